@@ -1,0 +1,104 @@
+"""torchport: one Python class for a compiler or an accelerator, and unmodified PyTorch programs run on it.
+
+Importing torchport is light: public names are imported when they are first used, and engines when a backend is.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from .backend.interface import (
+        Backend,
+        BackendData,
+        BackendDevice,
+        Computation,
+        ExecutionContext,
+        FreeableBuffer,
+        InitContext,
+        Processed,
+        Support,
+        TensorData,
+    )
+    from .backend.normal_form import verify_graph
+    from .backend.registry import BackendInfo, Registry, registry
+    from .core import dispatch, errors, metrics
+    from .core.config import config
+    from .core.errors import (
+        AmbiguousKernel,
+        BackendNotFound,
+        BackendUnavailable,
+        CompileError,
+        ConfigError,
+        DelegateError,
+        DeviceMismatch,
+        DispatchError,
+        ExecutionError,
+        GraphError,
+        MissingKernel,
+        ProgramError,
+        StorageAccess,
+        TorchportError,
+        UnsupportedOp,
+    )
+    from .core.specs import CompileSpec, CompileSpecs, TensorSpec
+    from .debug.explain import explain
+    from .frontend.device.api import device, get_backend, list_backends, register, sync, use
+
+_HOMES = {
+    "torchport.backend.interface": (
+        "Backend BackendData BackendDevice Computation ExecutionContext FreeableBuffer InitContext Processed Support "
+        "TensorData"
+    ),
+    "torchport.backend.normal_form": "verify_graph",
+    "torchport.backend.registry": "BackendInfo Registry registry",
+    "torchport.core.config": "config",
+    "torchport.core.errors": (
+        "AmbiguousKernel BackendNotFound BackendUnavailable CompileError ConfigError DelegateError DeviceMismatch "
+        "DispatchError ExecutionError GraphError MissingKernel ProgramError StorageAccess TorchportError UnsupportedOp"
+    ),
+    "torchport.core.specs": "CompileSpec CompileSpecs TensorSpec",
+    "torchport.debug.explain": "explain",
+    "torchport.frontend.device.api": "device get_backend list_backends register sync use",
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+_MODULES = {
+    "dispatch": "torchport.core.dispatch",
+    "errors": "torchport.core.errors",
+    "metrics": "torchport.core.metrics",
+}
+
+__all__ = [
+    *sorted(_HOME_OF),
+    *sorted(_MODULES),
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME_OF:
+        value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    elif name in _MODULES:
+        value = importlib.import_module(_MODULES[name])
+    else:
+        raise AttributeError(f"module 'torchport' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _autoload() -> None:
+    """Called by ``import torch`` (entry point group ``torch.backends``); must never make that import fail."""
+    try:
+        from .frontend.device.register import register_device
+
+        register_device()
+    except Exception as error:
+        import warnings
+
+        warnings.warn(f"torchport could not set up torch.device('port'): {type(error).__name__}: {error}", stacklevel=2)

@@ -1,0 +1,302 @@
+"""The one contract: :class:`Backend`, and the values that pass through it.
+
+A working backend defines ``preprocess`` and ``execute``; everything else has a default. Compiling is always
+``init(preprocess(graph))``: the lazy device, ``torch.compile`` and ahead-of-time files take the very same path.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import torch
+
+from ..core.specs import CompileSpecs, TensorSpec
+
+if TYPE_CHECKING:
+    from torch import fx
+
+__all__ = [
+    "Backend",
+    "BackendData",
+    "BackendDevice",
+    "Computation",
+    "ExecutionContext",
+    "FreeableBuffer",
+    "InitContext",
+    "KernelRegistrar",
+    "Processed",
+    "Support",
+    "TensorData",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class BackendDevice:
+    """One piece of hardware a backend drives: its type (``"cpu"``, ``"cuda"``, ``"npu"``, …) and ordinal."""
+
+    type: str
+    ordinal: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.type}:{self.ordinal}"
+
+
+class BackendData:
+    """A tensor's value on a backend, in the backend's own form (``torch::lazy::BackendData``).
+
+    ``device`` and ``spec`` are fixed; ``info`` is a slot for the executor's own notes. A subclass adds the value.
+    A value is immutable once it has been handed out: torchport never writes into it.
+    """
+
+    __slots__ = ("__weakref__", "device", "info", "spec")
+
+    def __init__(self, device: BackendDevice, spec: TensorSpec) -> None:
+        self.device = device
+        self.spec = spec
+        self.info: object = None
+
+    @property
+    def handle(self) -> object:
+        """The backend's own object for the value; opaque to torchport."""
+        return self
+
+    @property
+    def has_value(self) -> bool:
+        """Whether the value is there (a placeholder has none until it is assigned)."""
+        return True
+
+    def assign(self, other: BackendData) -> None:
+        """Give a placeholder its value. Raises ``TypeError`` if the subclass has no placeholders."""
+        raise TypeError(f"{type(self).__name__} has no placeholders: override assign() and has_value")
+
+
+class TensorData(BackendData):
+    """A value held as a CPU ``torch.Tensor``: what every backend gets whose data is host memory."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, device: BackendDevice, spec: TensorSpec, tensor: torch.Tensor | None) -> None:
+        super().__init__(device, spec)
+        self.tensor = tensor
+
+    @property
+    def handle(self) -> object:
+        return self.tensor
+
+    @property
+    def has_value(self) -> bool:
+        return self.tensor is not None
+
+    def assign(self, other: BackendData) -> None:
+        if not isinstance(other, TensorData):
+            raise TypeError(f"expected TensorData, got {type(other).__name__}")
+        self.tensor = other.tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """Whether a backend takes a node, with the reason where it does not."""
+
+    ok: bool
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    @classmethod
+    def yes(cls) -> Support:
+        """The node is taken."""
+        return _YES
+
+    @classmethod
+    def no(cls, reason: str) -> Support:
+        """The node is not taken, and why, in words a user can act on."""
+        return cls(False, reason)
+
+
+_YES = Support(True)
+
+
+@dataclass(frozen=True, slots=True)
+class Processed:
+    """What ``preprocess`` returns: opaque bytes, and a map from the backend's own ids to debug handles."""
+
+    data: bytes
+    debug_map: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+
+
+class FreeableBuffer:
+    """Bytes handed to ``init`` that the backend may free as soon as it no longer needs them.
+
+    ``data`` raises ``ValueError`` after :meth:`free`; freeing twice is allowed (ExecuTorch's ``FreeableBuffer``).
+    """
+
+    __slots__ = ("_data",)
+
+    def __init__(self, data: bytes | memoryview) -> None:
+        self._data: bytes | memoryview | None = data
+
+    @property
+    def data(self) -> bytes | memoryview:
+        """The bytes. Raises ``ValueError`` once freed."""
+        if self._data is None:
+            raise ValueError("the buffer was freed; read its data before calling free()")
+        return self._data
+
+    @property
+    def freed(self) -> bool:
+        """Whether :meth:`free` was called."""
+        return self._data is None
+
+    def __len__(self) -> int:
+        return 0 if self._data is None else len(self._data)
+
+    def free(self) -> None:
+        """Release the bytes. Safe to call more than once."""
+        self._data = None
+
+
+@dataclass(slots=True)
+class InitContext:
+    """What ``init`` may know besides the bytes.
+
+    ``inputs`` and ``outputs`` are the computation's specs in order; ``method`` names the program's method;
+    ``options`` are run-time options given by whoever loads the program.
+    """
+
+    device: BackendDevice
+    inputs: Sequence[TensorSpec] = ()
+    outputs: Sequence[TensorSpec] = ()
+    method: str = "forward"
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(slots=True)
+class ExecutionContext:
+    """What ``execute`` may know besides its arguments.
+
+    ``outputs`` are the specs the caller expects, in order; ``donated`` the positions of arguments nobody else will
+    read again, whose memory the backend may reuse.
+    """
+
+    device: BackendDevice
+    outputs: Sequence[TensorSpec] = ()
+    donated: frozenset[int] = frozenset()
+    method: str = "forward"
+
+
+@dataclass(slots=True, eq=False)
+class Computation:
+    """A compiled graph, ready to run (``torch::lazy::Computation``): specs of parameters and results, and the handle."""
+
+    backend: Backend
+    device: BackendDevice
+    parameters: tuple[TensorSpec, ...]
+    parameter_names: tuple[str, ...]
+    results: tuple[TensorSpec, ...]
+    handle: Any
+    context: ExecutionContext
+    fingerprint: str = ""
+    graph_ops: int = 0
+    compile_seconds: float = 0.0
+
+
+class KernelRegistrar(Protocol):
+    """Where a backend registers its own kernels; see :meth:`Backend.register_kernels`."""
+
+    def impl(self, op: str | torch._ops.OpOverload, key: str, fn: Callable[..., Any]) -> object:
+        """Register ``fn`` for an operator at a functionality key (``"Dense"``, ``"Autograd"``, ``"Sparse"``, …)."""
+        ...
+
+
+class Backend(ABC):
+    """One compiler or accelerator. Subclass it, give it a ``name``, register it; every door opens.
+
+    Shapes, dtypes and strides of all inputs and outputs are static per computation. Methods may be called from any
+    thread; ``execute`` of one handle is never called by two threads at once.
+    """
+
+    name: ClassVar[str]
+    version: ClassVar[str] = "0"
+    """Part of the compile cache's key: change it whenever ``preprocess`` would produce other bytes."""
+
+    # -- identity ----------------------------------------------------------------------------------------------
+    def is_available(self) -> bool:
+        """Whether the backend can run in this process. Must be cheap and must not raise."""
+        return True
+
+    def unavailable_reason(self) -> str:
+        """What to install or do when :meth:`is_available` is false."""
+        return ""
+
+    def devices(self) -> Sequence[BackendDevice]:
+        """The hardware this backend drives, in ordinal order; at least one."""
+        return (BackendDevice("cpu", 0),)
+
+    # -- data --------------------------------------------------------------------------------------------------
+    def to_device(self, tensor: torch.Tensor, device: BackendDevice) -> BackendData:
+        """A value with the contents of a CPU tensor. ``tensor`` is the backend's to keep: nobody else writes to it."""
+        return TensorData(device, TensorSpec.of(tensor), tensor)
+
+    def from_device(self, data: BackendData) -> torch.Tensor:
+        """A CPU tensor with the value's contents. It may share memory: torchport copies before anyone writes."""
+        if not isinstance(data, TensorData) or data.tensor is None:
+            raise TypeError(f"{type(self).__name__} must override from_device() for {type(data).__name__}")
+        return data.tensor
+
+    def placeholder(self, spec: TensorSpec, device: BackendDevice) -> BackendData:
+        """A value to be assigned later."""
+        return TensorData(device, spec, None)
+
+    # -- what it can take --------------------------------------------------------------------------------------
+    def supports(self, node: fx.Node) -> Support:
+        """Whether the backend takes a node of a graph in normal form (its inputs' ``meta["val"]`` are fake tensors)."""
+        return Support.yes()
+
+    def decompositions(self) -> Mapping[torch._ops.OpOverload, Callable[..., Any]]:
+        """Operators to rewrite before they reach the backend, as in ``torch._decomp``."""
+        return {}
+
+    def register_kernels(self, registrar: KernelRegistrar) -> None:
+        """Register kernels of the backend's own for single operators: eager, autograd, quantized, …"""
+
+    # -- compile and run ---------------------------------------------------------------------------------------
+    @abstractmethod
+    def preprocess(self, graph: fx.GraphModule, specs: CompileSpecs) -> Processed:
+        """Compile a graph in normal form to bytes that :meth:`init` of another process could load."""
+
+    def init(self, processed: FreeableBuffer, specs: CompileSpecs, context: InitContext) -> Any:
+        """Make compiled bytes runnable; the result is the handle given to :meth:`execute`. Default: the bytes."""
+        return processed
+
+    @abstractmethod
+    def execute(self, handle: Any, args: Sequence[BackendData], context: ExecutionContext) -> Sequence[BackendData]:
+        """Run the computation. Returns new values, one per output, in order; never changes its arguments."""
+
+    def destroy(self, handle: Any) -> None:
+        """Release a handle. Called once per successful :meth:`init`, also for a ``None`` handle."""
+
+    # -- housekeeping ------------------------------------------------------------------------------------------
+    def seed(self, seed: int) -> None:
+        """``torch.manual_seed`` was called. torchport's own random numbers do not need it."""
+
+    def synchronize(self, device: BackendDevice) -> None:
+        """Return when all work handed to the device is done."""
+
+    def memory_info(self, device: BackendDevice) -> Mapping[str, int]:
+        """``{"free": bytes, "total": bytes}`` as far as known."""
+        return {}
+
+    def text(self, processed: Processed) -> str:
+        """The compiled code as text, for people."""
+        return f"<{len(processed.data)} bytes>"
+
+    def metrics(self) -> Mapping[str, float]:
+        """The backend's own counters for ``torchport.metrics.report()``."""
+        return {}
+
+    def shutdown(self) -> None:
+        """The process is about to end."""

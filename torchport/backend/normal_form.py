@@ -1,0 +1,140 @@
+"""The FX normal form: what every backend's ``preprocess`` is given, as an executable specification.
+
+A graph in normal form
+
+1. holds only ``placeholder``, ``call_function`` and ``output`` nodes, placeholders first;
+2. calls only ``OpOverload``s (or ``operator.getitem`` on a node that returns several tensors);
+3. never mutates: no called operator writes to an argument, none is a ``*_copy`` form of a view operator;
+4. has ``meta["val"]`` on every node: a fake tensor, or a list or tuple of them where the operator returns several;
+5. has ``meta["debug_handle"]``, an ``int``, on every ``call_function`` node, and ``meta["source"]``, the user's line;
+6. ends in one output node whose argument is a flat tuple of nodes, each a tensor;
+7. returns nothing that shares memory with an input or with another output, as far as view operators tell.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..core.errors import GraphError
+from ..core.specs import TensorSpec
+
+__all__ = ["alias_root", "input_specs", "is_view", "output_specs", "source_of", "verify_graph"]
+
+_getitem: Any = operator.getitem
+
+
+def is_view(op: object) -> bool:
+    """Whether an operator returns a view of an argument (it has an alias annotation that is not a write)."""
+    if not isinstance(op, torch._ops.OpOverload):
+        return False
+    infos = [argument.alias_info for argument in op._schema.arguments]
+    return any(info is not None and not info.is_write for info in infos)
+
+
+def alias_root(node: fx.Node) -> fx.Node:
+    """The node whose memory ``node`` shows: follows view operators and ``getitem`` to where the value was made."""
+    while node.op == "call_function":
+        if node.target is _getitem:
+            parent = node.args[0]
+            if not (isinstance(parent, fx.Node) and is_view(parent.target)):
+                return node
+            node = parent
+        elif is_view(node.target) and isinstance(node.args[0], fx.Node):
+            node = node.args[0]
+        else:
+            return node
+    return node
+
+
+def _specs(values: Any, what: str) -> tuple[TensorSpec, ...]:
+    for value in values:
+        if not isinstance(value, torch.Tensor):
+            raise GraphError(f'{what} has meta["val"] of type {type(value).__name__}; the normal form has only tensors')
+    return tuple(TensorSpec.of(value) for value in values)
+
+
+def input_specs(graph: fx.GraphModule) -> tuple[TensorSpec, ...]:
+    """The specs of the placeholders, in order."""
+    return _specs([node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"], "a placeholder")
+
+
+def output_specs(graph: fx.GraphModule) -> tuple[TensorSpec, ...]:
+    """The specs of the outputs, in order."""
+    outputs: Any = graph.graph.output_node().args[0]
+    return _specs([node.meta["val"] for node in outputs], "an output")
+
+
+def source_of(node: fx.Node) -> str | None:
+    """The user's source line a node came from, ``file:line in function``, if it is known."""
+    source = node.meta.get("source")
+    return source if isinstance(source, str) else None
+
+
+def _fail(node: fx.Node, rule: str) -> GraphError:
+    source = source_of(node)
+    where = f" (from {source})" if source else ""
+    return GraphError(f"not in FX normal form: node {node.format_node()}{where}: {rule}")
+
+
+def _verify_call(node: fx.Node) -> None:
+    if node.target is not _getitem:
+        if not isinstance(node.target, torch._ops.OpOverload):
+            raise _fail(node, "only OpOverloads may be called, such as torch.ops.aten.add.Tensor")
+        schema = node.target._schema
+        if schema.is_mutable:
+            raise _fail(node, "the operator mutates an argument; use its functional form")
+        if schema.name.endswith("_copy") and hasattr(torch.ops.aten, schema.name.removeprefix("aten::")[:-5]):
+            base = getattr(torch.ops.aten, schema.name.removeprefix("aten::")[:-5])
+            if any(is_view(getattr(base, name)) for name in base.overloads()):
+                raise _fail(node, "a *_copy form of a view operator; use the view operator itself")
+    if not isinstance(node.meta.get("debug_handle"), int):
+        raise _fail(node, 'meta["debug_handle"] is not an int')
+
+
+def _verify_val(node: fx.Node) -> None:
+    value = node.meta.get("val")
+    leaves = value if isinstance(value, (list, tuple)) else [value]
+    if not leaves or not all(leaf is None or isinstance(leaf, torch.Tensor) for leaf in leaves):
+        raise _fail(node, 'meta["val"] is not a tensor or a sequence of tensors')
+
+
+def _verify_output(node: fx.Node) -> None:
+    outputs = node.args[0] if len(node.args) == 1 else None
+    if not isinstance(outputs, tuple):
+        raise _fail(node, "the output is not one flat tuple")
+    seen: dict[fx.Node, fx.Node] = {}
+    for value in outputs:
+        if not isinstance(value, fx.Node) or not isinstance(value.meta.get("val"), torch.Tensor):
+            raise _fail(node, f"output {value!r} is not a node that holds one tensor")
+        root = alias_root(value)
+        if root.op == "placeholder":
+            raise _fail(node, f"output {value} shares memory with input {root}; clone it")
+        if root in seen:
+            raise _fail(node, f"outputs {seen[root]} and {value} share memory; clone one")
+        seen[root] = value
+
+
+def verify_graph(graph: fx.GraphModule) -> None:
+    """Raise :class:`GraphError`, naming the node and the rule, unless the graph is in normal form."""
+    past_placeholders = False
+    nodes = list(graph.graph.nodes)
+    if not nodes or nodes[-1].op != "output":
+        raise GraphError("not in FX normal form: the last node is not the output")
+    for node in nodes:
+        if node.op == "placeholder":
+            if past_placeholders:
+                raise _fail(node, "placeholders come first")
+            _verify_val(node)
+        elif node.op == "call_function":
+            past_placeholders = True
+            _verify_call(node)
+            _verify_val(node)
+        elif node.op == "output":
+            _verify_output(node)
+        else:
+            raise _fail(node, f"a {node.op} node; the normal form has placeholder, call_function and output")
+    graph.graph.lint()

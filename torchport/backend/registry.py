@@ -1,0 +1,169 @@
+"""The registry: which backends exist, made on first use, and which ``port`` device index stands for which.
+
+The registry is an object; tests make fresh ones. The process-wide one is :data:`registry`, and ``register``,
+``get_backend`` and ``list_backends`` are its methods. Backends arrive by entry point (group ``torchport.backends``,
+ours included) or by an explicit :meth:`Registry.register`; nothing registers by being imported.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from ..core.errors import BackendNotFound, BackendUnavailable, TorchportError
+from .interface import Backend, BackendDevice
+
+__all__ = ["BackendInfo", "Registry", "registry"]
+
+ENTRY_POINT_GROUP: Final = "torchport.backends"
+
+BackendFactory: TypeAlias = Callable[[], Backend]
+"""A ``Backend`` subclass, or anything else that returns a backend when called without arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackendInfo:
+    """One row of ``list_backends()``: ``reason`` says why it is unavailable, or is empty."""
+
+    name: str
+    available: bool
+    reason: str
+    source: str
+
+
+class _Entry:
+    """A registered name: how to make the backend, and the backend once it is made."""
+
+    def __init__(self, name: str, factory: Callable[[], object], source: str) -> None:
+        self.name = name
+        self.factory = factory
+        self.source = source
+        self.backend: Backend | None = None
+        self.lock = threading.RLock()
+
+    def load(self) -> Backend:
+        with self.lock:
+            if self.backend is None:
+                self.backend = self._make()
+            return self.backend
+
+    def _make(self) -> Backend:
+        try:
+            made = self.factory()
+            if isinstance(made, type):
+                made = made()
+        except TorchportError:
+            raise
+        except Exception as error:
+            raise BackendUnavailable(
+                f"backend {self.name!r} ({self.source}) failed to load: {type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(made, Backend):
+            raise BackendUnavailable(
+                f"backend {self.name!r} ({self.source}) gave a {type(made).__name__}; "
+                "register a torchport.Backend subclass or a function that returns an instance of one"
+            )
+        return made
+
+
+class Registry:
+    """Names → backends. Duplicates raise; a backend's module is imported when the backend is first asked for."""
+
+    def __init__(self, entry_point_group: str | None = None) -> None:
+        self._entries: dict[str, _Entry] = {}
+        self._group = entry_point_group
+        self._lock = threading.RLock()
+
+    def _all(self) -> dict[str, _Entry]:
+        with self._lock:
+            if self._group is not None:
+                group, self._group = self._group, None
+                for point in importlib.metadata.entry_points(group=group):
+                    source = f"entry point {point.value}"
+                    if point.name not in self._entries:
+                        self._entries[point.name] = _Entry(point.name, point.load, source)
+            return self._entries
+
+    def register(self, backend: type[Backend] | BackendFactory | Backend, name: str | None = None) -> str:
+        """Register a backend class, instance or factory; returns its name.
+
+        ``name`` defaults to the backend's ``name`` attribute. Raises :class:`TorchportError` if the name is taken or
+        missing. Usable as a class decorator through :func:`torchport.register`.
+        """
+        name = name or getattr(backend, "name", None)
+        if not isinstance(name, str) or not name.isidentifier():
+            raise TorchportError(f"a backend needs a name that is an identifier, got {name!r}: set `name` on the class")
+        instance = backend if isinstance(backend, Backend) else None
+        module = getattr(backend, "__module__", type(backend).__module__)
+        with self._lock:
+            if name in self._all():
+                raise TorchportError(
+                    f"backend {name!r} is registered already ({self._entries[name].source}); "
+                    f"unregister({name!r}) it first or choose another name"
+                )
+            factory = (lambda: instance) if instance is not None else backend
+            self._entries[name] = _Entry(name, factory, f"registered by {module}")  # type: ignore[arg-type]
+        return name
+
+    def unregister(self, name: str) -> None:
+        """Forget a backend. Tensors that live on it keep working. Raises :class:`BackendNotFound`."""
+        with self._lock:
+            if self._all().pop(name, None) is None:
+                raise BackendNotFound(self._unknown(name))
+
+    def names(self) -> list[str]:
+        """Every registered name, sorted; imports nothing."""
+        return sorted(self._all())
+
+    def get_optional(self, name: str) -> Backend | None:
+        """The backend if it is registered and available, else ``None``."""
+        try:
+            return self.get(name)
+        except (BackendNotFound, BackendUnavailable):
+            return None
+
+    def get(self, name: str) -> Backend:
+        """The backend of that name. Raises :class:`BackendNotFound` or :class:`BackendUnavailable`."""
+        entry = self._all().get(name)
+        if entry is None:
+            raise BackendNotFound(self._unknown(name))
+        backend = entry.load()
+        if not backend.is_available():
+            reason = backend.unavailable_reason() or "its is_available() returned False"
+            raise BackendUnavailable(f"backend {name!r} is installed but cannot run here: {reason}")
+        return backend
+
+    def list(self) -> list[BackendInfo]:
+        """One row per registered backend, sorted by name; loads each to ask whether it is available."""
+        rows: list[BackendInfo] = []
+        for name in self.names():
+            try:
+                self.get(name)
+            except (BackendNotFound, BackendUnavailable) as error:
+                rows.append(BackendInfo(name, False, str(error), self._entries[name].source))
+            else:
+                rows.append(BackendInfo(name, True, "", self._entries[name].source))
+        return rows
+
+    def _unknown(self, name: str) -> str:
+        known = ", ".join(self.names()) or "none"
+        return (
+            f"no backend is called {name!r}; registered are: {known}. Install the package that brings it, "
+            "or call torchport.register(YourBackend)"
+        )
+
+
+registry: Final = Registry(ENTRY_POINT_GROUP)
+
+
+def resolve_device(backend: Backend, ordinal: int) -> BackendDevice:
+    """The backend's device of that ordinal. Raises :class:`BackendUnavailable` listing what there is."""
+    devices = list(backend.devices())
+    for device in devices:
+        if device.ordinal == ordinal:
+            return device
+    shown = ", ".join(str(device) for device in devices) or "none"
+    raise BackendUnavailable(f"backend {backend.name!r} has no device {ordinal}; it has: {shown}")

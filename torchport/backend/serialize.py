@@ -1,0 +1,130 @@
+"""Graphs in normal form ↔ bytes: canonical JSON, no pickle, equal graphs give equal bytes.
+
+The encoding serves as the content of the ``reference`` backend's blobs and as the compile cache's key. Node names,
+debug handles and source lines are left out of the key (:func:`fingerprint`) and kept in the blob (:func:`encode`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..core.errors import GraphError
+from ..core.specs import TensorSpec
+
+__all__ = ["decode", "encode", "fingerprint"]
+
+_getitem: Any = operator.getitem
+_TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
+
+
+def _encode_arg(value: Any, number: dict[fx.Node, int]) -> Any:
+    """JSON for one argument: nodes as ``{"n": i}``, torch constants by name, non-finite floats by repr."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, fx.Node):
+        return {"n": number[value]}
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"f": repr(value)}
+    if isinstance(value, complex):
+        return {"c": [repr(value.real), repr(value.imag)]}
+    if isinstance(value, (list, tuple)):
+        return [_encode_arg(item, number) for item in value]
+    if isinstance(value, _TORCH_CONSTANTS):
+        return {"t": str(value)}
+    if isinstance(value, torch.device):
+        return {"d": str(value)}
+    raise GraphError(f"a {type(value).__name__} cannot be an argument in normal form: {value!r}")
+
+
+def _decode_arg(value: Any, nodes: list[fx.Node]) -> Any:
+    if isinstance(value, list):
+        return [_decode_arg(item, nodes) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, payload),) = value.items()
+    if kind == "n":
+        return nodes[payload]
+    if kind == "f":
+        return float(payload)
+    if kind == "c":
+        return complex(float(payload[0]), float(payload[1]))
+    if kind == "t":
+        return getattr(torch, payload.removeprefix("torch."))
+    return torch.device(payload)
+
+
+def _encode_spec(value: torch.Tensor) -> list[Any]:
+    spec = TensorSpec.of(value)
+    return [list(spec.shape), str(spec.dtype), list(spec.strides)]
+
+
+def _document(graph: fx.GraphModule, debug: bool) -> dict[str, Any]:
+    number: dict[fx.Node, int] = {}
+    inputs: list[Any] = []
+    calls: list[Any] = []
+    outputs: Any = None
+    for node in graph.graph.nodes:
+        number[node] = len(number)
+        if node.op == "placeholder":
+            inputs.append(_encode_spec(node.meta["val"]))
+        elif node.op == "call_function":
+            target = "getitem" if node.target is _getitem else str(node.target)
+            args = _encode_arg(node.args, number)
+            kwargs = {key: _encode_arg(value, number) for key, value in node.kwargs.items()}
+            extra = [node.meta.get("debug_handle"), node.meta.get("source")] if debug else []
+            calls.append([target, args, kwargs, *extra])
+        elif node.op == "output":
+            outputs = _encode_arg(node.args[0], number)
+        else:
+            raise GraphError(f"a {node.op} node cannot be encoded; run verify_graph first")
+    return {"inputs": inputs, "calls": calls, "outputs": outputs}
+
+
+def encode(graph: fx.GraphModule) -> bytes:
+    """The graph as JSON bytes, debug handles and source lines included. Raises :class:`GraphError`."""
+    return json.dumps(_document(graph, debug=True), separators=(",", ":")).encode()
+
+
+def fingerprint(graph: fx.GraphModule) -> str:
+    """A hash that is equal for graphs that compute the same thing from the same specs in the same way."""
+    text = json.dumps(_document(graph, debug=False), separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def resolve_op(name: str) -> torch._ops.OpOverload:
+    """The ``OpOverload`` of a name like ``aten.add.Tensor``. Raises :class:`GraphError` if torch has none."""
+    found: Any = torch.ops
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not isinstance(found, torch._ops.OpOverload):
+        raise GraphError(f"this torch has no operator {name!r}")
+    return found
+
+
+def decode(data: bytes | memoryview) -> fx.GraphModule:
+    """The graph that :func:`encode` wrote, without ``meta["val"]`` on calls. Raises :class:`GraphError`."""
+    try:
+        document = json.loads(bytes(data))
+        graph = fx.Graph()
+        nodes: list[fx.Node] = []
+        for position, (shape, dtype, strides) in enumerate(document["inputs"]):
+            node = graph.placeholder(f"arg{position}")
+            node.meta["spec"] = TensorSpec(tuple(shape), getattr(torch, dtype.removeprefix("torch.")), tuple(strides))
+            nodes.append(node)
+        for name, args, kwargs, handle, source in document["calls"]:
+            target = _getitem if name == "getitem" else resolve_op(name)
+            decoded = {key: _decode_arg(value, nodes) for key, value in kwargs.items()}
+            node = graph.call_function(target, tuple(_decode_arg(args, nodes)), decoded)
+            node.meta.update(debug_handle=handle, source=source)
+            nodes.append(node)
+        graph.output(tuple(_decode_arg(document["outputs"], nodes)))
+    except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
+        raise GraphError(f"not an encoded graph: {type(error).__name__}: {error}") from error
+    return fx.GraphModule(torch.nn.Module(), graph)

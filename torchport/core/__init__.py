@@ -1,0 +1,1 @@
+"""Foundations that import nothing else of torchport: errors, configuration, metrics, specs, dispatch."""

@@ -1,0 +1,125 @@
+"""Every setting torchport reads, in one place: attribute of :data:`config`, or an environment variable, validated.
+
+=====================  ==========================  =========================================================
+attribute              environment variable        meaning
+=====================  ==========================  =========================================================
+``backend``            ``TORCHPORT_BACKEND``       backend bound to ``port:0``; empty: chosen automatically
+``fallback``           ``TORCHPORT_FALLBACK``      ``allow`` | ``warn`` | ``error``: ops a backend cannot take
+``max_trace_ops``      ``TORCHPORT_MAX_TRACE_OPS`` ops traced before an automatic flush (at least 64)
+``max_trace_nodes``    ``TORCHPORT_MAX_TRACE_NODES`` trie nodes a device keeps before it starts afresh
+``max_computations``   ``TORCHPORT_MAX_COMPUTATIONS`` compiled computations kept in memory per backend
+``verify_graphs``      ``TORCHPORT_VERIFY_GRAPHS`` check the FX normal form of every graph before it is compiled
+``flush_on_copy``      ``TORCHPORT_FLUSH_ON_COPY`` a host-to-device copy of more than one element ends the trace
+=====================  ==========================  =========================================================
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from .errors import ConfigError
+
+__all__ = ["Config", "config"]
+
+_TRUE = {"1", "true", "yes", "on"}
+_FALSE = {"0", "false", "no", "off"}
+
+
+def _text(raw: object) -> str:
+    if not isinstance(raw, str):
+        raise ValueError("a string")
+    return raw
+
+
+def _flag(raw: object) -> bool:
+    if isinstance(raw, bool):
+        return raw
+    if isinstance(raw, str) and raw.lower() in _TRUE | _FALSE:
+        return raw.lower() in _TRUE
+    raise ValueError("one of 1/0, true/false, yes/no, on/off")
+
+
+def _count(minimum: int) -> Callable[[object], int]:
+    def parse(raw: object) -> int:
+        try:
+            value = int(raw)  # type: ignore[call-overload]
+        except (TypeError, ValueError):
+            value = minimum - 1
+        if value < minimum or isinstance(raw, bool):
+            raise ValueError(f"a whole number of at least {minimum}")
+        return value
+
+    return parse
+
+
+def _choice(*allowed: str) -> Callable[[object], str]:
+    def parse(raw: object) -> str:
+        if raw not in allowed:
+            raise ValueError("one of " + ", ".join(allowed))
+        return str(raw)
+
+    return parse
+
+
+_FIELDS: Final[dict[str, tuple[Callable[[object], Any], Any]]] = {
+    "backend": (_text, ""),
+    "fallback": (_choice("allow", "warn", "error"), "allow"),
+    "max_trace_ops": (_count(64), 20_000),
+    "max_trace_nodes": (_count(1), 500_000),
+    "max_computations": (_count(1), 1_024),
+    "verify_graphs": (_flag, False),
+    "flush_on_copy": (_flag, True),
+}
+
+
+class Config:
+    """Validated settings; assigning a malformed value raises :class:`ConfigError` and changes nothing."""
+
+    backend: str
+    fallback: str
+    max_trace_ops: int
+    max_trace_nodes: int
+    max_computations: int
+    verify_graphs: bool
+    flush_on_copy: bool
+
+    def __init__(self, environ: dict[str, str] | None = None) -> None:
+        env = os.environ if environ is None else environ
+        for name, (_, default) in _FIELDS.items():
+            variable = f"TORCHPORT_{name.upper()}"
+            if variable in env:
+                self._assign(name, env[variable], variable)
+            else:
+                object.__setattr__(self, name, default)
+
+    def _assign(self, name: str, value: object, shown: str) -> None:
+        if name not in _FIELDS:
+            raise ConfigError(f"torchport has no setting {name!r}; it has: {', '.join(sorted(_FIELDS))}")
+        try:
+            object.__setattr__(self, name, _FIELDS[name][0](value))
+        except ValueError as error:
+            raise ConfigError(f"{shown} is {value!r}, but must be {error}") from None
+
+    def __setattr__(self, name: str, value: object) -> None:
+        self._assign(name, value, f"torchport.config.{name}")
+
+    @contextmanager
+    def override(self, **values: object) -> Iterator[Config]:
+        """Set the given settings inside a ``with`` block and restore them after it, also on an exception."""
+        before = {name: getattr(self, name) for name in values if name in _FIELDS}
+        try:
+            for name, value in values.items():
+                setattr(self, name, value)
+            yield self
+        finally:
+            for name, value in before.items():
+                object.__setattr__(self, name, value)
+
+    def __repr__(self) -> str:
+        return "Config(" + ", ".join(f"{name}={getattr(self, name)!r}" for name in _FIELDS) + ")"
+
+
+config: Final = Config()

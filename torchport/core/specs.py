@@ -1,0 +1,98 @@
+"""What a tensor looks like without its values, and what a compiler is told besides the graph."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["CompileSpec", "CompileSpecs", "TensorSpec", "contiguous_strides"]
+
+
+def contiguous_strides(shape: Iterable[int]) -> tuple[int, ...]:
+    """Row-major strides, in elements, of a tensor of this shape (PyTorch's rule for empty dimensions included)."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(tuple(shape)):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape, dtype and strides (in elements) of a dense tensor. Hashable."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorSpec:
+        """The spec of a tensor (real or fake)."""
+        return cls(tuple(tensor.shape), tensor.dtype, tuple(tensor.stride()))
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the strides are the row-major ones."""
+        return self.strides == contiguous_strides(self.shape)
+
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        tail = "" if self.is_contiguous else f" strides {list(self.strides)}"
+        return f"{name}{list(self.shape)}{tail}"
+
+
+@dataclass(frozen=True, slots=True)
+class CompileSpec:
+    """One option for a backend's compiler: a key and opaque bytes, as in ExecuTorch's ``CompileSpec``."""
+
+    key: str
+    value: bytes
+
+
+class CompileSpecs(Mapping[str, bytes]):
+    """An immutable, ordered set of :class:`CompileSpec` with unique keys.
+
+    Raises :class:`ConfigError` for a repeated key.
+    """
+
+    __slots__ = ("_items",)
+
+    def __init__(self, specs: Iterable[CompileSpec] | Mapping[str, bytes | str] = ()) -> None:
+        if isinstance(specs, Mapping):
+            specs = [CompileSpec(k, v.encode() if isinstance(v, str) else v) for k, v in specs.items()]
+        self._items: dict[str, bytes] = {}
+        for spec in specs:
+            if spec.key in self._items:
+                raise ConfigError(f"compile spec {spec.key!r} is given twice; give each key once")
+            self._items[spec.key] = spec.value
+
+    def __getitem__(self, key: str) -> bytes:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def text(self, key: str, default: str = "") -> str:
+        """A value decoded as UTF-8, or ``default`` when the key is absent."""
+        return self._items[key].decode() if key in self._items else default
+
+    def fingerprint(self) -> str:
+        """A stable hash of keys and values; part of the compile cache's key."""
+        digest = hashlib.sha256()
+        for key, value in sorted(self._items.items()):
+            digest.update(f"{len(key)}:{key}{len(value)}:".encode() + value)
+        return digest.hexdigest()
+
+    def __repr__(self) -> str:
+        return f"CompileSpecs({self._items!r})"
