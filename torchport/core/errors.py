@@ -24,7 +24,7 @@ catches PyTorch's errors keeps working. An engine's own exception is mapped at t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 __all__ = [
     "AmbiguousKernel",
@@ -123,11 +123,22 @@ class ProgramError(TorchportError):
 
 
 class DispatchError(TorchportError):
-    """The dispatcher cannot decide; ``explain()`` gives the whole table."""
+    """The dispatcher cannot decide, or was asked for something it cannot do.
+
+    Attributes: ``op`` and ``key``, the operator and the dispatch key by name, where the error is about a call.
+    """
+
+    def __init__(
+        self, message: str, *, op: str | None = None, key: str | None = None, table: Callable[[], str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.op = op
+        self.key = key
+        self._table = table
 
     def explain(self) -> str:
-        """The operator's computed table as text; subclasses raised by a dispatcher fill it in."""
-        return str(self)
+        """The message and, where the error is about a call, the operator's computed table as text."""
+        return str(self) if self._table is None else f"{self}\n\n{self._table()}"
 
 
 class MissingKernel(DispatchError):
