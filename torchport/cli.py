@@ -1,0 +1,104 @@
+"""The ``torchport`` command. Thin: parses, calls, prints; each subcommand imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from . import __version__
+from .core.errors import TorchportError
+
+__all__ = ["main"]
+
+
+class _UsageError(Exception):
+    """The command line is wrong; the text says how."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a wrong command line as an exception, so that every error leaves by the same door."""
+
+    def error(self, message: str) -> NoReturn:
+        raise _UsageError(f"{message} (see {self.prog} --help)")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="torchport", description="PyTorch programs on backends written in Python.")
+    parser.add_argument("--version", action="version", version=f"torchport {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    demo = commands.add_parser("demo", help="three real models on the port device, compared with CPU eager")
+    demo.add_argument("--backends", type=_names, metavar="A,B", help="default: every installed one that runs here")
+    demo.add_argument("--only", choices=("minilm", "digits", "gpt2"), help="one job instead of all three")
+    demo.add_argument("--quick", action="store_true", help="fewer steps and smaller models: a look, not a result")
+    demo.add_argument("--steps", type=_positive, metavar="N", help="training steps of each job, instead of its own")
+    demo.set_defaults(run=_demo)
+
+    backends = commands.add_parser("backends", help="which backends are installed, and why one cannot run")
+    backends.set_defaults(run=_backends)
+
+    explain = commands.add_parser("explain", help="where an operator goes on a device, and why")
+    explain.add_argument("op", metavar="OP", help="an operator such as aten::add.Tensor")
+    explain.add_argument("--device", default="port", help="default: port")
+    explain.set_defaults(run=_explain)
+    return parser
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from .demo.main import run_demo
+
+    return run_demo(backends=arguments.backends, only=arguments.only, quick=arguments.quick, steps=arguments.steps)
+
+
+def _backends(arguments: argparse.Namespace) -> int:
+    from .backend.registry import registry
+
+    rows = registry.list()
+    if not rows:
+        raise TorchportError("no backend is installed; a package brings one by the entry point torchport.backends")
+    width = max(len(row.name) for row in rows)
+    for row in rows:
+        state = "available" if row.available else f"unavailable: {row.reason}"
+        print(f"{row.name:<{width}}  {state}  ({row.source})")
+    return 0
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    from .debug.explain import explain_cli
+
+    print(explain_cli(arguments.op, arguments.device))
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code: 0, or 2 for an error, which is told in one line."""
+    try:
+        arguments = _parser().parse_args(argv)
+        return arguments.run(arguments)
+    except (_UsageError, TorchportError, ModuleNotFoundError) as error:
+        print(f"torchport: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("torchport: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output (head, less) has gone; closing stderr keeps the interpreter quiet about it.
+        sys.stderr.close()
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
