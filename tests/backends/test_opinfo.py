@@ -11,9 +11,12 @@ As a script it prints what fails, grouped by message::
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import os
+import subprocess
 import sys
-from functools import lru_cache
+from pathlib import Path
 
 import opinfo_engine as engine
 import opinfo_report as text
@@ -21,17 +24,17 @@ import pytest
 
 DEVICE = os.environ.get("TORCHPORT_TEST_DEVICE", "port")
 BACKEND = os.environ.get("TORCHPORT_TEST_BACKEND", "reference")
-SHARDS = 4
+SHARDS = 2
 SAMPLES_BY_DEFAULT = 6
 LOWEST_PASS_RATE = 0.97
 
 
-@lru_cache(maxsize=SHARDS + 1)
-def shard(number: int, limit: int | None) -> list[engine.Case]:
-    """The results of every fourth operator (all of them for -1)."""
-    ops = engine.operators()
-    chosen = ops if number < 0 else ops[number::SHARDS]
-    return engine.run(chosen, engine.Plan(DEVICE, BACKEND, limit=limit), jobs=1 if number >= 0 else 2)
+def results(path: Path, *arguments: str) -> list[engine.Case]:
+    """What this file prints as a script, in a fresh process: workers must not be forked from one that used a device."""
+    command = [sys.executable, "-W", "ignore", __file__, "--json", str(path), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert path.exists(), f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return [engine.Case(**row) for row in json.loads(path.read_text())]
 
 
 def judge(cases: list[engine.Case]) -> None:
@@ -45,15 +48,16 @@ def judge(cases: list[engine.Case]) -> None:
 
 
 @pytest.mark.parametrize("number", range(SHARDS))
-def test_a_seeded_choice_of_samples_of_every_operator(number: int) -> None:
-    cases = shard(number, SAMPLES_BY_DEFAULT)
-    assert len(cases) > 1_000
+def test_a_seeded_choice_of_samples_of_every_operator(number: int, tmp_path: Path) -> None:
+    shard = ["--shard", f"{number}/{SHARDS}", "--jobs", "1"]
+    cases = results(tmp_path / "cases.json", "--limit", str(SAMPLES_BY_DEFAULT), *shard)
+    assert len(cases) > 2_000
     judge(cases)
 
 
 @pytest.mark.slow
-def test_every_sample_of_every_operator() -> None:
-    cases = shard(-1, None)
+def test_every_sample_of_every_operator(tmp_path: Path) -> None:
+    cases = results(tmp_path / "cases.json")
     assert len(cases) > 20_000
     judge(cases)
     rows = text.stale(cases, text.read_table())
@@ -80,17 +84,22 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--examples", type=int, default=6, help="operators named per group")
     parser.add_argument("--details", action="store_true", help="with a traceback per group")
+    parser.add_argument("--shard", default="0/1", help="i/n: every n-th operator, from the i-th")
+    parser.add_argument("--json", type=Path, help="write every case to this file")
     parser.add_argument("--strides", action="store_true", help="strides must agree, too")
     given = parser.parse_args(arguments)
     modes = tuple(given.modes.split(","))
     plan = engine.Plan(given.device, given.backend, modes, given.limit, given.strides)
     show = sys.stderr.isatty()
+    shard, shards = (int(n) for n in given.shard.split("/"))
     cases = engine.run(
-        engine.operators(given.ops),
+        engine.operators(given.ops)[shard::shards],
         plan,
         given.jobs,
         lambda done: print(f"\r{done} cases", end="", file=sys.stderr) if show else None,
     )
+    if given.json:
+        given.json.write_text(json.dumps([dataclasses.asdict(case) for case in cases]))
     print(text.table_rows(cases) if given.rows else text.grouped(cases, given.examples, given.details))
     print(text.summary(cases), file=sys.stderr if given.rows else sys.stdout)
     return int(any(case.failed for case in cases))
