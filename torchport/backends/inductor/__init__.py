@@ -1,0 +1,123 @@
+"""``inductor``: compiles a graph with PyTorch's Inductor to a shared library and calls it without Python per operator.
+
+The four parts: :mod:`.torch_api` turns a graph into C++ (all private PyTorch APIs are there), :mod:`.build` into a
+shared library, :mod:`.container` into bytes, and :mod:`.library` runs it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import sys
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchport.backend.interface import (
+    Backend,
+    BackendData,
+    BackendDevice,
+    ExecutionContext,
+    FreeableBuffer,
+    InitContext,
+    Processed,
+    TensorData,
+)
+from torchport.backend.normal_form import input_specs, output_specs
+from torchport.core.errors import CompileError, ConfigError, ExecutionError
+from torchport.core.specs import CompileSpecs, TensorSpec
+
+from . import container
+from .library import Library
+
+__all__ = ["InductorBackend"]
+
+_MAX_SOURCE = 512 * 1024
+"""Generated C++ up to this many compressed bytes is kept for :meth:`InductorBackend.text`."""
+
+
+def _compiler() -> str | None:
+    """The path of the C++ compiler that Inductor would call, or ``None``."""
+    command = shlex.split(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"))
+    return shutil.which(command[0]) if command else None
+
+
+def _options(specs: CompileSpecs) -> Mapping[str, Any]:
+    try:
+        options = json.loads(specs.text("inductor.options", "{}"))
+    except ValueError as error:
+        raise ConfigError(f'compile spec "inductor.options" is not JSON: {error}') from error
+    if not isinstance(options, dict):
+        raise ConfigError('compile spec "inductor.options" must be a JSON object of torch._inductor.config names')
+    return options
+
+
+class InductorBackend(Backend):
+    """AOTInductor on CPU. Compile spec ``inductor.options``: a JSON object that patches ``torch._inductor.config``."""
+
+    name = "inductor"
+    version = f"1-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
+
+    def is_available(self) -> bool:
+        return _compiler() is not None
+
+    def unavailable_reason(self) -> str:
+        if self.is_available():
+            return ""
+        tried = os.environ.get("CXX") or "g++"
+        return f"no C++ compiler: {tried!r} is not on PATH. Install one (such as Debian's g++), or set CXX to its path"
+
+    def to_device(self, tensor: torch.Tensor, device: BackendDevice) -> BackendData:
+        # Compiled code reads memory as it is: lazy conjugates and negatives must be real first.
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        return TensorData(device, TensorSpec.of(plain), plain)
+
+    def preprocess(self, graph: fx.GraphModule, specs: CompileSpecs) -> Processed:
+        from . import build, torch_api
+
+        options = _options(specs)
+        try:
+            made = torch_api.generate(graph, options)
+            library = build.build_library(made.toolchain, made.wrapper, [made.kernels], made.constants)
+        except (CompileError, ConfigError):
+            raise
+        except Exception as error:
+            raise CompileError(f"Inductor cannot compile this graph: {type(error).__name__}: {error}") from error
+        source = zlib.compress(f"{made.wrapper}\n{made.kernels}".encode(), 6)
+        artifact = container.Artifact(
+            library=library,
+            inputs=input_specs(graph),
+            outputs=output_specs(graph),
+            borrowed=made.borrowed,
+            extern_nodes=made.extern_nodes,
+            source=source if len(source) <= _MAX_SOURCE else b"",
+        )
+        return Processed(container.encode(artifact))
+
+    def init(self, processed: FreeableBuffer, specs: CompileSpecs, context: InitContext) -> Library:
+        artifact = container.decode(processed.data)
+        processed.free()
+        return Library(artifact)
+
+    def execute(self, handle: Library, args: Sequence[BackendData], context: ExecutionContext) -> Sequence[BackendData]:
+        tensors = [arg.tensor for arg in args if isinstance(arg, TensorData) and arg.tensor is not None]
+        if len(tensors) != len(args):
+            raise ExecutionError("an argument is not a TensorData with a value")
+        results = handle.run(tensors)
+        device = context.device
+        return [TensorData(device, spec, result) for spec, result in zip(handle.outputs, results, strict=True)]
+
+    def destroy(self, handle: Library | None) -> None:
+        if handle is not None:
+            handle.close()
+
+    def text(self, processed: Processed) -> str:
+        artifact = container.decode(processed.data)
+        if artifact.source:
+            return zlib.decompress(artifact.source).decode()
+        return f"<a shared library of {len(artifact.library)} bytes; its source was too long to keep>"

@@ -1,0 +1,282 @@
+"""Every private PyTorch API the backend uses; checked on torch 2.13.
+
+==============================================================  ====================================================
+name                                                            why
+==============================================================  ====================================================
+``torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors``          tensors → handles that the C ABI takes
+``torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs``     handles the C ABI returned → tensors
+``torch._C._aoti.AOTIModelContainerRunnerCpu``                  runs graphs that need torch's proxy executor
+``torch._inductor.config``                                      ``patch`` for the options of one compilation
+``torch._inductor.codecache`` (``get_cpp_wrapper_header`` …)    names of the headers that generated code includes
+``torch._inductor.compile_fx`` (passes, ``fake_tensor_prop``)   joint-graph and post-grad passes
+``torch._inductor.cpp_builder.CppTorchDeviceOptions``           compiler flags for wrapper, kernels and linking
+``torch._inductor.cpu_vec_isa.pick_vec_isa``                    the CPU's vector instructions, for those flags
+``torch._inductor.debug.DebugContext``                          lowering reports to one; it does nothing by default
+``torch._inductor.decomposition.select_decomp_table``           the decompositions Inductor's lowerings count on
+``torch._inductor.graph.GraphLowering``                         FX graph → C++ (``run``, ``codegen_with_cpp_wrapper``)
+``torch._inductor.fx_passes.post_grad.view_to_reshape``         as ``compile_fx`` does before lowering
+``torch._inductor.runtime.cache_dir_utils.cache_dir``           where Inductor keeps its files
+``torch._inductor.virtualized.V``                               graph, fake mode and AOT mode of one compilation
+``torch._dynamo`` (imported by the above)                       none called directly
+``torch._subclasses.FakeTensorMode``                            shapes without data while lowering
+``torch.fx.experimental.proxy_tensor.make_fx``                  tracing decompositions
+``torch/_inductor/codegen/aoti_runtime/interface.cpp`` (file)   the C ABI's source, compiled once and not per graph
+==============================================================  ====================================================
+
+Nothing of ``torch._inductor`` is imported before the first compilation; loading and running needs ``torch._C`` only.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchport.backend.normal_form import input_specs
+
+from .build import Toolchain
+
+__all__ = ["Generated", "generate", "proxy_runner", "take_handles", "take_tensors"]
+
+_compile_lock = threading.RLock()
+"""Inductor keeps a compilation's state in globals; one at a time per process."""
+
+take_handles: Callable[[list[torch.Tensor]], list[Any]] = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors
+"""New handles (capsules) for tensors; whoever gets a handle owns it."""
+
+take_tensors: Callable[[list[Any]], list[torch.Tensor]] = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs
+"""Tensors from handles (capsules), which are consumed."""
+
+
+def proxy_runner(library: str) -> Any:
+    """Runs a library with ``<library>.json`` beside it, where operators without a C shim are described."""
+    return torch._C._aoti.AOTIModelContainerRunnerCpu(library, 1)
+
+
+@dataclass(slots=True)
+class Generated:
+    """The C++ of one graph, and how to build it."""
+
+    wrapper: str
+    kernels: str
+    constants: bytes
+    extern_nodes: str
+    borrowed: tuple[int, ...]
+    toolchain: Toolchain
+
+
+_OPTIONS: Mapping[str, Any] = {
+    "cpp_wrapper": True,
+    "aot_inductor.enable_line_tables": False,
+    "aot_inductor.enable_frame_pointer": False,
+    "aot_inductor.compile_wrapper_opt_level": "O1",
+    "max_autotune": False,
+    "max_autotune_gemm": False,
+    "freezing": False,
+    "fallback_random": False,
+    "comprehensive_padding": False,
+    "graph_partition": False,
+    "implicit_fallbacks": True,
+    "triton.cudagraphs": False,
+    "trace.enabled": False,
+}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep Inductor's own deprecation warnings and progress messages away from the user."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _fake_inputs(graph: fx.GraphModule, mode: Any) -> list[torch.Tensor]:
+    with mode:
+        return [
+            torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device="cpu") for spec in input_specs(graph)
+        ]
+
+
+def _decompose(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """The graph in the operators Inductor lowers, on fresh fake tensors; ``graph`` is not changed."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def call(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return fx.Interpreter(graph).run(*args)
+
+    functional = torch.func.functionalize(call, remove="mutations")
+    with torch.no_grad():
+        return make_fx(functional, decomposition_table=select_decomp_table(), _allow_non_fake_inputs=True)(*inputs)
+
+
+def _annotate_constants(graph: fx.GraphModule, mode: Any) -> None:
+    for node in graph.graph.find_nodes(op="get_attr"):
+        if "val" not in node.meta:
+            node.meta["val"] = mode.from_tensor(getattr(graph, node.target), static_shapes=True)
+
+
+def _run_passes(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> tuple[fx.GraphModule, Any]:
+    """Inductor's passes over the decomposed graph, in ``compile_fx``'s order; returns the graph and its fake mode."""
+    from torch._inductor import compile_fx
+    from torch._inductor.fx_passes.post_grad import view_to_reshape
+    from torch._inductor.virtualized import V
+
+    graph = compile_fx._recursive_joint_graph_passes(graph, input_device=torch.device("cpu"))
+    output = graph.graph.output_node()
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
+    view_to_reshape(graph)
+    with torch.no_grad():
+        mode = compile_fx.fake_tensor_prop(graph, inputs, True)
+    compile_fx._recursive_record_original_output_strides(graph)
+    with V.set_fake_mode(mode):
+        compile_fx._recursive_post_grad_passes(graph, is_inference=True)
+    return graph, mode
+
+
+def _borrowed_outputs(lowering: Any) -> tuple[int, ...]:
+    """Outputs whose buffer is an input, a constant, or an earlier output's buffer."""
+    taken = {*lowering.graph_inputs, *lowering.constants}
+    found: list[int] = []
+    for position, output in enumerate(lowering.graph_outputs):
+        name = output.get_name() if hasattr(output, "get_name") else None
+        root = lowering.name_to_buffer.get(name)
+        names = {name, *(root.get_inputs_that_alias_output() if root is not None else ())}
+        if names & taken:
+            found.append(position)
+        taken.add(name)
+    return tuple(found)
+
+
+def _constant_bytes(lowering: Any) -> bytes:
+    """The values of the graph's constants, each padded to the 64 bytes that the runtime's loader expects."""
+    blob = bytearray()
+    for name in lowering.constants:
+        if name in lowering.folded_constants:
+            continue
+        value = lowering.get_original_value_of_constant(name)
+        storage = value.untyped_storage() if value.numel() else b""
+        blob += bytes(storage)
+        blob += bytes(-len(blob) % 64)
+    return bytes(blob)
+
+
+def _lower(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Generated:
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+
+    graph, mode = _run_passes(graph, inputs)
+    with V.set_fake_mode(mode):
+        lowering = GraphLowering(
+            graph,
+            example_inputs=inputs,
+            shape_env=mode.shape_env,
+            graph_id=0,
+            cpp_wrapper=True,
+            aot_mode=True,
+            is_inference=True,
+            inputs_to_check=(),
+            get_decomp_fn=select_decomp_table,
+        )
+        with V.set_graph_handler(lowering), V.set_extern_kernel_nodes([]):
+            lowering.freeze_runtime_asserts()
+            lowering.run(*inputs)
+            borrowed = _borrowed_outputs(lowering)
+            wrapper, kernels = lowering.codegen_with_cpp_wrapper()
+            extern = lowering.extern_node_serializer(V.extern_kernel_nodes) if V.extern_kernel_nodes else ""
+    toolchain = _toolchain()
+    return Generated(
+        _strip_wrapper(wrapper.value, toolchain.interface),
+        kernels.value,
+        _constant_bytes(lowering),
+        extern,
+        borrowed,
+        toolchain,
+    )
+
+
+def _strip_wrapper(text: str, interface: str) -> str:
+    """The wrapper without the runtime interface (linked in instead) and without the checks it would not run.
+
+    The checks compare shapes when ``AOTI_RUNTIME_CHECK_INPUTS`` is set; torchport checks every call itself. They are
+    half of the lines of a training step's wrapper.
+    """
+    if interface.strip() not in text:
+        raise RuntimeError("the generated wrapper does not hold torch's interface.cpp as expected")
+    text = text.replace(interface.strip(), "#include <torch/csrc/inductor/aoti_runtime/model.h>", 1)
+    text = re.sub(
+        r"^AOTI_NOINLINE static void check_input_0\(.*?(?=^static bool _check_aoti_runtime_check_inputs_env)",
+        "",
+        text,
+        flags=re.MULTILINE | re.DOTALL,
+    )
+    text = re.sub(r"^ *check_input_\d+\(input_handles\);\n", "", text, flags=re.MULTILINE)
+    return re.sub(r"^ *if \(_check_aoti_runtime_check_inputs_env\(\)\) \{.*\}\n", "", text, flags=re.MULTILINE)
+
+
+def _toolchain() -> Toolchain:
+    """The compiler and flags Inductor would use, under the options in force."""
+    from torch._inductor import config, cpp_builder
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    isa = pick_vec_isa()
+
+    def flags(options: Any) -> tuple[str, ...]:
+        arguments = [f"-D{name.strip()}" for name in options.get_definitions()]
+        arguments += [f"-{flag}" for flag in options.get_cflags()]
+        arguments += [f"-I{path}" for path in options.get_include_dirs()]
+        arguments += options.get_passthrough_args()
+        return tuple(shlex.split(" ".join(arguments)))
+
+    common: dict[str, Any] = {"vec_isa": isa, "device_type": "cpu", "aot_mode": True}
+    wrapper = cpp_builder.CppTorchDeviceOptions(compile_only=True, min_optimize=True, **common)
+    kernel = cpp_builder.CppTorchDeviceOptions(compile_only=True, **common)
+    link = cpp_builder.CppTorchDeviceOptions(**common)
+    link_arguments = [f"-{flag}" for flag in [*link.get_cflags(), *link.get_ldflags()]]
+    link_arguments += [f"-L{path}" for path in link.get_libraries_dirs()]
+    link_arguments += [f"-l{name}" for name in link.get_libraries()]
+    return Toolchain(
+        compiler=tuple(shlex.split(wrapper.get_compiler())),
+        wrapper_flags=flags(wrapper),
+        kernel_flags=flags(kernel),
+        link_flags=tuple(shlex.split(" ".join(link_arguments))),
+        wrapper_header="torch/csrc/inductor/aoti_include/cpu.h",
+        kernel_header="torch/csrc/inductor/cpp_prefix.h",
+        interface=(Path(config.__file__).parent / "codegen" / "aoti_runtime" / "interface.cpp").read_text(),
+        cache_dir=Path(cache_dir()) / "torchport",
+        fingerprint=torch.__version__,
+    )
+
+
+def generate(graph: fx.GraphModule, options: Mapping[str, Any]) -> Generated:
+    """C++ for a graph in normal form. ``options`` are patches of ``torch._inductor.config``."""
+    with ExitStack() as stack:
+        stack.enter_context(_compile_lock)
+        stack.enter_context(_quiet())
+        from torch._inductor import config
+        from torch._inductor.debug import DebugContext
+        from torch._inductor.virtualized import V
+        from torch._subclasses import FakeTensorMode
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        stack.enter_context(config.patch({**_OPTIONS, **options}))
+        stack.enter_context(V.set_aot_compilation(True))
+        stack.enter_context(DebugContext())
+        stack.enter_context(torch.utils._python_dispatch._disable_current_modes())
+        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+        inputs = _fake_inputs(graph, mode)
+        stack.enter_context(torch._guards.tracing(torch._guards.TracingContext(mode)))
+        decomposed = _decompose(graph, inputs)
+        _annotate_constants(decomposed, mode)
+        return _lower(decomposed, inputs)
