@@ -32,7 +32,7 @@ SEED = 20_240_817
 NO_CPU_KERNEL = re.compile(r"^jiterator_")
 ARGUMENTS_ON_CPU = {"tensor_split"}
 """Operators that read an argument tensor on the host: only their input moves, as on CUDA."""
-UNDEFINED_VALUES = re.compile(r"^(new_)?empty(_like|_strided|_permuted)?$")
+UNDEFINED_VALUES = re.compile(r"^((new_)?empty(_like|_strided|_permuted)?|resize_(as_)?)$")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,48 @@
+"""Fixtures of the backend tests: the device under test, bound to each backend in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from everyday_support import DEVICE, ON_PORT
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "everywhere: cheap enough to run on every backend by default")
+
+
+def _backends() -> list[str]:
+    if not ON_PORT:
+        return ["cpu"]
+    import torchport
+
+    installed = [row.name for row in torchport.list_backends() if row.available and row.name == "inductor"]
+    return ["reference", *installed]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "backend" not in metafunc.fixturenames:
+        return
+    slow = () if any(mark.name == "everywhere" for mark in metafunc.definition.iter_markers()) else (pytest.mark.slow,)
+    params = [pytest.param(name, marks=slow if name == "inductor" else ()) for name in _backends()]
+    metafunc.parametrize("backend", params, indirect=True)
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest) -> str:
+    """The name of the backend bound to ``port:0`` during the test."""
+    if ON_PORT:
+        import torchport
+
+        torchport.use(request.param)
+    return request.param
+
+
+@pytest.fixture
+def device(backend: str) -> Iterator[torch.device]:
+    """The device under test."""
+    yield torch.device(DEVICE)
+    torch.set_default_device(None)
+    torch.set_default_dtype(torch.float32)
