@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
 
     explain = commands.add_parser("explain", help="where an operator goes on a device, and why")
     explain.add_argument("op", metavar="OP", help="an operator such as aten::add.Tensor")
-    explain.add_argument("--device", default="port", help="default: port")
+    explain.add_argument("--device", help="for tensors of this device, such as port")
     explain.set_defaults(run=_explain)
     return parser
 

@@ -1,0 +1,105 @@
+"""Run a job on one engine and count what happened: time per step, traced ops, compiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+from time import perf_counter
+
+from .. import metrics
+from .job import Job, Outcome
+
+__all__ = ["Measured", "measure"]
+
+WAITING = ("ExecuteTime", "CompileTime", "GraphTime", "TransferToDeviceTime")
+"""Timers of the device whose seconds are not tracing."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    seconds: float
+    ops: float
+    compiles: float
+    waiting: float
+
+
+@dataclass
+class Measured:
+    """One job on one engine. ``error`` is set, and ``outcome`` is not, when it failed."""
+
+    job: str
+    engine: str
+    outcome: Outcome | None = None
+    error: str = ""
+    compiles: int = 0
+    compile_seconds: float = 0.0
+    total_seconds: float = 0.0
+    steps: list[_Step] = field(default_factory=list[_Step])
+
+    @property
+    def _steady(self) -> list[_Step]:
+        # The second half of the steps that compiled nothing; the very first one also loads data and makes the model.
+        without = [step for step in self.steps[1:] if not step.compiles]
+        return without[len(without) // 2 :]
+
+    @property
+    def ms_per_step(self) -> float | None:
+        """Median of the steady steps, in milliseconds."""
+        return median(step.seconds for step in self._steady) * 1e3 if self._steady else None
+
+    @property
+    def ops_per_step(self) -> float | None:
+        """Median number of traced ops of the steady steps; ``None`` where nothing was traced."""
+        ops = median(step.ops for step in self._steady) if self._steady else 0
+        return ops or None
+
+    @property
+    def trace_us_per_op(self) -> float | None:
+        """Median microseconds per op that a steady step spends outside the engine: tracing and the program's Python."""
+        costs = [(step.seconds - step.waiting) / step.ops for step in self._steady if step.ops]
+        return median(costs) * 1e6 if costs else None
+
+
+class _Meter:
+    """Differences of the device's counters from one call to the next."""
+
+    def __init__(self) -> None:
+        self._before = self._read()
+
+    @staticmethod
+    def _read() -> tuple[float, float, float]:
+        now = metrics.snapshot()
+        waiting = sum(now["seconds"].get(name, 0.0) for name in WAITING)
+        return now["counters"].get("TracedOps", 0), now["counters"].get("UncachedCompile", 0), waiting
+
+    def lap(self, seconds: float) -> _Step:
+        now = self._read()
+        ops, compiles, waiting = (new - old for new, old in zip(now, self._before, strict=True))
+        self._before = now
+        return _Step(seconds, ops, compiles, waiting)
+
+
+def measure(name: str, job: Job, engine: str, device: str, steps: int, on_step: Callable[[str], None]) -> Measured:
+    """Run ``job`` on ``device``; ``on_step`` is told after every step what may be shown. Never raises ``Exception``."""
+    measured = Measured(name, engine)
+    before = metrics.snapshot()
+    meter = _Meter()
+    began = start = perf_counter()
+    running = job.run(device, steps)
+    try:
+        while True:
+            said = next(running)
+            measured.steps.append(meter.lap(perf_counter() - start))
+            on_step(said)
+            start = perf_counter()
+    except StopIteration as stop:
+        measured.outcome = stop.value
+    except Exception as error:
+        # A backend that fails here must not keep the others from being shown.
+        measured.error = f"{type(error).__name__}: {error}"
+    after = metrics.snapshot()
+    measured.total_seconds = perf_counter() - began
+    measured.compiles = int(after["counters"].get("UncachedCompile", 0) - before["counters"].get("UncachedCompile", 0))
+    measured.compile_seconds = after["seconds"].get("CompileTime", 0.0) - before["seconds"].get("CompileTime", 0.0)
+    return measured

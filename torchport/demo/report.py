@@ -1,0 +1,126 @@
+"""What the demo prints: progress while it works, each job's results, and the table at the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from .job import Job, Outcome
+from .measure import Measured
+
+__all__ = ["EARLY_STEPS", "difference", "make_console", "progress", "show_outcome", "show_summary"]
+
+EARLY_STEPS = 20
+QUIET_SECONDS = 15.0
+PLAIN_WIDTH = 150
+
+
+def make_console() -> Console:
+    """A console as wide as the terminal, or wide enough for the table where there is none."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
+
+
+@contextmanager
+def progress(console: Console, what: str, steps: int) -> Iterator[Callable[[str], None]]:
+    """Show how far a job is: a bar on a terminal, else a line now and then. Yields what to call after each step."""
+    if console.is_terminal:
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        with Progress(*columns, TimeElapsedColumn(), TextColumn("{task.fields[said]}"), console=console) as bar:
+            task = bar.add_task(what, total=steps, said="first step: loads and compiles")
+            yield lambda said: bar.update(task, advance=1, said=said)
+            bar.update(task, completed=steps)
+        return
+    done, spoken, began = 0, time.monotonic(), time.monotonic()
+    console.print(f"{what}: {steps} steps")
+
+    def step(said: str) -> None:
+        nonlocal done, spoken
+        done += 1
+        if time.monotonic() - spoken > QUIET_SECONDS:
+            spoken = time.monotonic()
+            console.print(f"{what}: step {done} of {steps}, {spoken - began:.0f} s, {said}")
+
+    yield step
+    console.print(f"{what}: {done} steps in {time.monotonic() - began:.1f} s")
+
+
+def show_outcome(console: Console, job: Job, engine: str, outcome: Outcome) -> None:
+    """Print what a job computed, for people."""
+    for title, columns, rows in outcome.tables:
+        table = Table(title=title, title_justify="left")
+        for column in columns:
+            table.add_column(Text(column), overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(cell) for cell in row))
+        console.print(table)
+    if outcome.text:
+        console.print(Text(outcome.text))
+    console.print(Text(f"{job.title} on {engine}: {outcome.result}"))
+
+
+def difference(reference: torch.Tensor, values: torch.Tensor) -> float:
+    """The largest absolute difference, over the largest absolute value of the reference."""
+    return ((values - reference).abs().max() / reference.abs().max().clamp_min(1e-30)).item()
+
+
+def _differences(reference: Outcome | None, outcome: Outcome) -> tuple[str, str]:
+    if reference is None or reference.values.shape != outcome.values.shape:
+        return "?", "?"
+    if reference.values.dim() > 1:
+        shown = f"{difference(reference.values, outcome.values):.1e}"
+        return shown, shown
+    early = difference(reference.values[:EARLY_STEPS], outcome.values[:EARLY_STEPS])
+    return f"{early:.1e}", f"{difference(reference.values, outcome.values):.1e}"
+
+
+def _cell(value: float | None, pattern: str) -> str:
+    return "–" if value is None else pattern.format(value)
+
+
+def show_summary(console: Console, rows: Sequence[tuple[Job, Sequence[Measured]]]) -> None:
+    """Print the table: one row per job and engine, CPU eager first."""
+    table = Table(title="CPU eager and the port device", title_justify="left")
+    for column in ("job", "engine", "result"):
+        table.add_column(column, overflow="fold")
+    numbers = (f"difference,\nfirst {EARLY_STEPS} steps", "difference,\nall steps", "ms per\nstep", "× CPU\neager")
+    for column in (*numbers, "ops per\nstep", "µs Python\nper op", "compiles", "s com-\npiling"):
+        table.add_column(column, justify="right")
+    for job, runs in rows:
+        eager = runs[0]
+        for run in runs:
+            first = job.title if run is eager else ""
+            if run.outcome is None:
+                table.add_row(first, run.engine, Text(f"failed: {run.error}", style="red"), *[""] * 8)
+                continue
+            early, late = ("", "") if run is eager else _differences(eager.outcome, run.outcome)
+            ratio = run.ms_per_step / eager.ms_per_step if run.ms_per_step and eager.ms_per_step else None
+            table.add_row(
+                first,
+                run.engine,
+                run.outcome.result,
+                early,
+                late,
+                _cell(run.ms_per_step, "{:.1f}"),
+                _cell(ratio, "{:.2f}"),
+                _cell(run.ops_per_step, "{:.0f}"),
+                _cell(run.trace_us_per_op, "{:.1f}"),
+                str(run.compiles),
+                f"{run.compile_seconds:.1f}",
+                end_section=run is runs[-1],
+            )
+    console.print(table)
+    console.print(
+        "Difference: the largest one from CPU eager's embeddings or loss curve, relative to their largest value; "
+        "training lets rounding errors grow, hence the first steps and all of them.\n"
+        "µs Python per op: time of a step outside the engine, that is tracing and the program's own Python, "
+        "by traced ops.\n"
+        "ms and µs: median of the steady steps."
+    )
