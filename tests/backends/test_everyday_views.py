@@ -122,7 +122,7 @@ def test_two_views_that_overlap(device: torch.device) -> None:
     def use(d: torch.device) -> Any:
         x = ramp(6, device=d)
         left, right = x[:4], x[2:]
-        left += right
+        left += right.clone()
         right.copy_(left.flip(0))
         return x, left, right
 
