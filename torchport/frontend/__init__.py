@@ -1,0 +1,1 @@
+"""The doors users come through: the ``port`` device and torch.compile."""

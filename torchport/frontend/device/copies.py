@@ -1,0 +1,171 @@
+"""The kernels that are not generated: between host and device, between devices, and values read by Python."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from ...core.config import config
+from ...core.errors import UnsupportedOp
+from ...core.specs import TensorSpec
+from ...lazy import barriers
+from ...lazy.executor import flush, host_tensor, leaf_from_host
+from ...lazy.record import user_line
+from ...lazy.runtime import runtimes, threads
+from ...lazy.tensor import DEVICE_TYPE, IndexedLazyTensor, LazyTensor
+from ...lazy.trace import Trace, unwrap
+
+__all__ = ["kernels", "no_kernel", "special_kernels", "with_generator"]
+
+aten = torch.ops.aten
+kernels: Final[dict[Any, Any]] = {}
+"""The generated kernels, filled in by ``install``."""
+
+
+def _trace_of(value: Any) -> Trace:
+    return threads.of(value.get_device()) if isinstance(value, IndexedLazyTensor) else threads.trace
+
+
+def _call(op: Any, trace: Trace, *args: Any, **kwargs: Any) -> Any:
+    """The generated kernel of an op, on a trace."""
+    kernel = kernels[op]
+    return kernel.fast(*args, **kwargs) if trace.index == 0 else kernel.indexed(trace, *args, **kwargs)
+
+
+# -- host ↔ device -----------------------------------------------------------------------------------------------
+def _private_copy(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """A CPU tensor nobody else can write to."""
+    if dtype is not None and dtype != tensor.dtype:
+        return tensor.to(dtype)
+    return tensor.clone()
+
+
+def _host_to_device(tensor: torch.Tensor, index: int, dtype: torch.dtype | None) -> torch.Tensor:
+    trace = threads.of(index)
+    if config.flush_on_copy and tensor.numel() > 1:
+        flush(trace, "copy")
+    plain = tensor.detach()
+    if plain.layout is not torch.strided:
+        raise UnsupportedOp(
+            f"a tensor of layout {plain.layout} cannot move to {DEVICE_TYPE}; convert it with .to_dense()",
+            op="aten._to_copy.default",
+            source=user_line(),
+        )
+    return leaf_from_host(trace.runtime, _private_copy(plain, dtype))
+
+
+def _shared_copy(tensor: LazyTensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """A CPU tensor with the value, copied when somebody writes to it (PyTorch's copy-on-write), not before."""
+    held = host_tensor(tensor)
+    if dtype is not None and dtype != held.dtype:
+        return held.to(dtype)
+    return torch._lazy_clone(held)
+
+
+def _to_copy(
+    self: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    non_blocking: bool = False,
+    memory_format: torch.memory_format | None = None,
+) -> torch.Tensor:
+    inner = unwrap(self)
+    if not isinstance(inner, LazyTensor):
+        index = 0 if device is None or device.index is None else device.index
+        made = _host_to_device(inner, index, dtype)
+        if memory_format is not None and memory_format is not torch.preserve_format:
+            made = _call(aten.clone.default, threads.of(index), made, memory_format=memory_format)
+        return torch._to_functional_tensor(made)
+    here = inner.get_device() if isinstance(inner, IndexedLazyTensor) else 0
+    if device is not None and device.type != DEVICE_TYPE:
+        result = _shared_copy(inner, dtype)
+        if device.type != "cpu":
+            result = result.to(device)
+        return result if memory_format is None else result.contiguous(memory_format=memory_format)
+    if device is not None and device.index is not None and device.index != here:
+        return torch._to_functional_tensor(_host_to_device(host_tensor(inner), device.index, dtype))
+    return _call(aten._to_copy.default, _trace_of(inner), inner, dtype=dtype, memory_format=memory_format)
+
+
+def _copy(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """``self.copy_(src)`` in functional form; ``src`` may be on another device."""
+    target, source = unwrap(self), unwrap(src)
+    index = target.get_device() if isinstance(target, IndexedLazyTensor) else 0
+    trace = threads.of(index)
+    if isinstance(source, LazyTensor) and (source.get_device() or 0) != index:
+        source = host_tensor(source)
+    if not isinstance(source, LazyTensor):
+        source = _host_to_device(source, index, target.dtype)
+        if TensorSpec.of(source) == TensorSpec.of(target):
+            return source
+    return _call(aten.copy.default, trace, target, source)
+
+
+def _copy_from(self: torch.Tensor, dst: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """``dst.copy_(self)`` where one of the two is not on this device."""
+    inner = unwrap(self)
+    if isinstance(inner, LazyTensor) and not isinstance(unwrap(dst), LazyTensor):
+        return dst.copy_(host_tensor(inner))
+    raise UnsupportedOp("copying into this tensor in place", op="aten._copy_from.default", source=user_line())
+
+
+def _local_scalar_dense(self: torch.Tensor) -> Any:
+    return host_tensor(_handle(self)).item()
+
+
+def _handle(value: torch.Tensor) -> LazyTensor:
+    inner = unwrap(value)
+    if not isinstance(inner, LazyTensor):
+        raise UnsupportedOp(f"expected a tensor on {DEVICE_TYPE}, got one on {inner.device}", source=user_line())
+    return inner
+
+
+def _equal(self: torch.Tensor, other: torch.Tensor) -> bool:
+    if self.device != other.device:
+        raise RuntimeError(f"expected both tensors on one device, but found {self.device} and {other.device}")
+    return torch.equal(host_tensor(_handle(self)), host_tensor(_handle(other)))
+
+
+def _set_storage(
+    self: torch.Tensor, source: Any, storage_offset: int, size: Sequence[int], stride: Sequence[int] = ()
+) -> torch.Tensor:
+    """What ``torch.load`` calls to give a tensor the contents of a storage: a copy of them moves to the device."""
+    target = _handle(self)
+    index = target.get_device() if isinstance(target, IndexedLazyTensor) else 0
+    held = torch.empty(0, dtype=target.dtype).set_(source, storage_offset, tuple(size), tuple(stride))
+    return leaf_from_host(runtimes.get(index), held.clone())
+
+
+def with_generator(trace: Trace, kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A random op that was given a generator of its own: CPU's numbers, moved to the device."""
+    generator = next(v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator))
+    if generator.device.type != "cpu":
+        raise UnsupportedOp(f"a generator on {generator.device}; this device takes CPU generators", op=str(kernel.op))
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    result = barriers.on_host(trace, kernel.op, args, given)
+    return torch._to_functional_tensor(result) if kernel.is_factory else result
+
+
+def no_kernel(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """An operator without a kernel on this device reached a tensor of an index above 0."""
+    raise UnsupportedOp(f"the {DEVICE_TYPE} device has no kernel for it", op=str(func), source=user_line())
+
+
+@functools.cache
+def special_kernels() -> dict[Any, Callable[..., Any]]:
+    """Operator → kernel, for those that move data or return Python values."""
+    table: dict[Any, Callable[..., Any]] = {
+        aten._to_copy.default: _to_copy,
+        aten.copy.default: _copy,
+        aten._copy_from.default: _copy_from,
+        aten._local_scalar_dense.default: _local_scalar_dense,
+        aten.equal.default: _equal,
+        getattr(aten.set, "source_Storage_storage_offset"): _set_storage,
+    }
+    return table

@@ -1,0 +1,279 @@
+"""``torch.port``: what PyTorch and its users expect of a device module.
+
+Everything that needs the lazy core imports it when called, so that ``import torch`` stays light.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+__all__ = [
+    "current_device",
+    "current_stream",
+    "default_generators",
+    "device",
+    "device_count",
+    "empty_cache",
+    "get_amp_supported_dtype",
+    "get_device_capability",
+    "get_device_name",
+    "get_device_properties",
+    "get_rng_state",
+    "get_rng_state_all",
+    "init",
+    "initial_seed",
+    "is_available",
+    "is_bf16_supported",
+    "is_initialized",
+    "manual_seed",
+    "manual_seed_all",
+    "max_memory_allocated",
+    "mem_get_info",
+    "memory_allocated",
+    "memory_reserved",
+    "seed",
+    "seed_all",
+    "set_device",
+    "set_rng_state",
+    "set_rng_state_all",
+    "synchronize",
+]
+
+_initialized = False
+_current = 0
+
+
+def _lazy_init() -> None:
+    """Called by PyTorch when the device is first used: registers the kernels."""
+    global _initialized
+    if not _initialized:
+        _initialized = True
+        from .install import install
+
+        install()
+
+
+def init() -> None:
+    """Make the device ready; PyTorch does it on first use."""
+    _lazy_init()
+
+
+def is_available() -> bool:
+    """The device can always be used: the reference backend needs nothing."""
+    return True
+
+
+def is_initialized() -> bool:
+    """Whether the device has been used."""
+    return _initialized
+
+
+def _is_in_bad_fork() -> bool:
+    from .fork import forked_after_use
+
+    return _initialized and forked_after_use()
+
+
+def device_count() -> int:
+    """How many device indices are bound to backends; index 0 always counts."""
+    if not _initialized:
+        return 1
+    from ...lazy.runtime import runtimes
+
+    return runtimes.count
+
+
+def current_device() -> int:
+    """The index ``torch.device("port")`` stands for."""
+    return _current
+
+
+def set_device(device: Any) -> None:
+    """Only index 0 can be the current device: PyTorch's Python-defined devices know no other.
+
+    Raises ``RuntimeError`` for another index. ``torchport.use(name)`` binds index 0 to another backend.
+    """
+    index = _index(device)
+    if index != 0:
+        raise RuntimeError(
+            f"port:{index} cannot be made the current device: PyTorch knows index 0 only for devices defined in "
+            "Python. Write the index in full, torch.device('port', index), or bind index 0 with torchport.use(name)"
+        )
+
+
+class device:
+    """Context manager that leaves the current device as it is; index 0 is the only one it takes."""
+
+    def __init__(self, device: Any) -> None:
+        self.idx = _index(device)
+
+    def __enter__(self) -> None:
+        set_device(self.idx)
+
+    def __exit__(self, *exc: object) -> None:
+        return None
+
+
+def _index(device: Any) -> int:
+    if device is None:
+        return _current
+    if isinstance(device, int):
+        return _current if device < 0 else device
+    index = torch.device(device).index
+    return _current if index is None else index
+
+
+def _runtime(device: Any) -> Any:
+    _lazy_init()
+    from ...lazy.runtime import runtimes
+
+    return runtimes.get(_index(device))
+
+
+def synchronize(device: Any = None) -> None:
+    """Compute everything pending and wait until the device is idle. Raises the first error among pending values."""
+    from .api import sync
+
+    sync(device)
+
+
+# -- random numbers ----------------------------------------------------------------------------------------------
+def manual_seed(seed: int) -> None:
+    """Seed the current device's generator."""
+    runtime = _runtime(None)
+    runtime.seed, runtime.draws = int(seed) & ((1 << 64) - 1), 0
+    runtime.backend.seed(runtime.seed)
+
+
+def manual_seed_all(seed: int) -> None:
+    """Seed every device's generator, and those bound later. ``torch.manual_seed`` calls it."""
+    from ...lazy.runtime import runtimes
+
+    runtimes.seed_all(int(seed))
+
+
+def seed() -> int:
+    """Seed the current device's generator from the operating system; returns the seed."""
+    import secrets
+
+    value = secrets.randbits(63)
+    manual_seed(value)
+    return value
+
+
+def seed_all() -> None:
+    """Seed every device's generator from the operating system."""
+    import secrets
+
+    manual_seed_all(secrets.randbits(63))
+
+
+def initial_seed() -> int:
+    """The seed of the current device's generator."""
+    return _runtime(None).seed
+
+
+def get_rng_state(device: Any = "port") -> torch.Tensor:
+    """The generator's state: 16 bytes on the CPU, the seed and the number of random ops since."""
+    runtime = _runtime(device)
+    data = runtime.seed.to_bytes(8, "little") + runtime.draws.to_bytes(8, "little")
+    return torch.tensor(list(data), dtype=torch.uint8)
+
+
+def set_rng_state(new_state: torch.Tensor, device: Any = "port") -> None:
+    """Restore a state that :func:`get_rng_state` gave. Raises ``ValueError`` for anything else."""
+    if new_state.dtype != torch.uint8 or new_state.numel() != 16 or new_state.device.type != "cpu":
+        raise ValueError("a generator state of this device is a CPU uint8 tensor of 16 elements, from get_rng_state()")
+    data = bytes(new_state.tolist())
+    runtime = _runtime(device)
+    runtime.seed = int.from_bytes(data[:8], "little")
+    runtime.draws = int.from_bytes(data[8:], "little")
+
+
+def get_rng_state_all() -> list[torch.Tensor]:
+    """The state of every device's generator."""
+    return [get_rng_state(index) for index in range(device_count())]
+
+
+def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
+    """Restore states that :func:`get_rng_state_all` gave."""
+    for index, state in enumerate(new_states):
+        set_rng_state(state, index)
+
+
+default_generators: tuple[torch.Generator, ...] = ()
+"""PyTorch generator objects of this device do not exist: its generator is a seed and a count."""
+
+
+# -- properties and memory ---------------------------------------------------------------------------------------
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    """The dtypes ``torch.autocast("port")`` may cast to."""
+    return [torch.bfloat16, torch.float16]
+
+
+def is_bf16_supported() -> bool:
+    """bfloat16 tensors work on every backend."""
+    return True
+
+
+def get_device_name(device: Any = None) -> str:
+    """The backend and hardware behind an index, such as ``inductor on cpu:0``."""
+    runtime = _runtime(device)
+    return f"{runtime.backend.name} on {runtime.device}"
+
+
+def get_device_properties(device: Any = None) -> dict[str, Any]:
+    """The backend's name, hardware and memory figures."""
+    runtime = _runtime(device)
+    return {
+        "name": get_device_name(device),
+        "backend": runtime.backend.name,
+        "hardware": str(runtime.device),
+        **runtime.backend.memory_info(runtime.device),
+    }
+
+
+def get_device_capability(device: Any = None) -> tuple[int, int]:
+    """There are no capability levels; always ``(0, 0)``."""
+    return (0, 0)
+
+
+def mem_get_info(device: Any = None) -> tuple[int, int]:
+    """``(free, total)`` bytes as far as the backend says, else zeros."""
+    runtime = _runtime(device)
+    info = runtime.backend.memory_info(runtime.device)
+    return info.get("free", 0), info.get("total", 0)
+
+
+def memory_allocated(device: Any = None) -> int:
+    """Bytes in use as far as the backend says, else 0."""
+    runtime = _runtime(device)
+    return runtime.backend.memory_info(runtime.device).get("allocated", 0)
+
+
+memory_reserved = memory_allocated
+max_memory_allocated = memory_allocated
+
+
+def empty_cache() -> None:
+    """Values are freed with their last reference; there is no cache of memory to empty."""
+
+
+class _Stream:
+    """There is one stream of work per device; PyTorch asks for it in a few places."""
+
+    device_index = 0
+
+    def synchronize(self) -> None:
+        synchronize()
+
+    def wait_stream(self, stream: object) -> None:
+        """Work is in order already."""
+
+
+def current_stream(device: Any = None) -> _Stream:
+    """The device's only stream."""
+    return _Stream()

@@ -1,0 +1,58 @@
+"""Tell PyTorch that ``torch.device("port")`` exists. Runs inside ``import torch``, so it is small and imports little.
+
+Private torch APIs used here: ``torch._register_device_module``,
+``torch._C._acc.{PrivateUse1Hooks, DeviceGuard, register_python_privateuseone_hook,
+register_python_privateuseone_device_guard}`` (what ``_setup_privateuseone_for_python_backend`` does, less its
+dummies), ``torch._C._get_privateuse1_backend_name``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import module
+
+__all__ = ["register_device"]
+
+NAME = "port"
+
+
+class _Hooks(torch._C._acc.PrivateUse1Hooks):  # type: ignore[name-defined,misc]
+    def is_available(self) -> bool:
+        return True
+
+    def has_primary_context(self, dev_id: int) -> bool:
+        return True
+
+    def is_built(self) -> bool:
+        return True
+
+
+class _Guard(torch._C._acc.DeviceGuard):  # type: ignore[name-defined,misc]
+    def type_(self) -> object:
+        return torch._C._autograd.DeviceType.PrivateUse1  # type: ignore[attr-defined]
+
+
+_keep: list[object] = []
+
+
+def register_device() -> None:
+    """Rename PrivateUse1 to ``port`` and register module, hooks and guard; a second call does nothing.
+
+    Raises ``RuntimeError`` if another package has taken PyTorch's one slot for such devices.
+    """
+    if _keep:
+        return
+    taken = torch._C._get_privateuse1_backend_name()
+    if taken not in ("privateuseone", NAME):
+        raise RuntimeError(
+            f"PyTorch has one slot for a device of this kind and {taken!r} has taken it; "
+            "set TORCH_DEVICE_BACKEND_AUTOLOAD=0 and import only one of the packages"
+        )
+    torch.utils.rename_privateuse1_backend(NAME)
+    torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=False)
+    torch._register_device_module(NAME, module)
+    hooks, guard = _Hooks(), _Guard()
+    _keep.extend((hooks, guard))
+    torch._C._acc.register_python_privateuseone_hook(hooks)  # type: ignore[attr-defined]
+    torch._C._acc.register_python_privateuseone_device_guard(guard)  # type: ignore[attr-defined]

@@ -1,0 +1,165 @@
+"""Where PyTorch's Python code assumes memory behind a tensor, or knows devices by name: one contained shim each.
+
+Private torch APIs touched here, each wrapped for ``port`` tensors only and left alone for all others:
+``torch._C._has_storage``, ``torch._tensor_str._tensor_str``, ``torch._C._functorch.is_functorch_wrapped_tensor``, ``torch.nn.Module._apply``,
+``torch.serialization.register_package`` (public), ``torch.optim.optimizer.register_optimizer_step_post_hook`` (public),
+storage methods of ``torch.Tensor`` and ``torch.UntypedStorage``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...core.errors import StorageAccess
+from ...lazy.runtime import flush_mine
+from ...lazy.tensor import DEVICE_TYPE
+
+__all__ = ["install"]
+
+
+def _is_port(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == DEVICE_TYPE
+
+
+def install() -> None:
+    """Apply every shim."""
+    _storage_free_copies()
+    _print_from_host()
+    _keep_parameters()
+    _flush_after_optimizer()
+    _load_onto_device()
+    _guard_memory()
+
+
+def _storage_free_copies() -> None:
+    """``deepcopy`` and pickling take PyTorch's path for devices without storages instead of cloning one."""
+    has_storage = torch._C._has_storage
+    torch._C._has_storage = lambda tensor: False if tensor.device.type == DEVICE_TYPE else has_storage(tensor)
+
+
+def _print_from_host() -> None:
+    """Formatting reads many small values; on a host copy that is one transfer, and no computation of its own."""
+    import torch._tensor_str as module
+
+    original = module._tensor_str
+    wrapped_by_functorch = torch._C._functorch.is_functorch_wrapped_tensor
+
+    def is_wrapped(tensor: torch.Tensor) -> bool:
+        # Functionalization wraps every tensor of this device; that is how it is made, not a transform to print.
+        ours = tensor.device.type == DEVICE_TYPE and torch._is_functional_tensor(tensor)
+        return not ours and wrapped_by_functorch(tensor)
+
+    torch._C._functorch.is_functorch_wrapped_tensor = is_wrapped
+
+    @functools.wraps(original)
+    def tensor_str(self: torch.Tensor, indent: int) -> str:
+        return original(self.cpu() if _is_port(self) else self, indent)
+
+    module._tensor_str = tensor_str
+
+
+def _keep_parameters() -> None:
+    """``Module.to`` swaps a parameter that comes to or leaves the device, instead of replacing it.
+
+    A new ``Parameter`` object would untie tied weights and orphan an optimizer made before. PyTorch's switch for this
+    (``torch.__future__.set_swap_module_params_on_conversion``) is global and changes CPU modules too, so it is set only
+    while parameters cross.
+    """
+    original = torch.nn.Module._apply
+
+    @functools.wraps(original)
+    def apply(self: torch.nn.Module, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        future = torch.__future__
+        if future.get_swap_module_params_on_conversion() or not _crosses(self, fn):
+            return original(self, fn, recurse)
+        if recurse:
+            for child in self.children():
+                child._apply(fn)
+        future.set_swap_module_params_on_conversion(True)
+        try:
+            return original(self, fn, False)
+        finally:
+            future.set_swap_module_params_on_conversion(False)
+
+    torch.nn.Module._apply = apply  # type: ignore[method-assign]
+
+
+def _crosses(module: torch.nn.Module, fn: Callable[..., Any]) -> bool:
+    """Whether ``fn`` would move one of the module's own parameters to or from the device."""
+    for parameter in module._parameters.values():
+        if parameter is None:
+            continue
+        if parameter.device.type == "meta":
+            return False
+        with torch.no_grad():
+            probe = fn(torch.empty(0, dtype=parameter.dtype, device=parameter.device))
+        return (probe.device.type == DEVICE_TYPE) != (parameter.device.type == DEVICE_TYPE)
+    return False
+
+
+def _flush_after_optimizer() -> None:
+    """A training step ends with the optimizer: whatever is pending then is one computation."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    def flush(optimizer: Any, args: Any, kwargs: Any) -> None:
+        error = flush_mine("step")
+        if error is not None:
+            raise error
+
+    register_optimizer_step_post_hook(flush)
+
+
+class _HostStorage(torch.UntypedStorage):
+    """A CPU storage that ``torch.load(map_location="port")`` was told to put on the device.
+
+    ``torch.load`` makes an empty tensor on ``storage.device`` and sets the storage into it; the device's ``set_``
+    copies the contents.
+    """
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device(DEVICE_TYPE, getattr(self, "index", 0))
+
+
+def _load_onto_device() -> None:
+    def tag(storage: Any) -> None:
+        return None
+
+    def deserialize(storage: Any, location: str) -> Any:
+        if not location.startswith(DEVICE_TYPE):
+            return None
+        held = _HostStorage(storage.nbytes())
+        torch.UntypedStorage.copy_(held, storage)
+        held.index = torch.device(location).index or 0
+        return held
+
+    torch.serialization.register_package(5, tag, deserialize)
+
+
+# -- memory that is not there --------------------------------------------------------------------------------------
+_TENSOR_METHODS = ("share_memory_", "storage", "untyped_storage", "_typed_storage", "data_ptr", "is_shared", "pin_memory")
+
+
+def _guard_memory() -> None:
+    """Everything that would hand out the memory of a ``port`` tensor raises :class:`StorageAccess` instead."""
+
+    def guard(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.device.type == DEVICE_TYPE and not torch.compiler.is_compiling():
+                raise StorageAccess(
+                    f"{name} needs the memory of a tensor on {self.device}, which has none in this process: "
+                    "its values may be pending, or held by the backend. Use .cpu() to get a copy in host memory"
+                )
+            return original(self, *args, **kwargs)
+
+        setattr(owner, name, guarded)
+
+    for name in _TENSOR_METHODS:
+        guard(torch.Tensor, name)

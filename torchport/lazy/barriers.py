@@ -1,0 +1,114 @@
+"""Ops that run at once instead of joining the graph: a backend's own kernels, and the counted host fallback."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from ..backend.interface import BackendData
+from ..core import metrics
+from ..core.config import config
+from ..core.errors import ExecutionError, TorchportError, UnsupportedOp
+from .executor import flush, host_tensor, leaf_from_data, leaf_from_host, value_of
+from .tensor import LazyTensor
+from .trace import Trace, unwrap
+
+if TYPE_CHECKING:
+    from .runtime import DeviceRuntime
+    from .trace import Node
+
+__all__ = ["backend_kernel", "host", "on_host"]
+
+
+def backend_kernel(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A barrier that calls a backend's own kernel: tensors arrive and leave as :class:`BackendData`."""
+
+    def run(trace: Trace, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        def argument(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            inner = unwrap(value)
+            if isinstance(inner, LazyTensor):
+                return value_of(inner, trace)
+            return trace.runtime.backend.to_device(inner, trace.runtime.device)
+
+        def result(value: Any) -> Any:
+            return leaf_from_data(trace.runtime, value) if isinstance(value, BackendData) else value
+
+        flush(trace, f"kernel {node.op}")
+        metrics.count("KernelCall")
+        try:
+            outputs = fn(*tree_map(argument, tuple(args)), **_given(tree_map(argument, dict(kwargs))))
+        except (TorchportError, IndexError, ValueError, TypeError):
+            raise
+        except RuntimeError as error:
+            error.add_note(f"torchport: in a kernel of backend {trace.runtime.backend.name!r} for {node.op}")
+            raise
+        except Exception as error:
+            raise ExecutionError(
+                f"backend {trace.runtime.backend.name!r} failed in its own kernel: {type(error).__name__}: {error}",
+                op=str(node.op),
+                source=node.source,
+            ) from error
+        return tree_map(result, outputs, is_leaf=lambda v: isinstance(v, BackendData))
+
+    return run
+
+
+def _given(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if value is not None}
+
+
+def host(runtime: DeviceRuntime, node: Node, reason: str) -> Callable[..., Any]:
+    """The barrier that runs an op on the host. Raises :class:`UnsupportedOp` where the policy forbids it."""
+    message = f"backend {runtime.backend.name!r} does not take the operator: {reason}"
+    if config.fallback == "error":
+        raise UnsupportedOp(
+            f"{message}. Allow the host fallback with torchport.config.fallback = 'allow', "
+            "or give the backend a kernel or a decomposition",
+            op=str(node.op),
+            source=node.source,
+        )
+
+    def run(trace: Trace, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if config.fallback == "error":
+            raise UnsupportedOp(f"{message}, and config.fallback is 'error'", op=str(node.op), source=node.source)
+        if config.fallback == "warn":
+            warnings.warn(f"{node.op} runs on the host: {message} (called at {node.source})", stacklevel=2)
+        metrics.count("Fallback")
+        metrics.count(str(node.op).replace("aten.", "aten::"))
+        return on_host(trace, node.op, args, kwargs)
+
+    return run
+
+
+def on_host(trace: Trace, op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an op on CPU copies of its arguments and bring the results back."""
+
+    def argument(value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        if not isinstance(value, torch.Tensor):
+            return value
+        inner = unwrap(value)
+        return host_tensor(inner) if isinstance(inner, LazyTensor) else inner
+
+    def result(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.layout is not torch.strided:
+            raise UnsupportedOp(
+                f"the result has layout {value.layout}; this device holds strided tensors only", op=str(op)
+            )
+        return leaf_from_host(trace.runtime, value)
+
+    flush(trace, f"host {op}")
+    with torch.no_grad():
+        outputs = op(*tree_map(argument, tuple(args)), **tree_map(argument, dict(kwargs)))
+    return tree_map(result, outputs)
+
+

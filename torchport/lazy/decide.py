@@ -1,0 +1,69 @@
+"""Who runs an op: one numbered list, at one place. The answer is remembered in the trie.
+
+1. a kernel the backend registered for the operator;
+2. capture into the graph, where the backend supports what the operator lowers to;
+3. (part of 2) a decomposition, the backend's own first, then PyTorch's core ATen ones, into supported operators;
+4. the host, counted, as far as ``config.fallback`` allows;
+5. an error that says what was tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch.utils._pytree import tree_leaves
+
+from ..core.specs import TensorSpec
+from .infer import DataDependent, Inferred, NoShapeRule, infer
+from .lowering import view_form
+from .trace import Leaf, Node, Value, is_template, single_op
+
+if TYPE_CHECKING:
+    from .runtime import DeviceRuntime
+
+__all__ = ["Inferred", "decide"]
+
+
+def decide(
+    runtime: DeviceRuntime, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Inferred | Callable[..., Any]:
+    """The results of capturing the op, or the barrier that runs it at once instead.
+
+    ``args`` and ``kwargs`` hold a :class:`TensorSpec` where the op has a tensor.
+    Raises what shape inference raises, and :class:`UnsupportedOp` where nothing takes the op.
+    """
+    from . import barriers
+
+    kernel = runtime.kernel_for(node.op)
+    if kernel is not None:
+        return barriers.backend_kernel(kernel)
+    try:
+        inferred = infer(view_form(node.op), args, kwargs)
+    except DataDependent as error:
+        return barriers.host(runtime, node, f"its result's shape depends on data ({error})")
+    except NoShapeRule as error:
+        return barriers.host(runtime, node, str(error))
+    if not runtime.takes_all:
+        reason = runtime.refusal(*_alone(node, inferred, args, kwargs))
+        if reason is not None:
+            return barriers.host(runtime, node, reason)
+    return inferred
+
+
+def _alone(
+    node: Node, inferred: Inferred, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Node, list[TensorSpec]]:
+    """The op as a path of its own, each tensor argument a leaf, and the leaves' specs."""
+    templates = tree_leaves((list(node.args), dict(node.kwargs)), is_leaf=is_template)
+    given = tree_leaves((list(args), dict(kwargs)), is_leaf=lambda v: isinstance(v, TensorSpec))
+    position_of: dict[Any, int] = {}
+    specs: list[TensorSpec] = []
+    for template, spec in zip(templates, given, strict=False):
+        key = ("leaf" if template.__class__ is Leaf else "value", getattr(template, "number", None))
+        if template.__class__ in (Leaf, Value) and key not in position_of:
+            position_of[key] = len(specs)
+            specs.append(spec)
+    alone = single_op(node, position_of)
+    alone.specs, alone.container, alone.end = inferred.specs, inferred.container, len(inferred.specs)
+    return alone, specs

@@ -1,0 +1,343 @@
+"""Flush: (cursor, live values) → plan → computation → values; and how values get in from and out to the host.
+
+The steady state of a flush is a dictionary look-up of the live values' numbers at the cursor's node, one list of
+arguments and one call of the backend. Everything else here runs once per new computation, or when something fails.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from ..backend.interface import (
+    BackendData,
+    Computation,
+    ExecutionContext,
+    FreeableBuffer,
+    InitContext,
+)
+from ..backend.normal_form import input_specs, output_specs, verify_graph
+from ..backend.serialize import fingerprint
+from ..core import metrics
+from ..core.config import config
+from ..core.errors import CompileError, ExecutionError, TorchportError
+from ..core.specs import TensorSpec
+from .graph import TraceGraph, build_graph
+from .tensor import LazyTensor, intern_spec, make_handle
+from .trace import SPAN, Node, Trace, lock, owners
+
+if TYPE_CHECKING:
+    from .runtime import DeviceRuntime
+
+__all__ = [
+    "Plan",
+    "computations",
+    "flush",
+    "host_tensor",
+    "leaf_from_data",
+    "leaf_from_host",
+    "settle",
+    "value_of",
+]
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """How to bring some values of a trace about: which computation, on what, and whose values come out.
+
+    ``numbers`` are the values' numbers in output order; ``specs`` theirs, interned, ready for the handles.
+    """
+
+    computation: Computation
+    leaves: tuple[int, ...]
+    singles: tuple[int, ...]
+    doubles: tuple[int, ...]
+    keys: tuple[int, ...]
+    numbers: tuple[int, ...]
+    specs: tuple[TensorSpec, ...]
+
+
+# -- computations ------------------------------------------------------------------------------------------------
+class _Computations:
+    """Compiled computations in memory, least recently used first, by what they compute and for whom."""
+
+    def __init__(self) -> None:
+        self._cache: OrderedDict[tuple[str, str, str, str], Computation] = OrderedDict()
+
+    def get(self, runtime: DeviceRuntime, made: TraceGraph, source: str | None) -> Computation:
+        """The computation of a graph, compiled if need be. Raises :class:`CompileError`."""
+        backend = runtime.backend
+        mark = fingerprint(made.module)
+        key = (backend.name, str(runtime.device), runtime.specs.fingerprint(), f"{backend.version} {mark}")
+        found = self._cache.get(key)
+        if found is not None and found.backend is backend:
+            self._cache.move_to_end(key)
+            metrics.count("CachedCompile")
+            return found
+        computation = compile_graph(runtime, made, mark, source)
+        self._cache[key] = computation
+        while len(self._cache) > config.max_computations:
+            self._cache.popitem(last=False)
+        return computation
+
+    def __len__(self) -> int:
+        return len(self._cache)
+
+    def clear(self) -> None:
+        """Forget everything; plans keep the computations they hold."""
+        self._cache.clear()
+
+
+computations: Final = _Computations()
+
+
+def compile_graph(runtime: DeviceRuntime, made: TraceGraph, mark: str, source: str | None) -> Computation:
+    """``init(preprocess(graph))``. Raises :class:`CompileError` with the backend's own exception chained."""
+    backend, graph = runtime.backend, made.module
+    if config.verify_graphs:
+        verify_graph(graph)
+    inputs, outputs = input_specs(graph), output_specs(graph)
+    calls = [node for node in graph.graph.nodes if node.op == "call_function"]
+    names = tuple(node.name for node in graph.graph.nodes if node.op == "placeholder")
+    start = perf_counter()
+    try:
+        with torch.no_grad():
+            processed = backend.preprocess(graph, runtime.specs)
+            context = InitContext(runtime.device, inputs, outputs)
+            handle = backend.init(FreeableBuffer(processed.data), runtime.specs, context)
+    except Exception as error:
+        op = str(calls[-1].target) if len(calls) == 1 else f"a graph of {len(calls)} operators"
+        raise CompileError(
+            f"backend {backend.name!r} failed to compile: {type(error).__name__}: {error}",
+            op=op,
+            source=(calls[-1].meta.get("source") if calls else None) or source,
+        ) from error
+    seconds = perf_counter() - start
+    metrics.count("UncachedCompile")
+    metrics.metrics.add_time("CompileTime", seconds)
+    return Computation(
+        backend,
+        runtime.device,
+        inputs,
+        names,
+        outputs,
+        handle,
+        ExecutionContext(runtime.device, outputs),
+        mark,
+        len(calls),
+        seconds,
+    )
+
+
+def execute(plan: Plan, trace: Trace) -> Sequence[BackendData]:
+    """Run a plan on the trace's present leaves, numbers and keys. Raises :class:`ExecutionError`."""
+    computation = plan.computation
+    leaves = trace.leaves
+    args: list[Any] = [leaves[position].value for position in plan.leaves]
+    runtime = trace.runtime
+    backend, device = runtime.backend, runtime.device
+    if plan.singles:
+        numbers = [trace.numbers[position] for position in plan.singles]
+        args.append(backend.to_device(torch.tensor(numbers, dtype=torch.float32), device))
+    if plan.doubles:
+        numbers = [trace.numbers[position] for position in plan.doubles]
+        args.append(backend.to_device(torch.tensor(numbers, dtype=torch.float64), device))
+    if plan.keys:
+        keys = [trace.keys[position] for position in plan.keys]
+        args.append(backend.to_device(torch.tensor(keys, dtype=torch.int64), device))
+    start = perf_counter()
+    try:
+        results = backend.execute(computation.handle, args, computation.context)
+        if len(results) != len(plan.numbers):
+            raise ExecutionError(f"it returned {len(results)} values for {len(plan.numbers)} outputs")
+    except Exception as error:
+        raise ExecutionError(
+            f"backend {backend.name!r} failed to execute: {type(error).__name__}: {error}",
+            op=f"a computation of {computation.graph_ops} operators",
+        ) from error
+    metrics.count("Execute")
+    metrics.metrics.add_time("ExecuteTime", perf_counter() - start)
+    return results
+
+
+# -- flushing ----------------------------------------------------------------------------------------------------
+def _plan(trace: Trace, node: Node, numbers: tuple[int, ...]) -> Plan:
+    """The plan for these values at this node; a known one that gives more values serves too."""
+    if node.plans is None:
+        node.plans = {}
+    plan = node.plans.get(numbers)
+    if plan is None:
+        wanted = set(numbers)
+        known = (p for p in node.plans.values() if isinstance(p, Plan))
+        plan = next((p for p in known if wanted.issubset(p.numbers)), None)
+        if plan is None:
+            try:
+                plan = make_plan(trace, node, numbers)
+            except CompileError as error:
+                plan = error
+        node.plans[numbers] = plan
+    if isinstance(plan, CompileError):
+        # What did not compile once is not tried again on every step.
+        raise plan
+    return plan
+
+
+def make_plan(trace: Trace, node: Node, numbers: tuple[int, ...], path: Sequence[Node] | None = None) -> Plan:
+    """Build and compile the computation of these values. Raises :class:`CompileError`."""
+    specs = [leaf.spec or TensorSpec.of(leaf) for leaf in trace.leaves]
+    start = perf_counter()
+    made = build_graph(node.path() if path is None else path, numbers, specs, trace.runtime.decompositions)
+    metrics.metrics.add_time("GraphTime", perf_counter() - start)
+    computation = computations.get(trace.runtime, made, node.source)
+    results = tuple(intern_spec(spec) for spec in computation.results)
+    return Plan(computation, made.leaves, made.singles, made.doubles, made.keys, numbers, results)
+
+
+def flush(trace: Trace, cause: str) -> TorchportError | None:
+    """Compute every live value of the trace and begin an empty one.
+
+    If the computation fails, its ops are run one by one: values that do not depend on the failing op get computed,
+    the others remember the error and raise it when they are used. Returns the first such error.
+    """
+    failure: TorchportError | None = None
+    with lock:
+        if trace.cursor is trace.runtime.root:
+            if trace.leaves:
+                trace.restart()
+            return None
+        handles = trace.live()
+        if not handles:
+            trace.restart()
+            return None
+        metrics.count("Flush")
+        metrics.count(f"Flush: {cause.split()[0]}")
+        metrics.count("TracedOps", trace.cursor.depth)
+        base = trace.base
+        numbers = tuple([handle.number - base for handle in handles])
+        try:
+            plan = _plan(trace, trace.cursor, numbers)
+            results = execute(plan, trace)
+        except TorchportError as error:
+            from .isolate import isolate
+
+            failure = isolate(trace, handles, error)
+        else:
+            _assign(trace, plan, handles, numbers, results)
+        finally:
+            trace.restart()
+    return failure
+
+
+def _assign(
+    trace: Trace, plan: Plan, handles: Sequence[LazyTensor], numbers: tuple[int, ...], results: Sequence[BackendData]
+) -> None:
+    runtime = trace.runtime
+    for result in results:
+        result.info = runtime
+    if plan.numbers == numbers:
+        for handle, result, spec in zip(handles, results, plan.specs, strict=True):
+            handle.value = result
+            handle.spec = spec
+        return
+    by_number = dict(zip(plan.numbers, zip(results, plan.specs, strict=True), strict=True))
+    for handle, number in zip(handles, numbers, strict=True):
+        handle.value, handle.spec = by_number[number]
+
+
+def settle(trace: Trace, tensor: LazyTensor) -> None:
+    """Give a value from elsewhere (another trace, a former binding of the index) data on this trace's runtime.
+
+    Raises the error its computation ended in, if it did.
+    """
+    with lock:
+        if tensor.value is None:
+            compute(tensor)
+        assert tensor.value is not None
+        if tensor.value.info is not trace.runtime:
+            former: DeviceRuntime = tensor.value.info  # type: ignore[assignment]
+            if former.backend is not trace.runtime.backend or former.device != trace.runtime.device:
+                metrics.count("Moved")
+                moved = former.backend.from_device(tensor.value)
+                tensor.value = trace.runtime.backend.to_device(moved, trace.runtime.device)
+            tensor.value.info = trace.runtime
+
+
+def compute(tensor: LazyTensor) -> None:
+    """Bring a pending value about. Raises the error its computation ended in."""
+    if tensor.value is not None:
+        return
+    if tensor.failure is not None:
+        raise tensor.failure
+    owner = owners.get(tensor.number // SPAN)
+    if owner is None:
+        raise ExecutionError("the value was lost: the thread that traced it has ended before it was computed")
+    from .runtime import threads
+
+    if threads.owns(owner):
+        flush(owner, "read")
+    else:
+        _compute_alone(owner, tensor)
+    if tensor.failure is not None:
+        raise tensor.failure
+
+
+def _compute_alone(owner: Trace, tensor: LazyTensor) -> None:
+    """Compute one value of another thread's trace without touching that trace, which may be growing right now."""
+    with lock:
+        if tensor.value is not None or tensor.failure is not None:
+            return
+        node, number = owner.cursor, tensor.number - owner.base
+        metrics.count("Flush: thread")
+        plan = make_plan(owner, node, (number,))
+        (result,) = execute(plan, owner)
+        result.info = owner.runtime
+        tensor.value, tensor.spec = result, plan.specs[0]
+
+
+def value_of(tensor: LazyTensor, trace: Trace) -> BackendData:
+    """The data of a handle on the trace's runtime, computed if pending."""
+    if tensor.value is None or tensor.value.info is not trace.runtime:
+        settle(trace, tensor)
+    assert tensor.value is not None
+    return tensor.value
+
+
+# -- the host ----------------------------------------------------------------------------------------------------
+def host_tensor(tensor: LazyTensor) -> torch.Tensor:
+    """The value as a CPU tensor with the handle's strides. It may share memory with the device's value: do not write."""
+    compute(tensor)
+    assert tensor.value is not None
+    runtime: DeviceRuntime = tensor.value.info  # type: ignore[assignment]
+    result = runtime.backend.from_device(tensor.value)
+    strides = tensor.stride()
+    if result.stride() != strides and result.dim():
+        restrided = torch.empty_strided(result.shape, strides, dtype=result.dtype)
+        result = restrided.copy_(result) if restrided.numel() else restrided
+    return result
+
+
+def leaf_from_data(runtime: DeviceRuntime, data: BackendData) -> LazyTensor:
+    """A handle whose value is there already."""
+    handle = make_handle(data.spec, runtime.index)
+    data.info = runtime
+    handle.value = data
+    return handle
+
+
+def leaf_from_host(runtime: DeviceRuntime, tensor: torch.Tensor) -> LazyTensor:
+    """A handle with a CPU tensor's value. The tensor is the device's from now on; pass a copy if others may write."""
+    start = perf_counter()
+    data = runtime.backend.to_device(tensor, runtime.device)
+    metrics.count("TransferToDevice")
+    metrics.metrics.add_time("TransferToDeviceTime", perf_counter() - start)
+    handle = make_handle(TensorSpec.of(tensor), runtime.index)
+    data.info = runtime
+    handle.value = data
+    return handle
+
+

@@ -1,0 +1,267 @@
+"""Rewrites that bring traced operators to the FX normal form: views, numbers that vary, foreach lists, factories."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from ..backend.normal_form import is_view
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from .graph import GraphBuilder
+
+__all__ = ["LOWER", "lower_foreach", "lower_varying", "takes_varying_numbers", "view_form"]
+
+aten = torch.ops.aten
+
+_IDENTITIES: Final = {aten.detach_copy.default, aten.alias_copy.default, aten.lift_fresh_copy.default, aten.lift.default}
+
+
+
+@functools.cache
+def view_form(op: Any) -> Any:
+    """The view operator whose copy ``op`` is (``aten.t_copy`` → ``aten.t``); any other operator unchanged.
+
+    Functionalization hands us copies of views. Without mutation nobody can tell a view from its copy, and a view has
+    the strides a user of eager PyTorch expects.
+    """
+    if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten":
+        return op
+    name, overload = op._schema.name.removeprefix("aten::"), op._overloadname
+    if op is aten._reshape_alias_copy.default:
+        return aten._reshape_alias.default
+    if not name.endswith("_copy"):
+        return op
+    packet = getattr(aten, name.removesuffix("_copy"), None)
+    view = getattr(packet, overload, None) if packet is not None and overload in packet.overloads() else None
+    return view if view is not None and is_view(view) else op
+
+
+# -- operators with a lowering of their own: (builder, output specs, args, kwargs) -> node ------------------------
+def _identity(b: GraphBuilder, specs: Any, x: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
+    return x
+
+
+def _zeros(b: GraphBuilder, specs: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """``empty`` and its kin: nobody may rely on the values, so they are zeros on every backend."""
+    (spec,) = specs
+    return b.filled(spec, 0)
+
+
+def _copy(b: GraphBuilder, specs: Any, x: fx.Node, source: fx.Node, non_blocking: bool = False) -> fx.Node:
+    (spec,) = specs
+    source = b.cast(source, spec.dtype)
+    if tuple(b.val(source).shape) != spec.shape:
+        source = b(aten.expand.default, source, list(spec.shape))
+    return source
+
+
+def _to_copy(b: GraphBuilder, specs: Any, x: fx.Node, **kwargs: Any) -> fx.Node:
+    (spec,) = specs
+    kept = {name: kwargs[name] for name in ("dtype", "memory_format") if kwargs.get(name) is not None}
+    if not kept or (set(kept) == {"dtype"} and b.val(x).dtype == kept["dtype"]):
+        return x if b.val(x).stride() == spec.strides else b(aten.clone.default, x)
+    return b(aten._to_copy.default, x, **kept)
+
+
+def _unsafe_view(b: GraphBuilder, specs: Any, x: fx.Node, size: Sequence[int]) -> fx.Node:
+    return b(aten.view.default, x, list(size))
+
+
+def _reshape_alias(b: GraphBuilder, specs: Any, x: fx.Node, size: Sequence[int], stride: Sequence[int]) -> fx.Node:
+    return b(aten.view.default, x, list(size))
+
+
+LOWER: Final[dict[Any, Callable[..., Any]]] = {
+    **dict.fromkeys(_IDENTITIES, _identity),
+    aten.empty.memory_format: _zeros,
+    aten.empty_strided.default: _zeros,
+    aten.empty_like.default: _zeros,
+    aten.empty_permuted.default: _zeros,
+    aten.new_empty.default: _zeros,
+    aten.new_empty_strided.default: _zeros,
+    aten._efficientzerotensor.default: _zeros,
+    aten.copy.default: _copy,
+    aten._to_copy.default: _to_copy,
+    aten._unsafe_view.default: _unsafe_view,
+    aten._reshape_alias_copy.default: _reshape_alias,
+}
+
+
+# -- numbers that vary --------------------------------------------------------------------------------------------
+# A Python float becomes a 0-dim tensor input. Where the operator has a Tensor in that place nothing else is needed;
+# the operators below take a Scalar there and are written out with tensor arithmetic, in eager's order of operations.
+def _scaled(b: GraphBuilder, factor: Any, x: fx.Node) -> fx.Node:
+    if factor == 1 and not b.is_node(factor):
+        return x
+    return b(aten.mul.Tensor, x, factor)
+
+
+def _add(b: GraphBuilder, x: Any, y: Any, alpha: Any = 1) -> fx.Node:
+    return b(aten.add.Tensor, x, _scaled(b, alpha, y) if b.is_node(y) else b.times(alpha, y))
+
+
+def _sub(b: GraphBuilder, x: Any, y: Any, alpha: Any = 1) -> fx.Node:
+    return b(aten.sub.Tensor, x, _scaled(b, alpha, y) if b.is_node(y) else b.times(alpha, y))
+
+
+def _rsub(b: GraphBuilder, x: Any, y: Any, alpha: Any = 1) -> fx.Node:
+    scaled = _scaled(b, alpha, x)
+    return b(aten.sub.Tensor, y, scaled) if b.is_node(y) else b(aten.rsub.Scalar, scaled, y)
+
+
+def _addcmul(b: GraphBuilder, x: Any, y: Any, z: Any, value: Any = 1) -> fx.Node:
+    return b(aten.add.Tensor, x, b(aten.mul.Tensor, _scaled(b, value, y), z))
+
+
+def _addcdiv(b: GraphBuilder, x: Any, y: Any, z: Any, value: Any = 1) -> fx.Node:
+    return b(aten.add.Tensor, x, b(aten.div.Tensor, _scaled(b, value, y), z))
+
+
+def _lerp(b: GraphBuilder, x: Any, end: Any, weight: Any) -> fx.Node:
+    return b(aten.lerp.Tensor, x, end, b.cast(weight, b.val(x).dtype))
+
+
+def _tensor_form(op: Any) -> Callable[..., fx.Node]:
+    def lower(b: GraphBuilder, x: Any, y: Any, **kwargs: Any) -> fx.Node:
+        return b(op, x, y, **kwargs)
+
+    return lower
+
+
+def _fill(b: GraphBuilder, x: fx.Node, value: Any) -> fx.Node:
+    val = b.val(x)
+    return b(aten.expand.default, b.cast(value, val.dtype), list(val.shape))
+
+
+def _full(b: GraphBuilder, size: Sequence[int], value: Any, dtype: Any = None, **kwargs: Any) -> fx.Node:
+    return b(aten.expand.default, b.cast(value, dtype or torch.get_default_dtype()), list(size))
+
+
+def _full_like(b: GraphBuilder, x: fx.Node, value: Any, dtype: Any = None, **kwargs: Any) -> fx.Node:
+    return b(aten.expand.default, b.cast(value, dtype or b.val(x).dtype), list(b.val(x).shape))
+
+
+def _new_full(b: GraphBuilder, x: fx.Node, size: Sequence[int], value: Any, dtype: Any = None, **kw: Any) -> fx.Node:
+    return b(aten.expand.default, b.cast(value, dtype or b.val(x).dtype), list(size))
+
+
+def _scalar_tensor(b: GraphBuilder, value: Any, dtype: Any = None, **kwargs: Any) -> fx.Node:
+    return b.cast(value, dtype or torch.get_default_dtype())
+
+
+def _masked_fill(b: GraphBuilder, x: fx.Node, mask: fx.Node, value: Any) -> fx.Node:
+    return b(aten.where.self, mask, b.cast(value, b.val(x).dtype), x)
+
+
+_VARYING: Final[dict[Any, Callable[..., fx.Node]]] = {
+    aten.add.Tensor: _add,
+    aten.add.Scalar: _add,
+    aten.sub.Tensor: _sub,
+    aten.sub.Scalar: _sub,
+    aten.rsub.Tensor: _rsub,
+    aten.rsub.Scalar: _rsub,
+    aten.mul.Scalar: _tensor_form(aten.mul.Tensor),
+    aten.div.Scalar: _tensor_form(aten.div.Tensor),
+    aten.addcmul.default: _addcmul,
+    aten.addcdiv.default: _addcdiv,
+    aten.lerp.Scalar: _lerp,
+    aten.fill.Scalar: _fill,
+    aten.full.default: _full,
+    aten.full_like.default: _full_like,
+    aten.new_full.default: _new_full,
+    aten.scalar_tensor.default: _scalar_tensor,
+    aten.masked_fill.Scalar: _masked_fill,
+}
+_FOREACH_VARYING: Final = {"add", "sub", "mul", "div", "addcmul", "addcdiv", "lerp"}
+
+
+def _foreach_name(op: Any) -> str | None:
+    name = op._schema.name.removeprefix("aten::")
+    return name.removeprefix("_foreach_") if name.startswith("_foreach_") else None
+
+
+@functools.cache
+def takes_varying_numbers(op: Any) -> bool:
+    """Whether floats given as Scalars to the op may become inputs; others are constants of the computation."""
+    return op in _VARYING or _foreach_name(op) in _FOREACH_VARYING
+
+
+def lower_varying(op: Any) -> Callable[..., fx.Node] | None:
+    """The rewrite of an op that got a varying number in a Scalar's place."""
+    return _VARYING.get(op)
+
+
+# -- foreach lists ------------------------------------------------------------------------------------------------
+_FOREACH_OVERLOADS: Final = {
+    ("add", "List"): aten.add.Tensor, ("add", "Scalar"): aten.add.Scalar, ("add", "Tensor"): aten.add.Tensor,
+    ("sub", "List"): aten.sub.Tensor, ("sub", "Scalar"): aten.sub.Scalar,
+    ("mul", "List"): aten.mul.Tensor, ("mul", "Scalar"): aten.mul.Scalar, ("mul", "Tensor"): aten.mul.Tensor,
+    ("div", "List"): aten.div.Tensor, ("div", "Scalar"): aten.div.Scalar, ("div", "Tensor"): aten.div.Tensor,
+    ("pow", "List"): aten.pow.Tensor_Tensor, ("pow", "Scalar"): aten.pow.Tensor_Scalar,
+    ("pow", "ScalarAndTensor"): aten.pow.Scalar,
+    ("clamp_max", "List"): aten.clamp_max.Tensor, ("clamp_max", "Scalar"): aten.clamp_max.default,
+    ("clamp_min", "List"): aten.clamp_min.Tensor, ("clamp_min", "Scalar"): aten.clamp_min.default,
+    ("maximum", "List"): aten.maximum.default, ("maximum", "Scalar"): aten.clamp_min.default,
+    ("minimum", "List"): aten.minimum.default, ("minimum", "Scalar"): aten.clamp_max.default,
+    ("lerp", "List"): aten.lerp.Tensor, ("lerp", "Scalar"): aten.lerp.Scalar,
+    ("norm", "Scalar"): aten.linalg_vector_norm.default, ("copy", "default"): aten.copy.default,
+    ("zero", "default"): aten.zeros_like.default, ("max", "default"): aten.max.default,
+    ("addcmul", "Scalar"): aten.addcmul.default, ("addcdiv", "Scalar"): aten.addcdiv.default,
+    ("clone", "default"): aten.clone.default,
+}  # fmt: skip
+
+
+@functools.cache
+def foreach_target(op: Any) -> Any:
+    """The operator a foreach op applies to each element, or ``None`` if there is none."""
+    name = _foreach_name(op)
+    if name is None:
+        return None
+    overload = {"ScalarList": "Scalar"}.get(op._overloadname, op._overloadname)
+    if name in {"addcmul", "addcdiv"} and overload == "Tensor":
+        overload = "Scalar"
+    target = _FOREACH_OVERLOADS.get((name, overload))
+    if target is None and overload == "default" and name in dir(aten):
+        target = getattr(getattr(aten, name), "default", None)
+    return target
+
+
+_DROPPED: Final = {"non_blocking", "memory_format"}
+
+
+def lower_foreach(b: GraphBuilder, op: Any, specs: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """One call per element: lists give their element, everything else is shared."""
+    target = foreach_target(op)
+    count = len(specs)
+    listed = {a.name for a in op._schema.arguments if str(a.real_type) in {"List[Tensor]", "List[number]"}}
+    names = [a.name for a in op._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    scalars = given.get("scalars")
+    if b.is_node(scalars):
+        given["scalars"] = [b(aten.select.int, scalars, 0, i) for i in range(count)]
+        listed.add("scalars")
+    results: list[Any] = []
+    for position in range(count):
+        values = [given[n][position] if n in listed else given[n] for n in names if n in given and n not in _DROPPED]
+        results.append(_apply_foreach(b, target, values))
+    return results
+
+
+_KEYWORD_LAST: Final = {aten.addcmul.default: "value", aten.addcdiv.default: "value"}
+
+
+def _apply_foreach(b: GraphBuilder, target: Any, values: list[Any]) -> Any:
+    if target is aten.linalg_vector_norm.default:
+        x, order, dtype = (*values, None)[:3]
+        return b(target, x, order, dtype=dtype)
+    if target in _KEYWORD_LAST and len(values) > 3:
+        return b.call(target, values[:3], {_KEYWORD_LAST[target]: values[3]})
+    if target in (aten.add.Tensor, aten.sub.Tensor, aten.add.Scalar, aten.sub.Scalar) and len(values) == 3:
+        return b.call(target, values[:2], {"alpha": values[2]})
+    return b.call(target, values, {})

@@ -1,0 +1,291 @@
+"""What a first-time op costs: decide who runs it, infer what it returns, and add a node to the trie."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from ..core.config import config
+from ..core.errors import DeviceMismatch
+from ..core.specs import TensorSpec
+from .decide import Inferred, decide
+from .random import is_random
+from .tensor import IndexedLazyTensor, LazyTensor, intern_spec, make_handle, make_template
+from .trace import (
+    CHECKPOINT_EVERY,
+    FLOAT,
+    FOREIGN_DEVICE,
+    LEAF,
+    SPAN,
+    HostScalar,
+    Leaf,
+    Node,
+    Number,
+    RandomKey,
+    Trace,
+    Value,
+    leaf,
+    lock,
+    unwrap,
+)
+
+if TYPE_CHECKING:
+    from .kernel import Kernel
+
+__all__ = ["emit", "record", "user_line"]
+
+_ref: Final = weakref.ref
+
+_HIDDEN: Final = tuple(
+    f"{path}/" for path in (*torch.__path__, str(__file__).removesuffix("/lazy/record.py"))
+) + ("<torchport kernel",)
+
+
+def user_line() -> str | None:
+    """``file:line in function`` of the innermost frame that belongs neither to torch nor to torchport."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_HIDDEN):
+            return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return None
+
+
+# -- recording ---------------------------------------------------------------------------------------------------
+def record(trace: Trace, kernel: Kernel, key: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Handle an op the trie has not seen at this place.
+
+    Raises what PyTorch's own shape inference raises for wrong arguments, and :class:`DeviceMismatch`,
+    with the operator and the user's line as notes; the trace is then as if the op had not been called.
+    """
+    with lock:
+        mark = _Mark(trace, key, is_random(kernel.op))
+        if any(_is_strayed(part) for part in _flat(key)):
+            # A pending value of another thread or of a former binding: it becomes a leaf, and the key is made again.
+            mark.undo()
+            for tensor in _handles((args, kwargs)):
+                if not 0 <= tensor.number - trace.base < SPAN:
+                    leaf(trace, tensor)
+            call = kernel.fast if trace.index == 0 else kernel.indexed
+            return call(*(() if trace.index == 0 else (trace,)), *args, **kwargs)
+        try:
+            node = _make_node(trace, kernel, key, args, kwargs, mark)
+        except BaseException as error:
+            mark.undo()
+            if not isinstance(error, DeviceMismatch):
+                error.add_note(f"torchport: while tracing {kernel.op}")
+                error.add_note(f"torchport: called at {user_line()}")
+            raise
+        node = trace.cursor.children.setdefault(key, node)
+    return emit(trace, node, args, kwargs)
+
+
+def _flat(key: Any) -> Any:
+    for part in key:
+        if part.__class__ is tuple:
+            yield from _flat(part)
+        else:
+            yield part
+
+
+def _is_strayed(part: Any) -> bool:
+    return part.__class__ is int and part >= SPAN
+
+
+def _handles(value: Any) -> list[LazyTensor]:
+    leaves: list[Any] = torch.utils._pytree.tree_leaves(value)
+    return [inner for x in leaves if isinstance(x, torch.Tensor) and isinstance(inner := unwrap(x), LazyTensor)]
+
+
+class _Mark:
+    """How far leaves, numbers and keys had come before an op's key was made, to go back to if the op is refused."""
+
+    def __init__(self, trace: Trace, key: tuple[Any, ...], random: bool) -> None:
+        parts = list(_flat(key))
+        self.trace = trace
+        self.leaves = len(trace.leaves) - sum(part.__class__ is TensorSpec for part in parts)
+        self.numbers = len(trace.numbers) - sum(part is FLOAT for part in parts)
+        self.keys = len(trace.keys) - random
+        self.random = random
+
+    def undo(self) -> None:
+        trace = self.trace
+        for tensor in trace.leaves[self.leaves :]:
+            del trace.leaf_numbers[id(tensor)]
+            tensor.number = -1
+        del trace.leaves[self.leaves :]
+        del trace.numbers[self.numbers :]
+        if self.random:
+            del trace.keys[self.keys :]
+            trace.runtime.draws -= 1
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------
+class _Call:
+    """An op's arguments twice, from its trace key: as templates for the node, and for shape inference.
+
+    The key says everything about the call except the values of varying numbers; parts are in schema order.
+    """
+
+    def __init__(self, trace: Trace, kernel: Kernel, mark: _Mark) -> None:
+        self.trace = trace
+        self.op = kernel.op
+        self.next_leaf = mark.leaves
+        self.next_number = mark.numbers
+        self.args: list[Any] = []
+        self.kwargs: dict[str, Any] = {}
+        self.infer_args: list[Any] = []
+        self.infer_kwargs: dict[str, Any] = {}
+
+    @classmethod
+    def of(
+        cls, trace: Trace, kernel: Kernel, key: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any], mark: _Mark
+    ) -> _Call:
+        """Decode a key. Raises :class:`DeviceMismatch`."""
+        call = cls(trace, kernel, mark)
+        for position, argument in enumerate(kernel.arguments):
+            given = kwargs[argument.name] if argument.kwarg_only else args[position]
+            if argument.part is None:
+                shape_only = argument.is_device and kernel.is_factory
+                template, inferred = None, torch.device("cpu") if shape_only else None
+            elif argument.holds_tensors:
+                template, inferred = call._tensor_argument(key[argument.part], given)
+            else:
+                template, inferred = call._other(key[argument.part], given), given
+            if not argument.kwarg_only:
+                call.args.append(template)
+                call.infer_args.append(inferred)
+            elif inferred is not None or template is not None:
+                call.kwargs[argument.name] = template
+                call.infer_kwargs[argument.name] = inferred
+        return call
+
+    def _tensor_argument(self, part: Any, given: Any) -> tuple[Any, Any]:
+        if not isinstance(given, (list, tuple)):
+            return self._tensor(part, given)
+        pairs = [self._tensor(p, g) for p, g in zip(part, given, strict=True)]
+        return [template for template, _ in pairs], [inferred for _, inferred in pairs]
+
+    def _tensor(self, part: Any, given: Any) -> tuple[Any, Any]:
+        if part is None:
+            return None, None
+        if part.__class__ is int:
+            return Leaf(part - LEAF) if part >= LEAF else Value(part), TensorSpec.of(given)
+        if part.__class__ is TensorSpec:
+            self.next_leaf += 1
+            return Leaf(self.next_leaf - 1), part
+        if part is FOREIGN_DEVICE:
+            raise self._mismatch(given)
+        if part.__class__ is tuple and isinstance(part[0], torch.dtype):
+            dtype, inner = part
+            template = self._number(inner)
+            held = HostScalar(dtype, template)
+            return held, given
+        return self._number(part), given
+
+    def _number(self, part: Any) -> Any:
+        if part is FLOAT:
+            self.next_number += 1
+            return Number(self.next_number - 1)
+        value, kind = part
+        return float(value) if kind is float else value
+
+    def _other(self, part: Any, given: Any) -> Any:
+        """The template of an argument that is no tensor: itself, with varying numbers cut out."""
+        if part is FLOAT:
+            return self._number(part)
+        if part.__class__ is tuple and any(p is FLOAT for p in part):
+            return [self._number(p) if p is FLOAT else g for p, g in zip(part, given, strict=True)]
+        return list(given) if isinstance(given, (list, tuple)) else given
+
+    def _mismatch(self, given: torch.Tensor) -> DeviceMismatch:
+        here = f"port:{self.trace.index}"
+        return DeviceMismatch(
+            f"expected all tensors to be on the same device, but found at least two devices, {here} and "
+            f"{unwrap(given).device}; move the tensor with .to({here!r})",
+            op=str(self.op),
+            source=user_line(),
+        )
+
+
+def _make_node(
+    trace: Trace, kernel: Kernel, key: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any], mark: _Mark
+) -> Node:
+    call = _Call.of(trace, kernel, key, args, kwargs, mark)
+    node = Node(trace.cursor, key, kernel.op)
+    node.args, node.kwargs, node.source = call.args, call.kwargs, user_line()
+    node.is_factory = kernel.is_factory
+    if is_random(kernel.op):
+        node.kwargs["random_key"] = RandomKey(mark.keys)
+    barrier = decide(trace.runtime, node, call.infer_args, call.infer_kwargs)
+    if isinstance(barrier, Inferred):
+        _describe_outputs(node, barrier, trace.index)
+    else:
+        node.barrier = barrier
+    return node
+
+
+def _describe_outputs(node: Node, inferred: Inferred, index: int) -> None:
+    """Specs, numbers and templates of a node's results."""
+    node.container = inferred.container
+    node.specs = tuple(None if spec is None else intern_spec(spec) for spec in inferred.specs)
+    node.end = node.number + len(node.specs)
+    if index == 0:
+        node.templates = tuple(None if spec is None else make_template(spec) for spec in node.specs)
+    checkpoint = node.depth % CHECKPOINT_EVERY == 0
+    if node.container is None and node.templates and not checkpoint:
+        node.template = node.templates[0]
+
+
+# -- emitting ----------------------------------------------------------------------------------------------------
+def emit(trace: Trace, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Everything a kernel's one-tensor path does not do: several results, factories, barriers, checkpoints."""
+    if node.barrier is not None:
+        return node.barrier(trace, node, args, kwargs)
+    trace.cursor = node
+    base = trace.base + node.number
+    results: list[Any] = []
+    if trace.index == 0:
+        keep = trace.keep
+        for offset, template in enumerate(node.templates):
+            if template is None:
+                results.append(None)
+                continue
+            result = template.data
+            result.__class__ = LazyTensor
+            result.number = base + offset  # type: ignore[attr-defined]
+            keep(_ref(result))  # type: ignore[arg-type]
+            results.append(result)
+    else:
+        results = [_indexed(trace, spec, base + offset) for offset, spec in enumerate(node.specs)]
+    if node.is_factory:
+        results = [torch._to_functional_tensor(result) for result in results]
+    if node.depth % CHECKPOINT_EVERY == 0:
+        checkpoint(trace)
+    if node.container is None:
+        return results[0]
+    return node.container(results)
+
+
+def _indexed(trace: Trace, spec: TensorSpec | None, number: int) -> LazyTensor | None:
+    if spec is None:
+        return None
+    handle = make_handle(spec, trace.index)
+    handle.number = number
+    trace.keep(_ref(handle))
+    return handle
+
+
+def checkpoint(trace: Trace) -> None:
+    """Now and then: forget dead values, and flush a trace that has grown past the bound."""
+    if len(trace.refs) > trace.limit:
+        trace.drop_dead()
+    if trace.cursor.depth >= config.max_trace_ops:
+        from .executor import flush
+
+        flush(trace, "op bound")

@@ -1,0 +1,252 @@
+"""What belongs to one device index: its backend, its trie, its generator; and the traces of each thread."""
+
+from __future__ import annotations
+
+import operator
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+
+from ..backend.interface import Backend, BackendDevice
+from ..backend.registry import registry, resolve_device
+from ..core import metrics
+from ..core.config import config
+from ..core.errors import BackendUnavailable, DispatchError, TorchportError
+from ..core.specs import CompileSpecs, TensorSpec
+from .executor import flush
+from .graph import build_graph
+from .trace import Node, Trace, lock
+
+__all__ = ["DeviceRuntime", "Runtimes", "runtimes"]
+
+_SPLITMIX: Final = 0x9E3779B97F4A7C15
+_MASK64: Final = (1 << 64) - 1
+DEFAULT_SEED: Final = 67280421310721
+"""PyTorch's default seed (c10::detail ``default_rng_seed_val``)."""
+
+
+def mix64(value: int) -> int:
+    """SplitMix64's finaliser (Steele, Lea and Flood 2014) on an unsigned 64-bit integer."""
+    value &= _MASK64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return value ^ (value >> 31)
+
+
+class _Kernels:
+    """Where a backend's ``register_kernels`` puts its kernels."""
+
+    def __init__(self) -> None:
+        self.dense: dict[str, Callable[..., Any]] = {}
+
+    def impl(self, op: str | torch._ops.OpOverload, key: str, fn: Callable[..., Any]) -> None:
+        """Register a kernel. Raises :class:`DispatchError` for an unknown key or a kernel given twice."""
+        name = str(op).removeprefix("aten::").removeprefix("aten.")
+        name = f"aten.{name}" if "." in name else f"aten.{name}.default"
+        if key != "Dense":
+            raise DispatchError(f"a backend's kernel goes to the key 'Dense', not {key!r} (for {name})")
+        if name in self.dense:
+            raise DispatchError(f"the backend has a kernel for {name} already")
+        self.dense[name] = fn
+
+
+class DeviceRuntime:
+    """One device index bound to one backend device. A new binding of the index is a new runtime."""
+
+    def __init__(self, index: int, backend: Backend, device: BackendDevice) -> None:
+        self.index = index
+        self.backend = backend
+        self.device = device
+        self.specs = CompileSpecs()
+        self.root = Node.root()
+        self.seed = DEFAULT_SEED
+        self.draws = 0
+        self.decompositions: dict[Any, Callable[..., Any]] = dict(backend.decompositions())
+        self._kernels = _Kernels()
+        backend.register_kernels(self._kernels)
+        self.takes_all = type(backend).supports is Backend.supports
+
+    def kernel_for(self, op: Any) -> Callable[..., Any] | None:
+        """The backend's own kernel for an operator, if it registered one."""
+        return self._kernels.dense.get(str(op))
+
+    def refusal(self, node: Node, specs: Sequence[TensorSpec]) -> str | None:
+        """Why the backend cannot have the op in a graph, or ``None`` if it can.
+
+        ``node`` is a path of its own whose leaves have these specs. An unsupported operator is replaced by its
+        decomposition, the backend's own or PyTorch's core ATen one, if what that gives is supported.
+        """
+        from torch._decomp import core_aten_decompositions
+
+        core = core_aten_decompositions()
+        added: list[Any] = []
+        while True:
+            graph = build_graph([node], range(node.end), specs, self.decompositions).module
+            calls = [n for n in graph.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
+            refused = [(n, support) for n in calls if not (support := self.backend.supports(n))]
+            if not refused:
+                return None
+            new = [n.target for n, _ in refused if n.target in core and n.target not in self.decompositions]
+            if not new:
+                for op in added:
+                    del self.decompositions[op]
+                return f"{refused[0][0].target}: {refused[0][1].reason or 'not supported'}"
+            added += new
+            self.decompositions.update({op: core[op] for op in new})
+
+    def next_key(self) -> int:
+        """The key of the next random operator, a signed 64-bit integer: a function of the seed and of the count."""
+        key = mix64(mix64(self.seed + _SPLITMIX) + self.draws * _SPLITMIX)
+        self.draws += 1
+        return key - (1 << 64) if key >> 63 else key
+
+    def __repr__(self) -> str:
+        return f"port:{self.index} ({self.backend.name} on {self.device})"
+
+
+class Runtimes:
+    """Which device index stands for which backend device. Index 0 is the default, bound on first use."""
+
+    def __init__(self) -> None:
+        self._by_index: list[DeviceRuntime | None] = [None]
+        self._lock = threading.RLock()
+        self._seed = DEFAULT_SEED
+
+    def get(self, index: int) -> DeviceRuntime:
+        """The runtime of an index. Raises :class:`TorchportError` for an index nothing is bound to."""
+        with self._lock:
+            if index == 0 and self._by_index[0] is None:
+                self._by_index[0] = self._make(0, *default_backend())
+            runtime = self._by_index[index] if 0 <= index < len(self._by_index) else None
+        if runtime is None:
+            bound = ", ".join(repr(r) for r in self._by_index if r is not None) or "none yet"
+            raise TorchportError(
+                f"no backend is bound to port:{index}. Bound are: {bound}. "
+                "Write torchport.device('backend name') to get the device of a backend"
+            )
+        return runtime
+
+    def _make(self, index: int, backend: Backend, ordinal: int) -> DeviceRuntime:
+        runtime = DeviceRuntime(index, backend, resolve_device(backend, ordinal))
+        runtime.seed = self._seed
+        return runtime
+
+    def bind(self, backend: Backend, ordinal: int = 0) -> int:
+        """The index that stands for a backend's device; a new one if there is none yet."""
+        with self._lock:
+            self.get(0)
+            for runtime in self._by_index:
+                if runtime and runtime.backend is backend and runtime.device.ordinal == ordinal:
+                    return runtime.index
+            self._by_index.append(self._make(len(self._by_index), backend, ordinal))
+            return len(self._by_index) - 1
+
+    def use(self, backend: Backend, ordinal: int = 0) -> DeviceRuntime:
+        """Bind index 0. Values of the former binding move to the new one when they are next used."""
+        with self._lock:
+            current = self._by_index[0]
+            if current is None or current.backend is not backend or current.device.ordinal != ordinal:
+                self._by_index[0] = self._make(0, backend, ordinal)
+            runtime = self._by_index[0]
+            assert runtime is not None
+            return runtime
+
+    def all(self) -> list[DeviceRuntime]:
+        """Every bound runtime."""
+        return [runtime for runtime in self._by_index if runtime is not None]
+
+    @property
+    def count(self) -> int:
+        """How many indices exist; index 0 always does."""
+        return len(self._by_index)
+
+    def seed_all(self, seed: int) -> None:
+        """``torch.manual_seed``: also what devices bound later start from."""
+        self._seed = seed & _MASK64
+        for runtime in self.all():
+            runtime.seed, runtime.draws = self._seed, 0
+            runtime.backend.seed(self._seed)
+
+
+runtimes: Final = Runtimes()
+
+
+def default_backend() -> tuple[Backend, int]:
+    """The backend of port:0 when nobody chose one: ``config.backend``, else inductor, else reference."""
+    import sys
+
+    if config.backend:
+        return registry.get(config.backend), 0
+    try:
+        return registry.get("inductor"), 0
+    except TorchportError as error:
+        reason = str(error)
+    try:
+        backend = registry.get("reference")
+    except TorchportError as error:
+        raise BackendUnavailable(f"no backend can run: {reason}; {error}") from error
+    # Said once per process, to people: a warning would break programs that turn warnings into errors.
+    print(f"torchport: using the 'reference' backend for port:0 ({reason})", file=sys.stderr)
+    metrics.count("DefaultBackendFallback")
+    return backend, 0
+
+
+class _ThreadTraces(threading.local):
+    """The calling thread's traces: index 0 as an attribute, because every kernel starts there."""
+
+    trace: Trace
+
+    def __init__(self) -> None:
+        self._by_index: dict[int, Trace] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "trace":
+            raise AttributeError(name)
+        self.trace = self.of(0)
+        return self.trace
+
+    def of(self, index: int) -> Trace:
+        """The calling thread's trace on a device index. Raises :class:`TorchportError` for an unbound index."""
+        trace = self._by_index.get(index)
+        if trace is None:
+            # Backward runs on the calling thread, so that it continues the trace of the forward.
+            torch.autograd.set_multithreading_enabled(False)
+            trace = self._by_index[index] = Trace(runtimes.get(index))
+            _every_trace.add(trace)
+        return trace
+
+    def owns(self, trace: Trace) -> bool:
+        """Whether a trace is the calling thread's."""
+        return self._by_index.get(trace.index) is trace
+
+    def mine(self) -> list[Trace]:
+        """The calling thread's traces."""
+        return list(self._by_index.values())
+
+
+_every_trace: Final[weakref.WeakSet[Trace]] = weakref.WeakSet()
+threads: Final = _ThreadTraces()
+
+
+def flush_mine(cause: str) -> TorchportError | None:
+    """Flush every trace of the calling thread; returns the first error."""
+    errors = [error for trace in threads.mine() if (error := flush(trace, cause)) is not None]
+    return errors[0] if errors else None
+
+
+def rebind(backend: Backend, ordinal: int = 0) -> None:
+    """Bind index 0 to another backend: pending values are computed on the former one first.
+
+    Call it while no other thread traces on index 0.
+    """
+    with lock:
+        former = [trace for trace in _every_trace if trace.index == 0]
+        for trace in former:
+            flush(trace, "rebind")
+        runtime = runtimes.use(backend, ordinal)
+        for trace in former:
+            trace.runtime = runtime
+            trace.restart()
