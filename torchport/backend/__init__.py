@@ -1,1 +1,1 @@
-"""The contract between PyTorch programs and engines: the backend interface, its registry and the graph's normal form."""
+"""The contract between PyTorch programs and engines: the backend interface, its registry, the graph's normal form."""

@@ -190,7 +190,7 @@ class ExecutionContext:
 
 @dataclass(slots=True, eq=False)
 class Computation:
-    """A compiled graph, ready to run (``torch::lazy::Computation``): specs of parameters and results, and the handle."""
+    """A compiled graph, ready to run (``torch::lazy::Computation``): specs of inputs and results, and the handle."""
 
     backend: Backend
     device: BackendDevice

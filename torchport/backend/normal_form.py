@@ -35,6 +35,11 @@ def is_view(op: object) -> bool:
     return any(info is not None and not info.is_write for info in infos)
 
 
+def _viewed(node: fx.Node) -> Any:
+    """What a view operator's node is a view of."""
+    return node.args[0] if node.args else node.kwargs.get("self")
+
+
 def alias_root(node: fx.Node) -> fx.Node:
     """The node whose memory ``node`` shows: follows view operators and ``getitem`` to where the value was made."""
     while node.op == "call_function":
@@ -43,8 +48,8 @@ def alias_root(node: fx.Node) -> fx.Node:
             if not (isinstance(parent, fx.Node) and is_view(parent.target)):
                 return node
             node = parent
-        elif is_view(node.target) and isinstance(node.args[0], fx.Node):
-            node = node.args[0]
+        elif is_view(node.target) and isinstance(base := _viewed(node), fx.Node):
+            node = base
         else:
             return node
     return node
@@ -91,14 +96,20 @@ def _verify_call(node: fx.Node) -> None:
             base = getattr(torch.ops.aten, schema.name.removeprefix("aten::")[:-5])
             if any(is_view(getattr(base, name)) for name in base.overloads()):
                 raise _fail(node, "a *_copy form of a view operator; use the view operator itself")
+    elif not (isinstance(node.args[0], fx.Node) and isinstance(node.args[0].meta.get("val"), (list, tuple))):
+        raise _fail(node, "getitem of a node that does not return several tensors")
     if not isinstance(node.meta.get("debug_handle"), int):
         raise _fail(node, 'meta["debug_handle"] is not an int')
 
 
 def _verify_val(node: fx.Node) -> None:
     value = node.meta.get("val")
-    leaves = value if isinstance(value, (list, tuple)) else [value]
-    if not leaves or not all(leaf is None or isinstance(leaf, torch.Tensor) for leaf in leaves):
+    if isinstance(value, (list, tuple)):
+        # An operator leaves out some of its tensors where they are not wanted (output masks of backward operators).
+        fine = bool(value) and all(leaf is None or isinstance(leaf, torch.Tensor) for leaf in value)
+    else:
+        fine = isinstance(value, torch.Tensor)
+    if not fine:
         raise _fail(node, 'meta["val"] is not a tensor or a sequence of tensors')
 
 
@@ -137,4 +148,7 @@ def verify_graph(graph: fx.GraphModule) -> None:
             _verify_output(node)
         else:
             raise _fail(node, f"a {node.op} node; the normal form has placeholder, call_function and output")
-    graph.graph.lint()
+    try:
+        graph.graph.lint()
+    except RuntimeError as error:
+        raise GraphError(f"not in FX normal form: {error}") from error

@@ -55,7 +55,7 @@ class _Entry:
             made = self.factory()
             if isinstance(made, type):
                 made = made()
-        except TorchportError:
+        except BackendUnavailable:
             raise
         except Exception as error:
             raise BackendUnavailable(
@@ -67,6 +67,13 @@ class _Entry:
                 "register a torchport.Backend subclass or a function that returns an instance of one"
             )
         return made
+
+
+def _raising(message: str) -> Callable[[], object]:
+    def factory() -> object:
+        raise BackendUnavailable(message)
+
+    return factory
 
 
 class Registry:
@@ -82,10 +89,18 @@ class Registry:
             if self._group is not None:
                 group, self._group = self._group, None
                 for point in importlib.metadata.entry_points(group=group):
-                    source = f"entry point {point.value}"
-                    if point.name not in self._entries:
-                        self._entries[point.name] = _Entry(point.name, point.load, source)
+                    self._add(point)
             return self._entries
+
+    def _add(self, point: importlib.metadata.EntryPoint) -> None:
+        source = f"entry point {point.value}"
+        known = self._entries.get(point.name)
+        if known is None:
+            self._entries[point.name] = _Entry(point.name, point.load, source)
+        elif known.source != source:
+            # One distribution may be listed twice, but two that bring the same name must not win by chance.
+            message = f"two packages bring a backend {point.name!r}: {known.source} and {source}; uninstall one"
+            self._entries[point.name] = _Entry(point.name, _raising(message), f"{known.source}, {source}")
 
     def register(self, backend: type[Backend] | BackendFactory | Backend, name: str | None = None) -> str:
         """Register a backend class, instance or factory; returns its name.
@@ -131,7 +146,14 @@ class Registry:
         if entry is None:
             raise BackendNotFound(self._unknown(name))
         backend = entry.load()
-        if not backend.is_available():
+        try:
+            available = backend.is_available()
+        except Exception as error:
+            raise BackendUnavailable(
+                f"backend {name!r} ({entry.source}) failed to say whether it is available: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if not available:
             reason = backend.unavailable_reason() or "its is_available() returned False"
             raise BackendUnavailable(f"backend {name!r} is installed but cannot run here: {reason}")
         return backend
@@ -139,13 +161,13 @@ class Registry:
     def list(self) -> list[BackendInfo]:
         """One row per registered backend, sorted by name; loads each to ask whether it is available."""
         rows: list[BackendInfo] = []
-        for name in self.names():
+        for name, source in [(name, entry.source) for name, entry in sorted(self._all().items())]:
             try:
                 self.get(name)
             except (BackendNotFound, BackendUnavailable) as error:
-                rows.append(BackendInfo(name, False, str(error), self._entries[name].source))
+                rows.append(BackendInfo(name, False, str(error), source))
             else:
-                rows.append(BackendInfo(name, True, "", self._entries[name].source))
+                rows.append(BackendInfo(name, True, "", source))
         return rows
 
     def _unknown(self, name: str) -> str:

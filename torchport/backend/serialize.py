@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import keyword
 import math
 import operator
 from typing import Any
@@ -43,6 +44,20 @@ def _encode_arg(value: Any, number: dict[fx.Node, int]) -> Any:
     raise GraphError(f"a {type(value).__name__} cannot be an argument in normal form: {value!r}")
 
 
+def _torch_constant(name: str) -> Any:
+    constant = getattr(torch, name.removeprefix("torch."))
+    if not isinstance(constant, _TORCH_CONSTANTS):
+        raise ValueError(f"torch.{name} is not a dtype, layout or memory format")
+    return constant
+
+
+def _keyword(name: str) -> str:
+    # Names of keyword arguments become Python source when FX compiles the graph, so a file must not choose them freely.
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise ValueError(f"{name!r} cannot name an argument")
+    return name
+
+
 def _decode_arg(value: Any, nodes: list[fx.Node]) -> Any:
     if isinstance(value, list):
         return [_decode_arg(item, nodes) for item in value]
@@ -56,8 +71,10 @@ def _decode_arg(value: Any, nodes: list[fx.Node]) -> Any:
     if kind == "c":
         return complex(float(payload[0]), float(payload[1]))
     if kind == "t":
-        return getattr(torch, payload.removeprefix("torch."))
-    return torch.device(payload)
+        return _torch_constant(payload)
+    if kind == "d":
+        return torch.device(payload)
+    raise ValueError(f"an argument of unknown kind {kind!r}")
 
 
 def _encode_spec(value: torch.Tensor) -> list[Any]:
@@ -116,15 +133,17 @@ def decode(data: bytes | memoryview) -> fx.GraphModule:
         nodes: list[fx.Node] = []
         for position, (shape, dtype, strides) in enumerate(document["inputs"]):
             node = graph.placeholder(f"arg{position}")
-            node.meta["spec"] = TensorSpec(tuple(shape), getattr(torch, dtype.removeprefix("torch.")), tuple(strides))
+            node.meta["spec"] = TensorSpec(tuple(shape), _torch_constant(dtype), tuple(strides))
             nodes.append(node)
         for name, args, kwargs, handle, source in document["calls"]:
             target = _getitem if name == "getitem" else resolve_op(name)
-            decoded = {key: _decode_arg(value, nodes) for key, value in kwargs.items()}
+            decoded = {_keyword(key): _decode_arg(value, nodes) for key, value in kwargs.items()}
             node = graph.call_function(target, tuple(_decode_arg(args, nodes)), decoded)
             node.meta.update(debug_handle=handle, source=source)
             nodes.append(node)
         graph.output(tuple(_decode_arg(document["outputs"], nodes)))
-    except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
+    except GraphError:
+        raise
+    except (KeyError, ValueError, TypeError, IndexError, AttributeError, RuntimeError) as error:
         raise GraphError(f"not an encoded graph: {type(error).__name__}: {error}") from error
     return fx.GraphModule(torch.nn.Module(), graph)

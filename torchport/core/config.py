@@ -16,7 +16,7 @@ attribute              environment variable        meaning
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -45,10 +45,10 @@ def _flag(raw: object) -> bool:
 def _count(minimum: int) -> Callable[[object], int]:
     def parse(raw: object) -> int:
         try:
-            value = int(raw)  # type: ignore[call-overload]
-        except (TypeError, ValueError):
+            value = int(raw) if isinstance(raw, (int, str)) and not isinstance(raw, bool) else minimum - 1
+        except ValueError:
             value = minimum - 1
-        if value < minimum or isinstance(raw, bool):
+        if value < minimum:
             raise ValueError(f"a whole number of at least {minimum}")
         return value
 
@@ -107,7 +107,7 @@ class Config:
         self._assign(name, value, f"torchport.config.{name}")
 
     @contextmanager
-    def override(self, **values: object) -> Iterator[Config]:
+    def override(self, **values: object) -> Generator[Config]:
         """Set the given settings inside a ``with`` block and restore them after it, also on an exception."""
         before = {name: getattr(self, name) for name in values if name in _FIELDS}
         try:

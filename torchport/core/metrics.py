@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
@@ -48,7 +48,8 @@ class Metrics:
     """A set of named counters and timers; safe to use from several threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Reentrant: garbage collection inside a locked section may run a finalizer that counts something.
+        self._lock = threading.RLock()
         self.counters: Counter[str] = Counter()
         self.timers: dict[str, Timer] = {}
 
@@ -67,7 +68,7 @@ class Metrics:
             self.timers.setdefault(name, Timer()).add(seconds)
 
     @contextmanager
-    def timer(self, name: str) -> Iterator[None]:
+    def timer(self, name: str) -> Generator[None]:
         """Record how long the ``with`` block took, also when it raises."""
         start = time.perf_counter()
         try:

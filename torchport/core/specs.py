@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from .errors import ConfigError
 
@@ -66,12 +66,18 @@ class CompileSpecs(Mapping[str, bytes]):
     __slots__ = ("_items",)
 
     def __init__(self, specs: Iterable[CompileSpec] | Mapping[str, bytes | str] = ()) -> None:
-        if isinstance(specs, Mapping):
-            specs = [CompileSpec(k, v.encode() if isinstance(v, str) else v) for k, v in specs.items()]
         self._items: dict[str, bytes] = {}
+        if isinstance(specs, Mapping):
+            given = cast("Mapping[str, bytes | str]", specs)
+            specs = [CompileSpec(k, v.encode() if isinstance(v, str) else v) for k, v in given.items()]
         for spec in specs:
             if spec.key in self._items:
                 raise ConfigError(f"compile spec {spec.key!r} is given twice; give each key once")
+            if not isinstance(spec.value, bytes):  # pyright: ignore[reportUnnecessaryIsInstance]
+                kind = type(spec.value).__name__
+                raise ConfigError(
+                    f"compile spec {spec.key!r} is a {kind}; its value must be bytes (or text, in a dict)"
+                )
             self._items[spec.key] = spec.value
 
     def __getitem__(self, key: str) -> bytes:
