@@ -171,7 +171,9 @@ class Dispatcher:
         if schema is not None and kernel is not fallthrough:
             check_arity(schema, kernel, int(with_keyset), what)
 
-    def fallback(self, key: Key, kernel: Callable[..., Any], *, with_keyset: bool = False) -> Registration:
+    def fallback(
+        self, key: Key, kernel: Callable[..., Any], *, with_keyset: bool = False, label: str = ""
+    ) -> Registration:
         """Register what runs at a key for every operator that has nothing there: ``kernel(op, *args, **kwargs)``.
 
         ``with_keyset``: ``kernel(keyset, op, *args, **kwargs)``. An alias key means all its runtime keys, backends that
@@ -184,10 +186,10 @@ class Dispatcher:
         self._kernel_key(at)
         if not callable(kernel):
             raise DispatchError(f"fallback at {at}: the kernel is {kernel!r}, which is not callable")
-        return self._add_fallback(at, kernel, with_keyset)
+        return self._add_fallback(at, kernel, with_keyset, label)
 
     def _add_fallback(
-        self, at: DispatchKey, kernel: Callable[..., Any], with_keyset: bool, source: str | None = None
+        self, at: DispatchKey, kernel: Callable[..., Any], with_keyset: bool, label: str = "", source: str | None = None
     ) -> Registration:
         with self._lock:
             for other in expands_to(at):
@@ -195,7 +197,7 @@ class Dispatcher:
                 if present is not None:
                     raise DispatchError(f"{other} has a fallback already ({present.source}); remove() that one first")
             registration = Registration(
-                at, kernel, with_keyset=with_keyset, source=source, remove=self._remove_fallback
+                at, kernel, with_keyset=with_keyset, label=label, source=source, remove=self._remove_fallback
             )
             self._fallbacks[at] = registration
             self._fallbacks_changed()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .keys import DispatchKey, Functionality, KeyClass
@@ -44,13 +44,17 @@ def missing(
     )
 
 
-def fixes(op: Operator, key: DispatchKey) -> tuple[str, str]:
-    """The two nearest ways to give an operator a kernel at a key."""
-    register = f"dispatcher.impl({op.name!r}, {key.name!r}, kernel)"
+def _impl(op: str, key: str) -> str:
+    return f"dispatcher.impl({op!r}, {key!r}, kernel)"
+
+
+def fixes(op: Operator, key: DispatchKey, how: Callable[[str, str], str] | None = None) -> tuple[str, str]:
+    """The two nearest ways to give an operator a kernel at a key. ``how(op, key)`` is the code that registers one."""
+    how = how or _impl
+    register = how(op.name, key.name)
     if key.key_class is KeyClass.UNDEFINED:
         return (
-            f"pass at least one tensor, or choose a backend from the other arguments in a kernel at 'BackendSelect': "
-            f"dispatcher.impl({op.name!r}, 'BackendSelect', kernel)",
+            f"choose a backend from the other arguments: {how(op.name, 'BackendSelect')}",
             "register at 'CompositeExplicitAutograd', which also serves calls without tensors",
         )
     if in_alias(key, AUTOGRAD):
@@ -64,7 +68,7 @@ def fixes(op: Operator, key: DispatchKey) -> tuple[str, str]:
         return (register, f"move the arguments to a backend that has a kernel: {_short(same)}")
     return (
         register,
-        f"write it in other operators, for all backends: dispatcher.impl({op.name!r}, '{IMPLICIT}', kernel)",
+        f"write it in other operators, for all backends: {how(op.name, IMPLICIT.name)}",
     )
 
 

@@ -84,7 +84,18 @@ def row_key(bits: int) -> DispatchKey:
 class Operator:
     """An operator of a dispatcher, which makes it, and the handle to call it."""
 
-    __slots__ = ("_by_count", "_decisions", "_getters", "_keyword_names", "defined", "name", "schema", "table", "version")
+    __slots__ = (
+        "_by_count",
+        "_decisions",
+        "_keyword_names",
+        "_plain_keywords",
+        "defined",
+        "getters",
+        "name",
+        "schema",
+        "table",
+        "version",
+    )
 
     def __init__(self, name: str, getters: KeyGetters, fallbacks: Callable[[DispatchKey], Registration | None]) -> None:
         self.name: Final = name
@@ -94,10 +105,11 @@ class Operator:
         self.table: Final = KernelTable(fallbacks)
         self.version = 0
         """Grows whenever a decision may have changed."""
-        self._getters = getters
+        self.getters = getters
         self._decisions: dict[tuple[int, LocalKeys], Decision] = {}
         self._by_count: dict[int, tuple[int, ...]] = {}
         self._keyword_names: tuple[str, ...] = ()
+        self._plain_keywords: frozenset[str] = frozenset()
 
     def __repr__(self) -> str:
         return f"Operator({self.schema or self.name})"
@@ -107,10 +119,10 @@ class Operator:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Dispatch on the arguments' keys and run the kernel."""
         positions = self._by_count.get(len(args))
-        if kwargs or positions is None:
+        if positions is None or (kwargs and not self._plain_keywords.issuperset(kwargs)):
             return self._call_by_name(args, kwargs)
         bits = 0
-        getters = self._getters
+        getters = self.getters
         for at in positions:
             value = args[at]
             bits |= getters[type(value)](value)
@@ -118,7 +130,7 @@ class Operator:
         decision = self._decisions.get((bits, local))
         if decision is None:
             decision = self.decide(bits, local)
-        return decision.run(*args)
+        return decision.run(*args, **kwargs)
 
     def _call_by_name(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self.schema is not None:
@@ -128,7 +140,7 @@ class Operator:
     def argument_bits(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
         """Union of the keys of the tensor arguments, as bits. Without a schema every argument is looked at."""
         bits = 0
-        getters = self._getters
+        getters = self.getters
         if self.schema is None or self.schema.varargs:
             values = (*args, *kwargs.values())
         else:
@@ -238,10 +250,12 @@ class Operator:
         self.schema = schema
         self._by_count = {}
         self._keyword_names = ()
+        self._plain_keywords = frozenset()
         if schema is not None and not schema.varargs:
             positions = self._positions()
             needed = sum(1 for argument in schema.positional if not argument.has_default)
             self._keyword_names = tuple(a.name for a in schema.keyword_only if a.carries_tensors)
+            self._plain_keywords = frozenset(a.name for a in schema.keyword_only if not a.carries_tensors)
             if all(argument.has_default for argument in schema.keyword_only):
                 for count in range(needed, len(schema.positional) + 1):
                     self._by_count[count] = tuple(at for at in positions if at < count)

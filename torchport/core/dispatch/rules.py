@@ -103,6 +103,11 @@ class Registration:
         """Whether this is the fallthrough kernel."""
         return self.kernel is fallthrough
 
+    @property
+    def where(self) -> str:
+        """The kernel's name and the place of its registration; PyTorch's own kernels have only the place."""
+        return self.source if self.label.startswith("registered at ") else f"{self.label} ({self.source})"
+
     def remove(self) -> None:
         """Take the kernel away; what it hid is visible again. A second time: ``DispatchError``."""
         if not self.active or self._remove is None:
@@ -338,9 +343,9 @@ def examine(table: KernelTable, key: DispatchKey) -> list[Verdict]:
             verdicts.append(Verdict(rule, "passed over", rule.why_not(table, key), None))
         elif winner is None:
             winner = rule
-            verdicts.append(Verdict(rule, "chosen", f"{registration.label} ({registration.source})", registration))
+            verdicts.append(Verdict(rule, "chosen", registration.where, registration))
         else:
-            reason = f"the rule '{winner.id}' decided; it would give {registration.label} ({registration.source})"
+            reason = f"the rule '{winner.id}' decided; it would give {registration.where}"
             verdicts.append(Verdict(rule, "not reached", reason, registration))
     if winner is None:
         verdicts.append(Verdict(MISSING_RULE, "chosen", "no rule found a kernel", None))

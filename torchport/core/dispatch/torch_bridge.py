@@ -5,7 +5,6 @@ Private PyTorch APIs used here (checked on torch 2.13.0):
 ===============================================  ==================================================================
 name                                             what for
 ===============================================  ==================================================================
-``torch._C.DispatchKey``                         numbers and names of c10's keys
 ``torch._C.DispatchKeySet.raw_repr``             a set's 64-bit word: 16 backend bits, then functionality bits
 ``torch._C.DispatchKeySet.from_raw_repr``        the way back
 ``torch._C._dispatch_keys``                      a tensor's key set
@@ -14,10 +13,8 @@ name                                             what for
 ``torch._C._dispatch_dump``                      an operator's registrations with file and line, as text
 ``torch._C._dispatch_dump_table``                the fallbacks, read off an operator that has no kernel
 ``torch._C._dispatch_library``                   to define that operator for a moment
-``torch._C._dispatch_has_kernel``                whether PyTorch knows an operator
+``torch._C._dispatch_get_all_op_names``          the names of PyTorch's operators
 ``torch._C._dispatch_key_for_device``            a device type's key
-``torch._C._dispatch_key_parse``                 checks that a key name of ours is one of c10's
-``torch._C._jit_get_schemas_for_operator``       an operator's overloads and schemas
 ``torch._C._get_privateuse1_backend_name``       what ``privateuseone`` is called in this process
 ===============================================  ==================================================================
 """
@@ -28,7 +25,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
+
+import torch
 
 from torchport.core.errors import DispatchError
 
@@ -36,9 +35,6 @@ from .keys import BACKEND_SHIFT, FUNCTIONALITY_MASK, BackendComponent, DispatchK
 from .keyset import DispatchKeySet, tensor_keys
 from .rules import KernelTable, Registration, fallthrough
 from .schema import Schema, parse_schema
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = [
     "StockOperator",
@@ -56,12 +52,11 @@ _TORCH_BACKEND_MASK: Final = (1 << _TORCH_BACKENDS) - 1
 _PRIVATEUSE1: Final = backends.get("PrivateUse1")
 
 
-def _C() -> Any:
-    import torch
-
-    return cast(Any, torch)._C
+_C: Final = cast(Any, torch)._C
+_dispatch_keys: Final = _C._dispatch_keys
 
 
+@lru_cache(maxsize=4096)
 def bits_from_raw(raw: int) -> int:
     """Our layout from c10's 64-bit word."""
     return (raw >> _TORCH_BACKENDS) | (raw & _TORCH_BACKEND_MASK) << BACKEND_SHIFT
@@ -84,19 +79,17 @@ def keyset_to_torch(keyset: DispatchKeySet) -> Any:
             f"{keyset} has backends that PyTorch's 16 bits cannot name: {names}; remove_backend() them first"
         )
     raw = (keyset.bits & FUNCTIONALITY_MASK) << _TORCH_BACKENDS | keyset.bits >> BACKEND_SHIFT
-    return _C().DispatchKeySet.from_raw_repr(raw)
+    return _C.DispatchKeySet.from_raw_repr(raw)
 
 
 def tensor_bits(tensor: torch.Tensor) -> int:
     """A tensor's keys, in our layout."""
-    raw: int = _C()._dispatch_keys(tensor).raw_repr()
-    return (raw >> _TORCH_BACKENDS) | (raw & _TORCH_BACKEND_MASK) << BACKEND_SHIFT
+    return bits_from_raw(_dispatch_keys(tensor).raw_repr())
 
 
 def thread_keysets() -> tuple[DispatchKeySet, DispatchKeySet]:
     """The keys PyTorch includes and excludes in this thread."""
-    c = _C()
-    included, excluded = c._dispatch_tls_local_include_set(), c._dispatch_tls_local_exclude_set()
+    included, excluded = _C._dispatch_tls_local_include_set(), _C._dispatch_tls_local_exclude_set()
     return keyset_from_torch(included), keyset_from_torch(excluded)
 
 
@@ -105,14 +98,13 @@ def device_keys(device: str) -> DispatchKeySet:
 
     Errors: ``DispatchError`` for a device type PyTorch does not know.
     """
-    c = _C()
     device_type = device.split(":", 1)[0]
-    if device_type == c._get_privateuse1_backend_name():
+    if device_type == _C._get_privateuse1_backend_name():
         device_type = "privateuseone"
     try:
-        name = c._dispatch_key_for_device(device_type)
+        name = _C._dispatch_key_for_device(device_type)
     except RuntimeError as error:
-        raise DispatchError(f"device {device!r}: {str(error).splitlines()[0]}") from error
+        raise DispatchError(f"device {device!r}: PyTorch dispatches no such device type") from error
     component = backends.get_optional(name)
     if component is None:
         return DispatchKeySet(name, "ADInplaceOrView", "AutogradOther")
@@ -156,10 +148,9 @@ def _registration(key: str, label: str, op: str | None, is_fallthrough: bool) ->
 
 def stock_fallbacks() -> Mapping[DispatchKey, Registration]:
     """PyTorch's backend fallbacks, read off the table of an operator without kernels."""
-    c = _C()
-    library = c._dispatch_library("FRAGMENT", "torchport_explain", "")
+    library = _C._dispatch_library("FRAGMENT", "torchport_explain", "")
     library.def_("no_kernels(Tensor x) -> Tensor")
-    text: str = c._dispatch_dump_table("torchport_explain::no_kernels")
+    text: str = _C._dispatch_dump_table("torchport_explain::no_kernels")
     del library
     found: dict[DispatchKey, Registration] = {}
     for line in text.splitlines():
@@ -171,9 +162,8 @@ def stock_fallbacks() -> Mapping[DispatchKey, Registration]:
 
 def stock_operator(name: str, fallbacks: Mapping[DispatchKey, Registration] | None = None) -> StockOperator | None:
     """Read an operator's registrations from PyTorch; None when it has no operator of that name."""
-    c = _C()
     name = name.removesuffix(".default")
-    text: str = c._dispatch_dump(name) if re.fullmatch(r"\w+::\w+(\.\w+)?", name) else ""
+    text: str = _C._dispatch_dump(name) if re.fullmatch(r"\w+::\w+(\.\w+)?", name) else ""
     if not text:
         return None
     table = KernelTable((stock_fallbacks() if fallbacks is None else fallbacks).get)
@@ -208,4 +198,4 @@ def _schema(text: str) -> Schema | None:
 
 def stock_operator_names() -> list[str]:
     """Names of every operator PyTorch knows in this process."""
-    return list(_C()._dispatch_get_all_op_names())
+    return list(_C._dispatch_get_all_op_names())
