@@ -6,7 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from everyday_support import DEVICE, ON_PORT
+
+pytest.register_assert_rewrite("everyday_support", "fakes")
+
+from everyday_support import DEVICE, ON_PORT  # noqa: E402  (after the line above, so that its assertions explain)
 
 
 def pytest_configure(config: pytest.Config) -> None:
