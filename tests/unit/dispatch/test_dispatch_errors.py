@@ -60,7 +60,6 @@ REFUSED: dict[str, tuple[Callable[[Dispatcher], Any], str]] = {
     "alias fallback over one": (lambda d: d.fallback("CompositeImplicitAutograd", lambda op: op), "already"),
     "fallback not callable": (lambda d: d.fallback("CUDA", NOT_CALLABLE), "not callable"),
     "fallback without backend": (lambda d: d.fallback("Dense", lambda op: op), "for example CPU"),
-    "no fallback to remove": (lambda d: d.remove_fallback("CUDA"), "no fallback is registered at CUDA"),
     "unknown operator": (lambda d: d.call("test::fo", CPU), "did you mean test::foo"),
     "redispatch of an unknown operator": (lambda d: d.redispatch("x::y", dispatch.DispatchKeySet()), "no operator"),
     "undefine of an unknown operator": (lambda d: d.undefine("x::y"), "no operator"),

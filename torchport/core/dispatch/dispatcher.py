@@ -18,7 +18,6 @@ from .keys import (
     KeyClass,
     backends,
     runtime_key,
-    runtime_keys,
 )
 from .keyset import DEFAULT_EXCLUDED, DispatchKeySet
 from .operator import Decision, Operator
@@ -46,6 +45,8 @@ class Dispatcher:
         self._fallbacks: dict[DispatchKey, Registration] = {}
         self._by_runtime_key: tuple[int, dict[DispatchKey, Registration]] = (-1, {})
         self._getters = KeyGetters()
+        self.version = 0
+        """Grows with every change that can change a decision; whoever remembers decisions elsewhere compares it."""
         if standard_fallbacks:
             keys = ["BackendSelect", "ADInplaceOrView", "FuncTorchVmapMode", "VmapMode", "Autograd"]
             for key in (*keys, *DEFAULT_EXCLUDED):
@@ -73,6 +74,7 @@ class Dispatcher:
             op = existing or self._new_operator(name)
             if parsed is not None:
                 op.set_schema(parsed)
+                self.version += 1
             op.defined = True
             return op
 
@@ -82,6 +84,7 @@ class Dispatcher:
             found = self.operator(op)
             found.set_schema(None)
             found.defined = False
+            self.version += 1
             if not found.table.direct:
                 del self._operators[found.name]
 
@@ -138,6 +141,7 @@ class Dispatcher:
             target = known or self._new_operator(name)
             target.table.direct.setdefault(at, []).insert(0, registration)
             target.forget()
+            self.version += 1
             return registration
 
     def _remove_kernel(self, registration: Registration) -> None:
@@ -148,6 +152,7 @@ class Dispatcher:
             if not found:
                 del op.table.direct[registration.key]
             op.forget()
+            self.version += 1
             if not op.defined and not op.table.direct:
                 del self._operators[op.name]
 
@@ -210,6 +215,7 @@ class Dispatcher:
 
     def _fallbacks_changed(self) -> None:
         self._by_runtime_key = (-1, {})
+        self.version += 1
         for op in self._operators.values():
             op.forget()
 
@@ -226,15 +232,6 @@ class Dispatcher:
         """The fallbacks, as registered (alias keys not expanded)."""
         return dict(self._fallbacks)
 
-    def remove_fallback(self, key: Key) -> None:
-        """Take away the fallback registered at exactly this key; ``DispatchError`` when there is none."""
-        registration = self._fallbacks.get(DispatchKey(key))
-        if registration is None:
-            raise DispatchError(
-                f"no fallback is registered at {key}; registered: {', '.join(map(str, self._fallbacks))}"
-            )
-        registration.remove()
-
     def for_backend(self, component: BackendComponent | str) -> BackendKernels:
         """What a backend gets to register its own kernels: it reaches that backend's keys and no others."""
         return BackendKernels(self, backends.get(component) if isinstance(component, str) else component)
@@ -243,6 +240,7 @@ class Dispatcher:
         """Say which keys objects of a type carry. Without it: ``dispatch_keys``, or for tensors PyTorch's own."""
         with self._lock:
             self._getters.add(cls, extractor)
+            self.version += 1
 
     # -- calling and looking ---------------------------------------------------------------------------------------
 
@@ -271,11 +269,6 @@ class Dispatcher:
     def dump_table(self, op: str | Operator) -> str:
         """The computed table as text, in c10's format."""
         return self.operator(op).dump_table()
-
-    def keys_with_fallback(self) -> DispatchKeySet:
-        """Every runtime key that has a fallback."""
-        keys = [key for key in runtime_keys() if self._fallback_at(key) is not None]
-        return DispatchKeySet(*keys)
 
 
 @final

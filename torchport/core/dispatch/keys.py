@@ -180,9 +180,6 @@ class _KeyMeta(type):
             raise AttributeError(f"no dispatch key named {name!r}")
         return key
 
-    def __iter__(cls) -> Iterator[DispatchKey]:
-        return iter(tuple(_keys.values()))
-
 
 @final
 class DispatchKey(metaclass=_KeyMeta):

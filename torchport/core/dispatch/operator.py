@@ -94,7 +94,6 @@ class Operator:
         "name",
         "schema",
         "table",
-        "version",
     )
 
     def __init__(self, name: str, getters: KeyGetters, fallbacks: Callable[[DispatchKey], Registration | None]) -> None:
@@ -103,8 +102,6 @@ class Operator:
         self.defined = False
         """Whether define() was called, rather than impl() alone."""
         self.table: Final = KernelTable(fallbacks)
-        self.version = 0
-        """Grows whenever a decision may have changed."""
         self.getters = getters
         self._decisions: dict[tuple[int, LocalKeys], Decision] = {}
         self._by_count: dict[int, tuple[int, ...]] = {}
@@ -153,7 +150,7 @@ class Operator:
 
     def redispatch(self, keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         """Run the kernel of exactly this set: no thread keys, no mask. A fallthrough row is a ``DispatchError``."""
-        if self.schema is not None and kwargs:
+        if self.schema is not None and not self._plain_keywords.issuperset(kwargs):
             args, kwargs = self.schema.bind(args, kwargs)
         return self.decide(keyset.bits, None).run(*args, **kwargs)
 
@@ -243,7 +240,6 @@ class Operator:
     def forget(self) -> None:
         """Drop remembered decisions: something they depend on changed."""
         self._decisions = {}
-        self.version += 1
 
     def set_schema(self, schema: Schema | None) -> None:
         """Attach or take away the schema; prepares which argument positions dispatch for each argument count."""

@@ -21,7 +21,6 @@ from .keyset import alias_keys, backend_from_autograd, in_alias
 
 __all__ = [
     "AMBIGUOUS",
-    "FALLTHROUGH",
     "RULES",
     "KernelTable",
     "Registration",
@@ -56,7 +55,6 @@ class FallthroughKernel:
 
 fallthrough: Final = FallthroughKernel()
 """Pass to ``impl`` or ``fallback`` in place of a function."""
-FALLTHROUGH = fallthrough
 
 
 def _caller() -> str:
