@@ -208,7 +208,14 @@ class KernelRegistrar(Protocol):
     """Where a backend registers its own kernels; see :meth:`Backend.register_kernels`."""
 
     def impl(self, op: str | torch._ops.OpOverload, key: str, fn: Callable[..., Any]) -> object:
-        """Register ``fn`` for an operator at a functionality key (``"Dense"``, ``"Autograd"``, ``"Sparse"``, …)."""
+        """Register ``fn`` for an operator at a functionality key (``"Dense"``, ``"Autograd"``, ``"Sparse"``, …).
+
+        A Dense kernel is called as ``fn(*args, **kwargs)`` with :class:`BackendData` where the operator has tensors.
+        """
+        ...
+
+    def fallback(self, key: str, fn: Callable[..., Any]) -> object:
+        """Register a boxed kernel, ``fn(op, args, kwargs)``, for operators that cannot be part of a graph."""
         ...
 
 

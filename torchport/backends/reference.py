@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchport.backend.host import cpu_fallback
 from torchport.backend.interface import (
     Backend,
     BackendData,
     ExecutionContext,
     FreeableBuffer,
     InitContext,
+    KernelRegistrar,
     Processed,
     TensorData,
 )
@@ -28,6 +30,9 @@ class ReferenceBackend(Backend):
 
     name = "reference"
     version = "1"
+
+    def register_kernels(self, registrar: KernelRegistrar) -> None:
+        registrar.fallback("Dense", cpu_fallback)
 
     def preprocess(self, graph: fx.GraphModule, specs: CompileSpecs) -> Processed:
         return Processed(encode(graph))

@@ -3,12 +3,14 @@
 1. a kernel the backend registered for the operator;
 2. capture into the graph, where the backend supports what the operator lowers to;
 3. (part of 2) a decomposition, the backend's own first, then PyTorch's core ATen ones, into supported operators;
-4. the host, counted, as far as ``config.fallback`` allows;
-5. an error that says what was tried.
+4. the backend's boxed fallback kernel, for what no graph of static shapes can hold;
+5. the host, counted, as far as ``config.fallback`` allows;
+6. an error that says what was tried.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -40,15 +42,19 @@ def decide(
         return barriers.backend_kernel(kernel)
     try:
         inferred = infer(view_form(node.op), args, kwargs)
-    except DataDependent as error:
-        return barriers.host(runtime, node, f"its result's shape depends on data ({error})")
-    except NoShapeRule as error:
+    except (DataDependent, NoShapeRule) as error:
+        if runtime.boxed_kernel is not None:
+            return barriers.backend_kernel(functools.partial(_boxed, runtime.boxed_kernel, node.op))
         return barriers.host(runtime, node, str(error))
     if not runtime.takes_all:
         reason = runtime.refusal(*_alone(node, inferred, args, kwargs))
         if reason is not None:
             return barriers.host(runtime, node, reason)
     return inferred
+
+
+def _boxed(fn: Callable[..., Any], op: Any, *args: Any, **kwargs: Any) -> Any:
+    return fn(op, args, kwargs)
 
 
 def _alone(

@@ -315,10 +315,21 @@ def host_tensor(tensor: LazyTensor) -> torch.Tensor:
     runtime: DeviceRuntime = tensor.value.info  # type: ignore[assignment]
     result = runtime.backend.from_device(tensor.value)
     strides = tensor.stride()
-    if result.stride() != strides and result.dim():
-        restrided = torch.empty_strided(result.shape, strides, dtype=result.dtype)
-        result = restrided.copy_(result) if restrided.numel() else restrided
-    return result
+    if result.stride() == strides or not result.numel():
+        return result
+    if _is_dense(tensor.shape, strides):
+        return torch.empty_strided(result.shape, strides, dtype=result.dtype).copy_(result)
+    return result.contiguous()
+
+
+def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether the strides are the row-major ones of some permutation of the dimensions."""
+    step = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
+        if stride != step:
+            return False
+        step *= size
+    return True
 
 
 def leaf_from_data(runtime: DeviceRuntime, data: BackendData) -> LazyTensor:

@@ -90,7 +90,7 @@ def infer(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
             warnings.simplefilter("ignore")
             return _describe(op(*args, **kwargs))
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
-        raise DataDependent(str(error)) from error
+        raise DataDependent("the shape of its result depends on values") from error
     except UnsupportedOperatorException as error:
         raise NoShapeRule(f"no shape rule for {op}") from error
     except NotImplementedError as error:

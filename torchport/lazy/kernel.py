@@ -174,6 +174,15 @@ def _key_statements(kernel: Kernel, call: str) -> list[str]:
     return [*lines, f"_key = ({', '.join(parts)},)"]
 
 
+def _device_statements(kernel: Kernel, positional: str, keywords: str) -> list[str]:
+    """Statements for an explicit ``device``: a factory runs on that device's trace, any other op's result moves there."""
+    if kernel.is_factory:
+        call = f"return _K.indexed(_threads.of(device.index), *{positional}, **{keywords})"
+        return [f"if device is not None and device.index and device.index != _trace.index: {call}"]
+    here = "device.type == 'port' and device.index in (None, _trace.index)"
+    return [f"if device is not None and not ({here}): return _elsewhere(_trace, _K, {positional}, {keywords})"]
+
+
 def _source(kernel: Kernel, fast: bool) -> tuple[str, dict[str, Any]]:
     """The kernel's Python source and the default values it names."""
     op = kernel.op
@@ -200,6 +209,8 @@ def _source(kernel: Kernel, fast: bool) -> tuple[str, dict[str, Any]]:
         ]
     else:
         lines.append(f"return _emit(_trace, _node, {call})")
+    if any(argument.is_device for argument in kernel.arguments):
+        lines[:0] = _device_statements(kernel, positional, keywords)
     if fast:
         lines.insert(0, "_trace = _threads.trace")
         header = f"def kernel({parameters}):"
@@ -208,8 +219,14 @@ def _source(kernel: Kernel, fast: bool) -> tuple[str, dict[str, Any]]:
     return "\n".join([header, *("    " + line for line in lines)]), defaults
 
 
-def make_kernel(op: torch._ops.OpOverload, threads: Any, with_generator: Callable[..., Any]) -> Kernel:
-    """The kernel of an operator. ``threads.trace`` must give the calling thread's trace of index 0."""
+def make_kernel(
+    op: torch._ops.OpOverload, threads: Any, with_generator: Callable[..., Any], elsewhere: Callable[..., Any]
+) -> Kernel:
+    """The kernel of an operator.
+
+    ``threads.trace`` must give the calling thread's trace of index 0, ``threads.of(index)`` that of an index;
+    ``with_generator`` takes random ops that were given a generator, ``elsewhere`` ops with a result on another device.
+    """
     kernel = Kernel(op, next(_numbers_of_ops), _arguments(op), not has_tensor_argument(op))
     helpers = {f"_{name}": getattr(trace, name) for name in _TRACE_HELPERS}
     for fast in (True, False):
@@ -221,6 +238,7 @@ def make_kernel(op: torch._ops.OpOverload, threads: Any, with_generator: Callabl
             "_HANDLE": LazyTensor if fast else IndexedLazyTensor,
             "_threads": threads,
             "_with_generator": with_generator,
+            "_elsewhere": elsewhere,
             "_record": record,
             "_emit": emit,
             "_ref": weakref.ref,

@@ -41,6 +41,13 @@ class _Kernels:
 
     def __init__(self) -> None:
         self.dense: dict[str, Callable[..., Any]] = {}
+        self.boxed: Callable[..., Any] | None = None
+
+    def fallback(self, key: str, fn: Callable[..., Any]) -> None:
+        """Register a boxed kernel. Raises :class:`DispatchError` for an unknown key."""
+        if key != "Dense":
+            raise DispatchError(f"a backend's boxed kernel goes to the key 'Dense', not {key!r}")
+        self.boxed = fn
 
     def impl(self, op: str | torch._ops.OpOverload, key: str, fn: Callable[..., Any]) -> None:
         """Register a kernel. Raises :class:`DispatchError` for an unknown key or a kernel given twice."""
@@ -72,6 +79,11 @@ class DeviceRuntime:
     def kernel_for(self, op: Any) -> Callable[..., Any] | None:
         """The backend's own kernel for an operator, if it registered one."""
         return self._kernels.dense.get(str(op))
+
+    @property
+    def boxed_kernel(self) -> Callable[..., Any] | None:
+        """The backend's kernel for whatever cannot be captured, called as ``fn(op, args, kwargs)``."""
+        return self._kernels.boxed
 
     def refusal(self, node: Node, specs: Sequence[TensorSpec]) -> str | None:
         """Why the backend cannot have the op in a graph, or ``None`` if it can.

@@ -18,7 +18,7 @@ from ...lazy.runtime import runtimes, threads
 from ...lazy.tensor import DEVICE_TYPE, IndexedLazyTensor, LazyTensor
 from ...lazy.trace import Trace, unwrap
 
-__all__ = ["kernels", "no_kernel", "special_kernels", "with_generator"]
+__all__ = ["elsewhere", "kernels", "no_kernel", "special_kernels", "with_generator"]
 
 aten = torch.ops.aten
 kernels: Final[dict[Any, Any]] = {}
@@ -89,6 +89,7 @@ def _to_copy(
             result = result.to(device)
         return result if memory_format is None else result.contiguous(memory_format=memory_format)
     if device is not None and device.index is not None and device.index != here:
+        # PyTorch wraps the result of a copy within a device, not that of one between devices.
         return torch._to_functional_tensor(_host_to_device(host_tensor(inner), device.index, dtype))
     return _call(aten._to_copy.default, _trace_of(inner), inner, dtype=dtype, memory_format=memory_format)
 
@@ -132,6 +133,10 @@ def _equal(self: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(host_tensor(_handle(self)), host_tensor(_handle(other)))
 
 
+def _allclose(self: torch.Tensor, other: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+    return torch.allclose(host_tensor(_handle(self)), host_tensor(_handle(other)), *args, **kwargs)
+
+
 def _set_storage(
     self: torch.Tensor, source: Any, storage_offset: int, size: Sequence[int], stride: Sequence[int] = ()
 ) -> torch.Tensor:
@@ -152,6 +157,15 @@ def with_generator(trace: Trace, kernel: Any, args: Sequence[Any], kwargs: Mappi
     return torch._to_functional_tensor(result) if kernel.is_factory else result
 
 
+def elsewhere(trace: Trace, kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """An op on a tensor of this trace whose result was asked for on another device: made here, then moved."""
+    device = kwargs["device"]
+    made = _call(kernel.op, trace, *args, **{**kwargs, "device": None})
+    if device.type == DEVICE_TYPE:
+        return torch._to_functional_tensor(_host_to_device(host_tensor(made), device.index, None))
+    return _shared_copy(made, None).to(device)
+
+
 def no_kernel(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """An operator without a kernel on this device reached a tensor of an index above 0."""
     raise UnsupportedOp(f"the {DEVICE_TYPE} device has no kernel for it", op=str(func), source=user_line())
@@ -166,6 +180,7 @@ def special_kernels() -> dict[Any, Callable[..., Any]]:
         aten._copy_from.default: _copy_from,
         aten._local_scalar_dense.default: _local_scalar_dense,
         aten.equal.default: _equal,
+        aten.allclose.default: _allclose,
         getattr(aten.set, "source_Storage_storage_offset"): _set_storage,
     }
     return table

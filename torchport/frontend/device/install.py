@@ -40,12 +40,11 @@ def install() -> None:
     _libraries.append(library)
     special = copies.special_kernels()
     for op in _operators():
-        fn = special.get(op)
+        if supported_schema(op):
+            kernels[op] = make_kernel(op, threads, copies.with_generator, copies.elsewhere)
+        fn = special.get(op) or (kernels[op].fast if op in kernels else None)
         if fn is None:
-            if not supported_schema(op):
-                continue
-            kernel = kernels[op] = make_kernel(op, threads, copies.with_generator)
-            fn = kernel.fast
+            continue
         name = op._schema.name.removeprefix("aten::")
         library.impl(f"{name}.{op._overloadname}" if op._overloadname != "default" else name, fn, "PrivateUse1")
     copies.kernels.update(kernels)

@@ -1,7 +1,7 @@
 """Where PyTorch's Python code assumes memory behind a tensor, or knows devices by name: one contained shim each.
 
 Private torch APIs touched here, each wrapped for ``port`` tensors only and left alone for all others:
-``torch._C._has_storage``, ``torch._tensor_str._tensor_str``, ``torch._C._functorch.is_functorch_wrapped_tensor``, ``torch.nn.Module._apply``,
+``torch._C._has_storage``, ``torch._tensor_str._str_intern``, ``torch.Tensor._reduce_ex_internal``, ``torch.nn.Module._apply``,
 ``torch.serialization.register_package`` (public), ``torch.optim.optimizer.register_optimizer_step_post_hook`` (public),
 storage methods of ``torch.Tensor`` and ``torch.UntypedStorage``.
 """
@@ -9,6 +9,7 @@ storage methods of ``torch.Tensor`` and ``torch.UntypedStorage``.
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,7 @@ def install() -> None:
     """Apply every shim."""
     _storage_free_copies()
     _print_from_host()
+    _pickle_leaves()
     _keep_parameters()
     _flush_after_optimizer()
     _load_onto_device()
@@ -41,25 +43,54 @@ def _storage_free_copies() -> None:
     torch._C._has_storage = lambda tensor: False if tensor.device.type == DEVICE_TYPE else has_storage(tensor)
 
 
+class _TorchWithoutWrapping:
+    """``torch`` as formatting sees it: functionalization's wrapper, which every tensor of this device has, is no news."""
+
+    @staticmethod
+    def _is_functional_tensor(tensor: torch.Tensor) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
 def _print_from_host() -> None:
-    """Formatting reads many small values; on a host copy that is one transfer, and no computation of its own."""
+    """Formatting reads many small values; on a host copy that is one transfer, and no computation of its own.
+
+    Tensors of this device are formatted by a copy of PyTorch's function that sees other globals; all others as before.
+    """
     import torch._tensor_str as module
 
-    original = module._tensor_str
-    wrapped_by_functorch = torch._C._functorch.is_functorch_wrapped_tensor
+    original = module._str_intern
 
-    def is_wrapped(tensor: torch.Tensor) -> bool:
-        # Functionalization wraps every tensor of this device; that is how it is made, not a transform to print.
-        ours = tensor.device.type == DEVICE_TYPE and torch._is_functional_tensor(tensor)
-        return not ours and wrapped_by_functorch(tensor)
+    def tensor_str(self: torch.Tensor, indent: int) -> str:
+        return module._tensor_str(self.cpu(), indent)
 
-    torch._C._functorch.is_functorch_wrapped_tensor = is_wrapped
+    names = {**vars(module), "torch": _TorchWithoutWrapping(), "_tensor_str": tensor_str}
+    ours: Any = types.FunctionType(original.__code__, names, original.__name__)
+    ours.__kwdefaults__ = original.__kwdefaults__
 
     @functools.wraps(original)
-    def tensor_str(self: torch.Tensor, indent: int) -> str:
-        return original(self.cpu() if _is_port(self) else self, indent)
+    def str_intern(inp: torch.Tensor, *, tensor_contents: str | None = None) -> str:
+        if _is_port(inp) and not torch._C._functorch.is_functorch_wrapped_tensor(inp):
+            return ours(inp, tensor_contents=tensor_contents)
+        return original(inp, tensor_contents=tensor_contents)
 
-    module._tensor_str = tensor_str
+    module._str_intern = str_intern
+
+
+def _pickle_leaves() -> None:
+    """A tensor that requires grad is pickled detached: loading it must give a leaf, as PyTorch's other path does."""
+    original = torch.Tensor._reduce_ex_internal
+
+    @functools.wraps(original)
+    def reduce(self: torch.Tensor, proto: int) -> Any:
+        if not _is_port(self) or not self.requires_grad:
+            return original(self, proto)
+        rebuild, (held, dtype, device, _) = original(self.detach(), proto)
+        return rebuild, (held, dtype, device, True)
+
+    torch.Tensor._reduce_ex_internal = reduce  # type: ignore[method-assign]
 
 
 def _keep_parameters() -> None:
