@@ -83,12 +83,12 @@ class InductorBackend(Backend):
         options = _options(specs)
         try:
             made = torch_api.generate(graph, options)
-            library = build.build_library(made.toolchain, made.wrapper, [made.kernels], made.constants)
+            library = build.build_library(made.toolchain, made.wrapper, made.kernels, made.constants)
         except (CompileError, ConfigError):
             raise
         except Exception as error:
             raise CompileError(f"Inductor cannot compile this graph: {type(error).__name__}: {error}") from error
-        source = zlib.compress(f"{made.wrapper}\n{made.kernels}".encode(), 6)
+        source = zlib.compress("\n".join([made.wrapper.text, *made.kernels]).encode(), 6)
         artifact = container.Artifact(
             library=library,
             inputs=input_specs(graph),

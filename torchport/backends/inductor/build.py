@@ -1,10 +1,10 @@
 """From generated C++ to a shared library: what is the same for every graph is compiled once, the rest in parallel.
 
-Three things make this several times faster than ``torch._inductor``'s own build (which compiles everything per graph,
-one file after the other): the runtime interface (``interface.cpp``, about half of a small graph's build) is an object
-file made once per machine, both headers are precompiled once, and wrapper and kernels are compiled at the same time.
-The shared parts live in ``torchport`` inside Inductor's cache directory, each under a name that hashes the compiler, its
-flags and the torch version; they appear by ``rename``, so any number of processes may build them at once.
+``torch._inductor``'s own build compiles everything per graph, one file after the other. Here the runtime interface and
+the model's constructor (most of a small graph's build) are object files made once per machine, both headers are
+precompiled once, and wrapper and kernels are compiled at the same time. The shared parts live in ``torchport`` inside
+Inductor's cache directory, each under a name that hashes the compiler, its flags and the torch version; they appear by
+``rename``, so any number of processes may build them at once.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from pathlib import Path
 
 from torchport.core.errors import CompileError
 
+from .source import Wrapper
+
 __all__ = ["Toolchain", "build_library", "constants_assembly"]
 
 _shared_lock = threading.Lock()
@@ -38,7 +40,9 @@ class Toolchain:
     wrapper_header: str
     kernel_header: str
     interface: str
-    """Source of the runtime interface, which does not depend on the graph."""
+    """Source of the runtime interface (the C ABI), which does not depend on the graph."""
+    model: str
+    """Source of the model's constructor, for graphs without constants."""
     cache_dir: Path
     fingerprint: str
     """Torch version and whatever else decides what the headers hold."""
@@ -63,60 +67,47 @@ def _compiler_identity(compiler: Sequence[str]) -> str:
 
 
 class _Shared:
-    """The parts that every graph shares, built on first use; paths are ``None`` where building one failed."""
+    """The parts that every graph shares: two precompiled headers and two object files, built where they are missing."""
 
     def __init__(self, toolchain: Toolchain) -> None:
-        self.toolchain = toolchain
-        identity = "\0".join([toolchain.fingerprint, _compiler_identity(toolchain.compiler), toolchain.interface])
-        self._identity = identity.encode()
+        self._toolchain = toolchain
+        self._identity = f"{toolchain.fingerprint}\0{_compiler_identity(toolchain.compiler)}"
         with ThreadPoolExecutor(2) as pool:
-            wrapper = pool.submit(self._header, toolchain.wrapper_header, toolchain.wrapper_flags)
             kernel = pool.submit(self._header, toolchain.kernel_header, toolchain.kernel_flags)
-            self.wrapper_header = wrapper.result()
-            self.kernel_header = kernel.result()
-        self.interface = self._object()
+            self.wrapper_header = self._header(toolchain.wrapper_header, toolchain.wrapper_flags)
+            interface = pool.submit(self._object, "interface", toolchain.interface)
+            self.model = self._object("model", toolchain.model)
+            self.kernel_header, self.interface = kernel.result(), interface.result()
 
-    def _path(self, kind: str, flags: Sequence[str], content: str) -> Path:
-        digest = hashlib.sha256(self._identity)
-        digest.update("\0".join([kind, content, *self.toolchain.compiler, *flags]).encode())
-        return self.toolchain.cache_dir / f"{kind}-{digest.hexdigest()[:24]}"
-
-    def _header(self, header: str, flags: Sequence[str]) -> Path | None:
+    def _header(self, header: str, flags: Sequence[str]) -> str:
         """A header to ``-include`` whose precompiled form lies next to it."""
-        content = f"#include <{header}>\n"
-        folder = self._path("header", flags, content)
-        path = folder / "header.h"
-        if path.exists():
-            return path
-        return self._publish(folder, "header.h", content, ["-x", "c++-header", "header.h", "-o", "header.h.gch"], flags)
+        command = ["-x", "c++-header", "header.h", "-o", "header.h.gch", *flags]
+        return str(self._built("header.h", f"#include <{header}>\n", command) / "header.h")
 
-    def _object(self) -> Path | None:
-        flags = self.toolchain.wrapper_flags
-        folder = self._path("interface", flags, self.toolchain.interface)
-        path = folder / "interface.o"
-        if path.exists():
-            return path
-        content = f"#include <{self.toolchain.wrapper_header}>\n{self.toolchain.interface}"
-        command = ["-c", "interface.cpp", "-o", "interface.o"]
-        made = self._publish(folder, "interface.cpp", content, command, flags)
-        return made and made.with_suffix(".o")
+    def _object(self, name: str, text: str) -> str:
+        flags = [*self._toolchain.wrapper_flags, "-include", self.wrapper_header]
+        return str(self._built(f"{name}.cpp", text, ["-c", f"{name}.cpp", "-o", f"{name}.o", *flags]) / f"{name}.o")
 
-    def _publish(
-        self, folder: Path, name: str, content: str, command: Sequence[str], flags: Sequence[str]
-    ) -> Path | None:
-        """Build in a private folder and rename it into place; a folder that is already there wins."""
+    def _built(self, name: str, content: str, command: Sequence[str]) -> Path:
+        """The folder with what ``command`` makes of a file; built in private and renamed into place if not there."""
+        digest = hashlib.sha256(
+            "\0".join([self._identity, name, content, *self._toolchain.compiler, *command]).encode()
+        )
+        folder = self._toolchain.cache_dir / f"{name.split('.')[0]}-{digest.hexdigest()[:24]}"
+        if folder.exists():
+            return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix="build-", ignore_cleanup_errors=True) as private:
             inside = Path(private) / "made"
             inside.mkdir()
             (inside / name).write_text(content)
-            _call([*self.toolchain.compiler, *command, *flags], inside)
+            _call([*self._toolchain.compiler, *command], inside)
             try:
                 inside.rename(folder)
             except OSError:
-                if not (folder / name).exists():
+                if not folder.exists():  # else another process was faster
                     raise
-        return folder / name
+        return folder
 
 
 _shared: dict[Toolchain, _Shared] = {}
@@ -138,28 +129,30 @@ def constants_assembly(constants: bytes) -> str:
     return "\n".join(lines)
 
 
-def build_library(toolchain: Toolchain, wrapper: str, kernels: Sequence[str], constants: bytes) -> bytes:
+def build_library(toolchain: Toolchain, wrapper: Wrapper, kernels: Sequence[str], constants: bytes) -> bytes:
     """Compile and link; returns the shared library's bytes. Raises :class:`CompileError` with the compiler's output."""
     shared = _shared_parts(toolchain)
+    sources = {"wrapper.cpp": wrapper.text}
+    sources |= {f"kernels{number}.cpp": text for number, text in enumerate(kernels)}
+    if not wrapper.shared_model:
+        sources["constants.s"] = constants_assembly(constants)
     with tempfile.TemporaryDirectory(prefix="torchport-inductor-", ignore_cleanup_errors=True) as private:
         folder = Path(private)
-        sources = {"wrapper.cpp": wrapper, "constants.s": constants_assembly(constants)}
-        sources |= {f"kernel{number}.cpp": text for number, text in enumerate(kernels)}
-        for name, text in sources.items():
-            (folder / name).write_text(text)
 
         def compile_one(name: str) -> str:
+            (folder / name).write_text(sources[name])
             target = name.rsplit(".", 1)[0] + ".o"
             command = [*toolchain.compiler, "-c", name, "-o", target]
-            if name.endswith(".cpp"):
-                is_wrapper = name == "wrapper.cpp"
-                header = shared.wrapper_header if is_wrapper else shared.kernel_header
-                command += toolchain.wrapper_flags if is_wrapper else toolchain.kernel_flags
-                command += ["-include", str(header)]
+            if name == "wrapper.cpp":
+                command += [*toolchain.wrapper_flags, "-include", shared.wrapper_header]
+            elif name.endswith(".cpp"):
+                command += [*toolchain.kernel_flags, "-include", shared.kernel_header]
             _call(command, folder)
             return target
 
-        with ThreadPoolExecutor(max(1, min(len(sources), os.cpu_count() or 1))) as pool:
-            objects = list(pool.map(compile_one, sources))
-        _call([*toolchain.compiler, *objects, str(shared.interface), "-o", "model.so", *toolchain.link_flags], folder)
+        with ThreadPoolExecutor(min(len(sources), os.cpu_count() or 1)) as pool:
+            objects = [*pool.map(compile_one, sources), shared.interface]
+        if wrapper.shared_model:
+            objects.append(shared.model)
+        _call([*toolchain.compiler, *objects, "-o", "model.so", *toolchain.link_flags], folder)
         return (folder / "model.so").read_bytes()

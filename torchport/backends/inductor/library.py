@@ -31,7 +31,8 @@ _capsule_of.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 def _message(dll: ctypes.CDLL) -> str:
     text = ctypes.c_char_p()
     dll.AOTInductorGetLastError(ctypes.byref(text))
-    return (text.value or b"no message").decode(errors="replace")
+    message = (text.value or b"no message").decode(errors="replace")
+    return message.split("\nException raised from ")[0]  # what follows is a C++ stack trace
 
 
 class Library:

@@ -28,8 +28,9 @@ Nothing of ``torch._inductor`` is imported before the first compilation; loading
 
 from __future__ import annotations
 
-import re
+import os
 import shlex
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,6 +45,7 @@ from torch import fx
 from torchport.backend.normal_form import input_specs
 
 from .build import Toolchain
+from .source import MODEL, Wrapper, guard_kernels, quiet_interface, split_kernels, strip_wrapper
 
 __all__ = ["Generated", "generate", "proxy_runner", "take_handles", "take_tensors"]
 
@@ -66,8 +68,8 @@ def proxy_runner(library: str) -> Any:
 class Generated:
     """The C++ of one graph, and how to build it."""
 
-    wrapper: str
-    kernels: str
+    wrapper: Wrapper
+    kernels: list[str]
     constants: bytes
     extern_nodes: str
     borrowed: tuple[int, ...]
@@ -194,50 +196,40 @@ def _lower(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Generated:
             borrowed = _borrowed_outputs(lowering)
             wrapper, kernels = lowering.codegen_with_cpp_wrapper()
             extern = lowering.extern_node_serializer(V.extern_kernel_nodes) if V.extern_kernel_nodes else ""
-    toolchain = _toolchain()
-    return Generated(
-        _strip_wrapper(wrapper.value, toolchain.interface),
-        kernels.value,
-        _constant_bytes(lowering),
-        extern,
-        borrowed,
-        toolchain,
-    )
+    constants = _constant_bytes(lowering)
+    outputs = len(lowering.graph_outputs)
+    body = strip_wrapper(wrapper.value, _interface(), len(inputs), outputs, bool(lowering.constants))
+    files = split_kernels(guard_kernels(kernels.value, _threads()), max(1, (os.cpu_count() or 1) - 1))
+    return Generated(body, files, constants, extern, borrowed, _toolchain())
 
 
-def _strip_wrapper(text: str, interface: str) -> str:
-    """The wrapper without the runtime interface (linked in instead) and without the checks it would not run.
+def _threads() -> int:
+    """The most threads a kernel may use; not just torch's setting of the moment, since the code may outlive it."""
+    return max(torch.get_num_threads(), os.cpu_count() or 1)
 
-    The checks compare shapes when ``AOTI_RUNTIME_CHECK_INPUTS`` is set; torchport checks every call itself. They are
-    half of the lines of a training step's wrapper.
-    """
-    if interface.strip() not in text:
-        raise RuntimeError("the generated wrapper does not hold torch's interface.cpp as expected")
-    text = text.replace(interface.strip(), "#include <torch/csrc/inductor/aoti_runtime/model.h>", 1)
-    text = re.sub(
-        r"^AOTI_NOINLINE static void check_input_0\(.*?(?=^static bool _check_aoti_runtime_check_inputs_env)",
-        "",
-        text,
-        flags=re.MULTILINE | re.DOTALL,
-    )
-    text = re.sub(r"^ *check_input_\d+\(input_handles\);\n", "", text, flags=re.MULTILINE)
-    return re.sub(r"^ *if \(_check_aoti_runtime_check_inputs_env\(\)\) \{.*\}\n", "", text, flags=re.MULTILINE)
+
+def _interface() -> str:
+    from torch._inductor import config
+
+    return (Path(config.__file__).parent / "codegen" / "aoti_runtime" / "interface.cpp").read_text()
 
 
 def _toolchain() -> Toolchain:
     """The compiler and flags Inductor would use, under the options in force."""
-    from torch._inductor import config, cpp_builder
+    from torch._inductor import cpp_builder
     from torch._inductor.cpu_vec_isa import pick_vec_isa
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     isa = pick_vec_isa()
+    gcc = ["-fno-gnu-unique"] if cpp_builder.is_gcc() else []  # else libraries share variables of inline functions
+    symbolic = ["-Wl,-Bsymbolic"] if sys.platform == "linux" else []  # a library uses its own kernels
 
     def flags(options: Any) -> tuple[str, ...]:
         arguments = [f"-D{name.strip()}" for name in options.get_definitions()]
         arguments += [f"-{flag}" for flag in options.get_cflags()]
         arguments += [f"-I{path}" for path in options.get_include_dirs()]
         arguments += options.get_passthrough_args()
-        return tuple(shlex.split(" ".join(arguments)))
+        return tuple(shlex.split(" ".join([*arguments, *gcc])))
 
     common: dict[str, Any] = {"vec_isa": isa, "device_type": "cpu", "aot_mode": True}
     wrapper = cpp_builder.CppTorchDeviceOptions(compile_only=True, min_optimize=True, **common)
@@ -250,10 +242,11 @@ def _toolchain() -> Toolchain:
         compiler=tuple(shlex.split(wrapper.get_compiler())),
         wrapper_flags=flags(wrapper),
         kernel_flags=flags(kernel),
-        link_flags=tuple(shlex.split(" ".join(link_arguments))),
+        link_flags=tuple(shlex.split(" ".join([*link_arguments, *symbolic]))),
         wrapper_header="torch/csrc/inductor/aoti_include/cpu.h",
         kernel_header="torch/csrc/inductor/cpp_prefix.h",
-        interface=(Path(config.__file__).parent / "codegen" / "aoti_runtime" / "interface.cpp").read_text(),
+        interface=quiet_interface(_interface()),
+        model=MODEL,
         cache_dir=Path(cache_dir()) / "torchport",
         fingerprint=torch.__version__,
     )
@@ -270,7 +263,7 @@ def generate(graph: fx.GraphModule, options: Mapping[str, Any]) -> Generated:
         from torch._subclasses import FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-        stack.enter_context(config.patch({**_OPTIONS, **options}))
+        stack.enter_context(config.patch({**_OPTIONS, "cpp.threads": _threads(), **options}))
         stack.enter_context(V.set_aot_compilation(True))
         stack.enter_context(DebugContext())
         stack.enter_context(torch.utils._python_dispatch._disable_current_modes())
