@@ -1,0 +1,135 @@
+"""The package as installed: light to import, complete, and never in the way of ``import torch``."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import torchport
+
+ROOT = Path(torchport.__file__).parent
+PROJECT = ROOT.parent / "pyproject.toml"
+HEAVY = ("torch._dynamo", "torch._inductor", "torch._export", "jax", "openvino", "executorch", "transformers", "triton")
+
+
+def python(code: str, path: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, **environment}
+    if path is not None:
+        env["PYTHONPATH"] = str(path)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
+
+
+def loaded_by(code: str) -> set[str]:
+    done = python(f"import sys\n{code}\nimport json; print(json.dumps(sorted(sys.modules)))")
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_importing_torchport_imports_no_torch() -> None:
+    loaded = loaded_by("import torchport; torchport.errors; torchport.config; torchport.metrics")
+    assert "torch" not in loaded
+    assert not loaded.intersection(HEAVY)
+
+
+def test_importing_torch_sets_up_the_device_without_any_engine() -> None:
+    loaded = loaded_by("import torch; assert torch.device('port').type == 'port'")
+    assert "torchport.frontend.device.register" in loaded
+    assert not loaded.intersection(HEAVY)
+    assert not [name for name in loaded if name.startswith("torchport.backends")]
+
+
+def test_importing_torch_warns_of_nothing() -> None:
+    done = python("import torch; print(torch.device('port'))")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "port\n", "")
+
+
+def test_every_public_name_resolves_and_is_listed() -> None:
+    for name in torchport.__all__:
+        assert getattr(torchport, name) is not None
+    assert set(torchport.__all__) <= set(dir(torchport))
+    assert len(set(torchport.__all__)) == len(torchport.__all__)
+    with pytest.raises(AttributeError, match="'torchport' has no attribute 'nothing'"):
+        _ = torchport.nothing
+
+
+def test_type_checkers_see_every_public_name() -> None:
+    tree = ast.parse((ROOT / "__init__.py").read_text())
+    guarded = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {alias.name for node in guarded.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert seen == set(torchport.__all__)
+
+
+ERRORS = pytest.param(
+    ("-W", "error"),
+    marks=pytest.mark.xfail(strict=True, reason="the warning about the failure is itself raised, into import torch"),
+)
+
+
+@pytest.mark.parametrize("flags", [(), ERRORS], ids=["warnings shown", "warnings are errors"])
+@pytest.mark.parametrize(
+    "broken", ["raise OSError('no chip')", "raise ImportError('half installed')", "import torch.no"]
+)
+def test_a_device_that_fails_to_set_up_never_breaks_import_torch(flags: tuple[str, ...], broken: str) -> None:
+    code = (
+        "import sys\n"
+        "class Loader:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'torchport.frontend.device.register':\n"
+        f"            {broken}\n"
+        "sys.meta_path.insert(0, Loader())\n"
+        "import torch\n"
+        "print(torch.ones(2).sum().item())\n"
+    )
+    done = subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "2.0\n"), done.stderr
+    if not flags:
+        assert "torchport could not set up torch.device('port')" in done.stderr
+
+
+def test_autoload_can_be_switched_off_and_torchport_still_works() -> None:
+    code = (
+        "import sys, torch; assert 'torchport' not in sys.modules; import torchport; print(torchport.list_backends())"
+    )
+    done = python(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert done.returncode == 0, done.stderr
+    assert "reference" in done.stdout
+
+
+def test_the_installed_entry_points_are_the_projects() -> None:
+    project = tomllib.loads(PROJECT.read_text())["project"]
+    installed = importlib.metadata.distribution("torchport").entry_points
+    declared = {("console_scripts", name): value for name, value in project["scripts"].items()}
+    for group, points in project["entry-points"].items():
+        declared.update({(group, name): value for name, value in points.items()})
+    assert {(point.group, point.name): point.value for point in installed} == declared
+    for point in installed:
+        assert point.load() is not None
+
+
+def test_one_version() -> None:
+    version = torchport.__version__
+    assert tomllib.loads(PROJECT.read_text())["project"]["version"] == version
+    assert importlib.metadata.version("torchport") == version
+    assert version in (PROJECT.parent / "CHANGELOG.md").read_text()
+
+
+def test_one_version_of_torch() -> None:
+    import torch
+
+    (makefile,) = re.findall(r"^TORCH := (.*)$", (PROJECT.parent / "Makefile").read_text(), re.MULTILINE)
+    (wanted,) = [d for d in tomllib.loads(PROJECT.read_text())["project"]["dependencies"] if d.startswith("torch=")]
+    assert torch.__version__.split("+")[0].startswith(wanted.removeprefix("torch==").removesuffix("*"))
+    assert makefile.startswith(wanted.removeprefix("torch==").removesuffix("*"))
+
+
+def test_the_package_is_typed() -> None:
+    assert (ROOT / "py.typed").exists()
