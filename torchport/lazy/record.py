@@ -31,6 +31,7 @@ from .trace import (
     leaf,
     lock,
     unwrap,
+    wrap,
 )
 
 if TYPE_CHECKING:
@@ -264,7 +265,7 @@ def emit(trace: Trace, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any
     else:
         results = [_indexed(trace, spec, base + offset) for offset, spec in enumerate(node.specs)]
     if node.is_factory:
-        results = [torch._to_functional_tensor(result) for result in results]
+        results = [wrap(result) for result in results]
     if node.depth % CHECKPOINT_EVERY == 0:
         checkpoint(trace)
     if node.container is None:

@@ -36,6 +36,8 @@ class LazyTensor(torch.Tensor):
     value: BackendData | None = None
     spec: TensorSpec | None = None
     failure: BaseException | None = None
+    viewed: bool = False
+    """Whether a view was taken of it, or it is one, below functionalization; such a handle is never written to."""
 
 
 def _dispatch_unset(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -342,3 +342,13 @@ def unwrap(tensor: torch.Tensor) -> torch.Tensor:
         torch._sync(tensor)
         return torch._from_functional_tensor(tensor)
     return tensor
+
+
+_FUNCTIONALIZE: Final = torch._C.DispatchKey.Functionalize
+
+
+def wrap(tensor: torch.Tensor) -> torch.Tensor:
+    """A new value as the user gets it: in a functionalization wrapper, unless functionalization itself asked for it."""
+    if torch._C._dispatch_tls_is_dispatch_key_excluded(_FUNCTIONALIZE):
+        return tensor
+    return torch._to_functional_tensor(tensor)

@@ -16,7 +16,7 @@ from ...lazy.executor import flush, host_tensor, leaf_from_host
 from ...lazy.record import user_line
 from ...lazy.runtime import runtimes, threads
 from ...lazy.tensor import DEVICE_TYPE, IndexedLazyTensor, LazyTensor
-from ...lazy.trace import Trace, unwrap
+from ...lazy.trace import Trace, unwrap, wrap
 
 __all__ = ["elsewhere", "kernels", "no_kernel", "special_kernels", "with_generator"]
 
@@ -75,6 +75,7 @@ def _to_copy(
     non_blocking: bool = False,
     memory_format: torch.memory_format | None = None,
 ) -> torch.Tensor:
+    # PyTorch's functionalization unwraps the argument of this operator but wraps its result for XLA and Lazy only.
     inner = unwrap(self)
     if not isinstance(inner, LazyTensor):
         index = 0 if device is None or device.index is None else device.index
@@ -89,9 +90,9 @@ def _to_copy(
             result = result.to(device)
         return result if memory_format is None else result.contiguous(memory_format=memory_format)
     if device is not None and device.index is not None and device.index != here:
-        # PyTorch wraps the result of a copy within a device, not that of one between devices.
         return torch._to_functional_tensor(_host_to_device(host_tensor(inner), device.index, dtype))
-    return _call(aten._to_copy.default, _trace_of(inner), inner, dtype=dtype, memory_format=memory_format)
+    made = _call(aten._to_copy.default, _trace_of(inner), inner, dtype=dtype, memory_format=memory_format)
+    return torch._to_functional_tensor(made)
 
 
 def _copy(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -154,7 +155,7 @@ def with_generator(trace: Trace, kernel: Any, args: Sequence[Any], kwargs: Mappi
         raise UnsupportedOp(f"a generator on {generator.device}; this device takes CPU generators", op=str(kernel.op))
     given = {name: value for name, value in kwargs.items() if value is not None}
     result = barriers.on_host(trace, kernel.op, args, given)
-    return torch._to_functional_tensor(result) if kernel.is_factory else result
+    return wrap(result) if kernel.is_factory else result
 
 
 def elsewhere(trace: Trace, kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -6,11 +6,12 @@ from typing import Any, Final
 
 import torch
 
+from ...core.errors import UnsupportedOp
 from ...lazy.kernel import Kernel, make_kernel, supported_schema
 from ...lazy.runtime import threads
 from ...lazy.tensor import IndexedLazyTensor
 from ...lazy.trace import unwrap
-from . import autocast, copies, fork, shims
+from . import autocast, copies, fork, inner, shims
 
 __all__ = ["install", "kernels"]
 
@@ -48,9 +49,27 @@ def install() -> None:
         name = op._schema.name.removeprefix("aten::")
         library.impl(f"{name}.{op._overloadname}" if op._overloadname != "default" else name, fn, "PrivateUse1")
     copies.kernels.update(kernels)
+    library.impl("alias", kernels[torch.ops.aten.alias_copy.default].fast, "PrivateUse1")
+    library.impl("polygamma_", _polygamma_, "Functionalize")
+    anything = torch.library.Library("_", "IMPL")
+    _libraries.append(anything)
+    anything.fallback(inner.make_fallback(call), "PrivateUse1")
     IndexedLazyTensor.dispatch = staticmethod(_dispatch_indexed)
     autocast.install()
     shims.install()
+
+
+def call(op: Any, args: Any, kwargs: Any) -> Any:
+    """Run a functional operator through its kernel on index 0."""
+    fn = copies.special_kernels().get(op) or (kernels[op].fast if op in kernels else None)
+    if fn is None:
+        raise UnsupportedOp("the port device has no kernel for it", op=str(op))
+    return fn(*args, **kwargs)
+
+
+def _polygamma_(self: torch.Tensor, n: int) -> torch.Tensor:
+    """The one in-place composite that PyTorch registers no functionalization for."""
+    return self.copy_(torch.polygamma(n, self))
 
 
 def _dispatch_indexed(func: Any, args: Any, kwargs: Any) -> Any:
