@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -118,7 +119,7 @@ def test_optimizer_state_round_trip(device: torch.device) -> None:
     twin = make_net(device)
     twin.load_state_dict(net.state_dict())
     twin_opt = torch.optim.AdamW(twin.parameters(), lr=0.5)
-    twin_opt.load_state_dict(opt.state_dict())
+    twin_opt.load_state_dict(copy.deepcopy(opt.state_dict()))
     same(train(twin, twin_opt, device, 3), train(net, opt, device, 3))
 
 
