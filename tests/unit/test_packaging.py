@@ -18,7 +18,7 @@ import torchport
 
 ROOT = Path(torchport.__file__).parent
 PROJECT = ROOT.parent / "pyproject.toml"
-HEAVY = ("torch._dynamo", "torch._inductor", "torch._export", "jax", "openvino", "executorch", "transformers", "triton")
+HEAVY = ("torch._dynamo", "torch._inductor", "jax", "openvino", "executorch", "transformers", "triton")
 
 
 def python(code: str, path: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:

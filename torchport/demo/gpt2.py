@@ -100,4 +100,4 @@ def train(device: str, steps: int) -> Steps:
     )
 
 
-JOB = Job(title="GPT-2 on text", run=train, steps=300, quick_steps=20, compared="loss curve")
+JOB = Job(title="GPT-2 on text", short="GPT-2", run=train, steps=300, quick_steps=20)

@@ -33,11 +33,10 @@ class Job:
     """A program and how long it runs; ``run(device, steps)`` is plain PyTorch and knows nothing of torchport."""
 
     title: str
+    short: str
     run: Callable[[str, int], Steps]
     steps: int
     quick_steps: int
-    compared: str
-    """What ``Outcome.values`` are."""
 
 
 JOBS = ("minilm", "digits", "gpt2")

@@ -63,11 +63,10 @@ def _run_job(console: Console, name: str, backends: Sequence[str], steps: int) -
         if engine != EAGER:
             use(engine)
             device = "port"
-        shown = engine if engine == EAGER else f"port: {engine}"
-        with progress(console, f"{job.title} on {shown}", steps) as on_step:
-            runs.append(measure(name, job, shown, device, steps, on_step))
+        with progress(console, f"{job.title} on {engine}", steps) as on_step:
+            runs.append(measure(name, job, engine, device, steps, on_step))
         if runs[-1].error:
-            console.print(f"{job.title} on {shown} failed: {runs[-1].error}", style="red", markup=False)
+            console.print(f"{job.title} on {engine} failed: {runs[-1].error}", style="red", markup=False)
     done = [run for run in runs if run.outcome is not None]
     if done and done[-1].outcome is not None:
         show_outcome(console, job, done[-1].engine, done[-1].outcome)

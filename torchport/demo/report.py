@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -19,7 +20,7 @@ __all__ = ["EARLY_STEPS", "difference", "make_console", "progress", "show_outcom
 
 EARLY_STEPS = 20
 QUIET_SECONDS = 15.0
-PLAIN_WIDTH = 150
+PLAIN_WIDTH = 120
 
 
 def make_console() -> Console:
@@ -61,8 +62,7 @@ def show_outcome(console: Console, job: Job, engine: str, outcome: Outcome) -> N
         for row in rows:
             table.add_row(*(Text(cell) for cell in row))
         console.print(table)
-    if outcome.text:
-        console.print(Text(outcome.text))
+    console.print(Text(outcome.text))
     console.print(Text(f"{job.title} on {engine}: {outcome.result}"))
 
 
@@ -75,10 +75,10 @@ def _differences(reference: Outcome | None, outcome: Outcome) -> tuple[str, str]
     if reference is None or reference.values.shape != outcome.values.shape:
         return "?", "?"
     if reference.values.dim() > 1:
-        shown = f"{difference(reference.values, outcome.values):.1e}"
+        shown = f"{difference(reference.values, outcome.values):.0e}"
         return shown, shown
     early = difference(reference.values[:EARLY_STEPS], outcome.values[:EARLY_STEPS])
-    return f"{early:.1e}", f"{difference(reference.values, outcome.values):.1e}"
+    return f"{early:.0e}", f"{difference(reference.values, outcome.values):.0e}"
 
 
 def _cell(value: float | None, pattern: str) -> str:
@@ -87,16 +87,16 @@ def _cell(value: float | None, pattern: str) -> str:
 
 def show_summary(console: Console, rows: Sequence[tuple[Job, Sequence[Measured]]]) -> None:
     """Print the table: one row per job and engine, CPU eager first."""
-    table = Table(title="CPU eager and the port device", title_justify="left")
+    table = Table(title="CPU eager and the backends of the port device", title_justify="left", box=SIMPLE_HEAD)
     for column in ("job", "engine", "result"):
-        table.add_column(column, overflow="fold")
-    numbers = (f"difference,\nfirst {EARLY_STEPS} steps", "difference,\nall steps", "ms per\nstep", "× CPU\neager")
-    for column in (*numbers, "ops per\nstep", "µs Python\nper op", "compiles", "s com-\npiling"):
-        table.add_column(column, justify="right")
+        table.add_column(column, no_wrap=True)
+    differences = (f"differs,\nfirst {EARLY_STEPS}", "differs,\nall")
+    for column in (*differences, "ms per\nstep", "÷ CPU\neager", "ops per\nstep", "µs per\nop", "compiles", "seconds"):
+        table.add_column(column, justify="right", no_wrap=True)
     for job, runs in rows:
         eager = runs[0]
         for run in runs:
-            first = job.title if run is eager else ""
+            first = job.short if run is eager else ""
             if run.outcome is None:
                 table.add_row(first, run.engine, Text("failed, see below", style="red"), *[""] * 8)
                 continue
@@ -118,9 +118,8 @@ def show_summary(console: Console, rows: Sequence[tuple[Job, Sequence[Measured]]
             )
     console.print(table)
     console.print(
-        "Difference: the largest one from CPU eager's embeddings or loss curve, relative to their largest value; "
-        "training lets rounding errors grow, hence the first steps and all of them.\n"
-        "µs Python per op: time of a step outside the engine, that is tracing and the program's own Python, "
-        "by traced ops.\n"
-        "ms and µs: median of the steady steps."
+        "differs: largest difference from CPU eager's embeddings or losses, relative to the largest of them; "
+        f"for losses in the first {EARLY_STEPS} steps, and in all, as training lets rounding errors grow\n"
+        "µs per op: a step's time outside the engine (tracing and the program's own Python) per traced op\n"
+        "ms and µs are medians of the steady steps; seconds are those spent compiling"
     )
