@@ -52,7 +52,7 @@ def _trainer(example: zoo.Example, device: Any) -> Any:
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         opt.step()
-        return loss.detach()
+        return loss
 
     return step
 
