@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 
 from . import trace
-from .lowering import takes_varying_numbers
+from .lowering import number_role
 from .random import is_random
 from .record import emit, record
 from .tensor import IndexedLazyTensor, LazyTensor
@@ -42,7 +42,7 @@ _KNOWN: Final = (
     _TENSOR | _TENSORS | _IGNORED | _PLAIN_LISTS | _OPTIONAL_LISTS | _PLAIN | _FLOATS | _NUMBER | _GENERATOR
     | {"List[number]"}
 )  # fmt: skip
-_TRACE_HELPERS: Final = ("leaf", "foreign", "tensors", "number", "numbers", "constant", "constants")
+_TRACE_HELPERS: Final = ("leaf", "foreign", "tensors", "number", "filler", "numbers", "constant", "constants")
 
 
 def _kind(argument: Any) -> str:
@@ -105,7 +105,7 @@ def has_tensor_argument(op: torch._ops.OpOverload) -> bool:
     return any(_kind(a) in _TENSOR | _TENSORS for a in op._schema.arguments)
 
 
-def _key_lines(argument: Argument, part: str, varying: bool) -> list[str]:
+def _key_lines(argument: Argument, part: str, role: str) -> list[str]:
     """Statements that leave the key part of one argument in the local ``part``."""
     name, kind = argument.name, argument.kind
     if kind in _TENSOR:
@@ -117,10 +117,10 @@ def _key_lines(argument: Argument, part: str, varying: bool) -> list[str]:
             f"else: {part} = {optional}_foreign(_trace, {name})",
         ]
     if kind in _NUMBER:
-        convert = "_number(_trace, " if varying else "_constant("
+        convert = "_constant(" if role == "constant" else f"_{role}(_trace, "
         return [f"{part} = {name} if {name}.__class__ is int else {convert}{name})"]
     if kind == "List[number]":
-        return [f"{part} = {'_numbers(_trace, ' if varying else '_constants('}{name})"]
+        return [f"{part} = {'_constants(' if role == 'constant' else '_numbers(_trace, '}{name})"]
     if kind in _FLOATS:
         return [f"{part} = {name} if {name} == {name} else _constant({name})"]
     if kind in _TENSORS:
@@ -156,12 +156,12 @@ def _signature(arguments: Sequence[Argument]) -> tuple[str, str, str, dict[str, 
 
 def _key_statements(kernel: Kernel, call: str) -> list[str]:
     """Statements that make ``_key`` from the arguments."""
-    varying = takes_varying_numbers(kernel.op)
+    role = number_role(kernel.op)
     lines: list[str] = []
     parts = [str(kernel.number)]
     for position, argument in enumerate(kernel.arguments):
         part = f"_{position}"
-        made = _key_lines(argument, part, varying)
+        made = _key_lines(argument, part, role)
         lines += made
         if made:
             parts.append(part)

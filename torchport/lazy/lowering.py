@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from .graph import GraphBuilder
 
-__all__ = ["LOWER", "lower_foreach", "lower_varying", "takes_varying_numbers", "view_form"]
+__all__ = ["LOWER", "lower_foreach", "lower_varying", "number_role", "view_form"]
 
 aten = torch.ops.aten
 
@@ -186,10 +186,16 @@ def _foreach_name(op: Any) -> str | None:
     return name.removeprefix("_foreach_") if name.startswith("_foreach_") else None
 
 
+_FILLS: Final = {aten.fill.Scalar, aten.full.default, aten.full_like.default, aten.new_full.default,
+                 aten.scalar_tensor.default, aten.masked_fill.Scalar}  # fmt: skip
+
+
 @functools.cache
-def takes_varying_numbers(op: Any) -> bool:
-    """Whether floats given as Scalars to the op may become inputs; others are constants of the computation."""
-    return op in _VARYING or _foreach_name(op) in _FOREACH_VARYING
+def number_role(op: Any) -> str:
+    """What floats given as Scalars to the op are: ``number`` or ``filler`` (inputs), or ``constant``."""
+    if op in _FILLS:
+        return "filler"
+    return "number" if op in _VARYING or _foreach_name(op) in _FOREACH_VARYING else "constant"
 
 
 def lower_varying(op: Any) -> Callable[..., fx.Node] | None:

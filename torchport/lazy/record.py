@@ -66,7 +66,7 @@ def record(trace: Trace, kernel: Kernel, key: tuple[Any, ...], args: Sequence[An
     """
     with lock:
         mark = _Mark(trace, key, is_random(kernel.op))
-        if any(_is_strayed(part) for part in _flat(key)):
+        if any(_is_strayed(key[a.part]) for a in kernel.arguments if a.holds_tensors and a.part is not None):
             # A pending value of another thread or of a former binding: it becomes a leaf, and the key is made again.
             mark.undo()
             for tensor in _handles((args, kwargs)):
@@ -95,6 +95,9 @@ def _flat(key: Any) -> Any:
 
 
 def _is_strayed(part: Any) -> bool:
+    """Whether a tensor argument's key part is a number far outside this trace: a value of a younger trace."""
+    if part.__class__ is tuple:
+        return any(_is_strayed(inner) for inner in part)
     return part.__class__ is int and part >= SPAN
 
 

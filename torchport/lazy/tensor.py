@@ -36,6 +36,8 @@ class LazyTensor(torch.Tensor):
     value: BackendData | None = None
     spec: TensorSpec | None = None
     failure: BaseException | None = None
+    fresh: bool = False
+    """Whether it came from the host and no trace has used it yet."""
     viewed: bool = False
     """Whether a view was taken of it, or it is one, below functionalization; such a handle is never written to."""
 
@@ -70,10 +72,11 @@ def make_template(spec: TensorSpec) -> LazyTensor:
     ``create_empty_tensor`` knows contiguous tensors only. CPU's ``_reshape_alias`` gives any strides and does not
     look at memory, so it is called directly on the handle.
     """
-    tensor = _create_empty(spec.shape, spec.dtype)
-    if not spec.is_contiguous:
-        redispatch = torch.ops.aten._reshape_alias.default._handle.redispatch_boxed  # type: ignore[attr-defined]
-        tensor = redispatch(_CPU_KEYS, tensor, spec.shape, spec.strides)
+    with torch.inference_mode(False):  # an inference tensor could not be copied by ``.data`` outside that mode
+        tensor = _create_empty(spec.shape, spec.dtype)
+        if not spec.is_contiguous:
+            redispatch = torch.ops.aten._reshape_alias.default._handle.redispatch_boxed  # type: ignore[attr-defined]
+            tensor = redispatch(_CPU_KEYS, tensor, spec.shape, spec.strides)
     tensor.__class__ = LazyTensor
     tensor.spec = intern_spec(spec)
     return tensor  # type: ignore[return-value]

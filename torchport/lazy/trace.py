@@ -188,6 +188,7 @@ class Trace:
         "__weakref__",
         "base",
         "cursor",
+        "fresh",
         "index",
         "keep",
         "keys",
@@ -220,6 +221,7 @@ class Trace:
         self.leaf_numbers: dict[int, int] = {}
         self.numbers: list[float] = []
         self.keys: list[int] = []
+        self.fresh = False
         self.refs.clear()
         owners[epoch] = self
 
@@ -256,6 +258,9 @@ def leaf(trace: Trace, tensor: LazyTensor) -> Any:
         from .tensor import intern_spec
 
         spec = tensor.spec = intern_spec(TensorSpec.of(tensor))
+    if tensor.fresh:
+        tensor.fresh = False
+        trace.fresh = True
     number = LEAF + len(trace.leaves)
     tensor.number = trace.base + number
     trace.leaves.append(tensor)
@@ -264,16 +269,18 @@ def leaf(trace: Trace, tensor: LazyTensor) -> Any:
 
 
 def number(trace: Trace, value: Any) -> Any:
-    """Key part of a Python number that may vary between steps: floats become inputs, the rest stays constant.
-
-    0.0 and 1.0 stay constants (a compiler makes much of them), and so do infinities and NaN.
-    """
+    """Key part of a Python number that may vary between steps: finite floats become inputs, the rest stays constant."""
     if value.__class__ is float:
-        if value == 0.0 or value == 1.0 or value - value != 0.0:
+        if value - value != 0.0:  # infinite or NaN
             return constant(value)
         trace.numbers.append(value)
         return FLOAT
     return constant(value)
+
+
+def filler(trace: Trace, value: Any) -> Any:
+    """Key part of a number that a tensor is filled with: 0 and 1 stay constants, which compilers make much of."""
+    return constant(value) if value == 0.0 or value == 1.0 else number(trace, value)
 
 
 def constant(value: Any) -> Any:

@@ -26,13 +26,14 @@ from torchport.backend.interface import (
     FreeableBuffer,
     InitContext,
     Processed,
+    Support,
     TensorData,
 )
 from torchport.backend.normal_form import input_specs, output_specs
 from torchport.core.errors import CompileError, ConfigError, ExecutionError
 from torchport.core.specs import CompileSpecs, TensorSpec
 
-from . import container
+from . import container, machine
 from .library import Library
 
 __all__ = ["InductorBackend"]
@@ -57,6 +58,21 @@ def _options(specs: CompileSpecs) -> Mapping[str, Any]:
     return options
 
 
+def _supports(node: fx.Node) -> Support:
+    """Every operator with static shapes on dense CPU tensors: what Inductor has no code for, it calls."""
+    op = node.target
+    if isinstance(op, torch._ops.OpOverload) and torch.Tag.dynamic_output_shape in op.tags:
+        return Support.no(f"the shape of {op}'s result depends on values; compiled code has static shapes")
+    values = [node.meta.get("val"), *(value.meta.get("val") for value in node.all_input_nodes)]
+    for value in values:
+        for leaf in value if isinstance(value, (list, tuple)) else (value,):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            if leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_nested:
+                return Support.no(f"a tensor is not a plain dense one ({leaf.layout}, {leaf.dtype})")
+    return Support.yes()
+
+
 class InductorBackend(Backend):
     """AOTInductor on CPU. Compile spec ``inductor.options``: a JSON object that patches ``torch._inductor.config``."""
 
@@ -71,6 +87,9 @@ class InductorBackend(Backend):
             return ""
         tried = os.environ.get("CXX") or "g++"
         return f"no C++ compiler: {tried!r} is not on PATH. Install one (such as Debian's g++), or set CXX to its path"
+
+    def supports(self, node: fx.Node) -> Support:
+        return _supports(node)
 
     def to_device(self, tensor: torch.Tensor, device: BackendDevice) -> BackendData:
         # Compiled code reads memory as it is: lazy conjugates and negatives must be real first.
@@ -95,6 +114,7 @@ class InductorBackend(Backend):
             outputs=output_specs(graph),
             borrowed=made.borrowed,
             extern_nodes=made.extern_nodes,
+            platform=machine.here(native="-march=native" in made.toolchain.kernel_flags),
             source=source if len(source) <= _MAX_SOURCE else b"",
         )
         return Processed(container.encode(artifact))
@@ -102,6 +122,9 @@ class InductorBackend(Backend):
     def init(self, processed: FreeableBuffer, specs: CompileSpecs, context: InitContext) -> Library:
         artifact = container.decode(processed.data)
         processed.free()
+        reason = machine.misfit(artifact.platform)
+        if reason:
+            raise CompileError(f"this compiled code cannot run here: {reason}; compile again")
         return Library(artifact)
 
     def execute(self, handle: Library, args: Sequence[BackendData], context: ExecutionContext) -> Sequence[BackendData]:

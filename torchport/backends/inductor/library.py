@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _ctypes
 import ctypes
 import os
+import re
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -28,11 +30,22 @@ _capsule_of.restype = ctypes.py_object
 _capsule_of.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
 
+_last_error = torch_api.last_error
+
+
 def _message(dll: ctypes.CDLL) -> str:
+    """Why the last call into the library failed: an operator's own words if it was an operator, else the library's."""
     text = ctypes.c_char_p()
     dll.AOTInductorGetLastError(ctypes.byref(text))
     message = (text.value or b"no message").decode(errors="replace")
-    return message.split("\nException raised from ")[0]  # what follows is a C++ stack trace
+    if "API call failed at" in message:
+        message = _last_error() or message
+    return _plain(message)
+
+
+def _plain(message: str) -> str:
+    """A C++ error message without the function and file it starts with and the stack trace it ends in."""
+    return re.sub(r"^\w+, \S+:\d+, ", "", message.split("\nException raised from ")[0])
 
 
 class Library:
@@ -41,6 +54,7 @@ class Library:
     def __init__(self, artifact: Artifact) -> None:
         self.inputs = artifact.inputs
         self.outputs = artifact.outputs
+        self._expected = [(spec.dtype, spec.shape, spec.strides) for spec in artifact.inputs]
         self._lock = threading.Lock()
         self._copies: tuple[int, ...] | None = None
         self._always = artifact.borrowed
@@ -49,13 +63,13 @@ class Library:
         with tempfile.TemporaryDirectory(prefix="torchport-inductor-", ignore_cleanup_errors=True) as private:
             path = Path(private) / "model.so"
             path.write_bytes(artifact.library)
-            if artifact.extern_nodes:
-                path.with_suffix(".json").write_text(artifact.extern_nodes)
-                self._runner = torch_api.proxy_runner(str(path))
-                return
             try:
+                if artifact.extern_nodes:
+                    path.with_suffix(".json").write_text(artifact.extern_nodes)
+                    self._runner = torch_api.proxy_runner(str(path))
+                    return
                 self._dll = ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_LOCAL)
-            except OSError as error:
+            except (OSError, RuntimeError) as error:
                 raise CompileError(f"the compiled library cannot be loaded: {error}") from error
         self._open()
 
@@ -66,24 +80,25 @@ class Library:
             raise CompileError(f"the compiled library cannot be initialised: {_message(self._dll)}")
         self._run = self._dll.AOTInductorModelContainerRunSingleThreaded
         array = ctypes.POINTER(ctypes.c_void_p)
-        self._run.argtypes = [
-            ctypes.c_void_p, array, ctypes.c_size_t, array, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p,
-        ]  # fmt: skip
+        size, pointer = ctypes.c_size_t, ctypes.c_void_p
+        self._run.argtypes = [pointer, array, size, array, size, pointer, pointer]
         self._run.restype = ctypes.c_int32
         self._input_array = ctypes.c_void_p * len(self.inputs)
         self._output_array = ctypes.c_void_p * len(self.outputs)
 
     def _checked(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors, as the code expects them: it does not check, and reads whatever memory it is given."""
         if len(tensors) != len(self.inputs):
             raise ExecutionError(f"the computation takes {len(self.inputs)} inputs, but got {len(tensors)}")
-        checked: list[torch.Tensor] = []
-        for tensor, spec in zip(tensors, self.inputs, strict=True):
-            if tensor.dtype is not spec.dtype or tensor.shape != spec.shape:
-                got = TensorSpec.of(tensor)
-                raise ExecutionError(f"input {len(checked)} should be {spec}, but is {got}; compile for that spec")
-            if tensor.stride() != spec.strides:
-                tensor = _with_strides(tensor, spec)
-            checked.append(tensor)
+        checked = list(tensors)
+        for position, (dtype, shape, strides) in enumerate(self._expected):
+            tensor = checked[position]
+            if tensor.dtype is not dtype or tensor.shape != shape or tensor.device.type != "cpu":
+                got, spec = TensorSpec.of(tensor), self.inputs[position]
+                place = "" if tensor.device.type == "cpu" else f" on {tensor.device}"
+                raise ExecutionError(f"input {position} should be {spec}, but is {got}{place}; compile for that")
+            if tensor.stride() != strides:
+                checked[position] = _with_strides(tensor, self.inputs[position])
         return checked
 
     def _call(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -98,12 +113,17 @@ class Library:
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run on CPU tensors. Raises :class:`ExecutionError`; never writes to an input, returns fresh memory."""
         inputs = self._checked(tensors)
-        try:
-            results = self._call(inputs)
-        except RuntimeError as error:
-            if isinstance(error, ExecutionError):
-                raise
-            raise ExecutionError(f"the compiled computation failed: {error}") from error
+        # In a thread that has not run torch yet OpenMP would use every core: this call gives it torch's number.
+        torch.get_num_threads()
+        with self._lock:
+            if self._runner is None and not self._container:
+                raise ExecutionError("the computation was destroyed; it cannot run any more")
+            try:
+                results = self._call(inputs)
+            except RuntimeError as error:
+                if isinstance(error, ExecutionError):
+                    raise
+                raise ExecutionError(f"the compiled computation failed: {_plain(str(error))}") from error
         if self._copies is None:
             self._copies = self._find_copies(inputs, results)
         for position in self._copies:
@@ -124,12 +144,17 @@ class Library:
         return tuple(sorted(found))
 
     def close(self) -> None:
-        """Free the container and its constants. The code stays mapped: results may still be in use by other threads."""
+        """Free the container, its constants and the code, once a running call has ended; results stay valid.
+
+        Unloading is safe: results are made by torch's allocator, and copies are made of the rest, so no tensor's memory
+        or deleter is the library's. glibc itself keeps a library whose thread-local variables a thread still holds.
+        """
         with self._lock:
             self._runner = None
             if self._container:
                 self._dll.AOTInductorModelContainerDelete(self._container)
                 self._container = ctypes.c_void_p()
+                _ctypes.dlclose(self._dll._handle)
 
 
 def _with_strides(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

@@ -73,6 +73,8 @@ def strip_wrapper(text: str, interface: str, inputs: int, outputs: int, constant
     text = re.sub(checks, "", text, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"^ *check_input_\d+\(input_handles\);\n", "", text, flags=re.MULTILINE)
     text = re.sub(r"^ *if \(_check_aoti_runtime_check_inputs_env\(\)\) \{.*\}\n", "", text, flags=re.MULTILINE)
+    # Inductor drops the error code of some fallbacks (scatter): their failure would go unnoticed.
+    text = re.sub(r"^( *)(aoti_torch_cpu_\w+\(.*\));$", r"\1AOTI_TORCH_ERROR_CODE_CHECK(\2);", text, flags=re.MULTILINE)
     if constants:
         return Wrapper(text, shared_model=False)
     constructor = (

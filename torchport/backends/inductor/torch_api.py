@@ -1,33 +1,41 @@
 """Every private PyTorch API the backend uses; checked on torch 2.13.
 
-==============================================================  ====================================================
+==============================================================  ===================================================
 name                                                            why
-==============================================================  ====================================================
-``torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors``          tensors → handles that the C ABI takes
-``torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs``     handles the C ABI returned → tensors
-``torch._C._aoti.AOTIModelContainerRunnerCpu``                  runs graphs that need torch's proxy executor
-``torch._inductor.config``                                      ``patch`` for the options of one compilation
-``torch._inductor.codecache`` (``get_cpp_wrapper_header`` …)    names of the headers that generated code includes
-``torch._inductor.compile_fx`` (passes, ``fake_tensor_prop``)   joint-graph and post-grad passes
-``torch._inductor.cpp_builder.CppTorchDeviceOptions``           compiler flags for wrapper, kernels and linking
-``torch._inductor.cpu_vec_isa.pick_vec_isa``                    the CPU's vector instructions, for those flags
-``torch._inductor.debug.DebugContext``                          lowering reports to one; it does nothing by default
-``torch._inductor.decomposition.select_decomp_table``           the decompositions Inductor's lowerings count on
-``torch._inductor.graph.GraphLowering``                         FX graph → C++ (``run``, ``codegen_with_cpp_wrapper``)
-``torch._inductor.fx_passes.post_grad.view_to_reshape``         as ``compile_fx`` does before lowering
-``torch._inductor.runtime.cache_dir_utils.cache_dir``           where Inductor keeps its files
-``torch._inductor.virtualized.V``                               graph, fake mode and AOT mode of one compilation
-``torch._dynamo`` (imported by the above)                       none called directly
-``torch._subclasses.FakeTensorMode``                            shapes without data while lowering
-``torch.fx.experimental.proxy_tensor.make_fx``                  tracing decompositions
-``torch/_inductor/codegen/aoti_runtime/interface.cpp`` (file)   the C ABI's source, compiled once and not per graph
-==============================================================  ====================================================
+==============================================================  ===================================================
+torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors              tensors → handles that the C ABI takes
+torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs         handles the C ABI returned → tensors
+torch._C._aoti.AOTIModelContainerRunnerCpu                      runs graphs that need torch's proxy executor
+torch_exception_get_what_without_backtrace (C)                  what an operator that failed in compiled code said
+torch._guards.detect_fake_mode, TracingContext, tracing         passes look for the fake mode there
+torch._inductor.config.patch, list_options                      options of one compilation
+torch._inductor.compile_fx: _recursive_joint_graph_passes,      its passes over a graph, without its second tracing
+  fake_tensor_prop, _recursive_record_original_output_strides,    through AOTAutograd, which a graph in normal form
+  _recursive_post_grad_passes                                     does not need
+torch._inductor.cpp_builder.CppTorchDeviceOptions, is_gcc       compiler flags for wrapper, kernels and linking
+torch._inductor.cpu_vec_isa.pick_vec_isa                        the CPU's vector instructions, for those flags
+torch._inductor.debug.DebugContext                              lowering reports to one; it does nothing by default
+torch._inductor.decomposition.select_decomp_table               decompositions that Inductor's lowerings count on
+torch._inductor.dtype_propagation (its one handler)             __init__ is made to run once while compiling
+torch._inductor.fx_passes.post_grad.view_to_reshape             as compile_fx does before lowering
+torch._inductor.graph.GraphLowering                             FX graph → C++
+torch._inductor.runtime.cache_dir_utils.cache_dir               where Inductor keeps its files
+torch._inductor.virtualized.V                                   graph, fake mode and AOT mode of one compilation
+torch._subclasses.FakeTensorMode, symbolic_shapes.ShapeEnv      shapes without data while lowering
+torch.fx.experimental.proxy_tensor.make_fx                      tracing decompositions
+torch.utils._python_dispatch._disable_current_modes             a caller's dispatch modes must not see the compiler
+_inductor/codegen/aoti_runtime/interface.cpp (file)             the C ABI's source, compiled once and not per graph
+aoti_runtime/model.h (header)                                   base class of the compiled model
+==============================================================  ===================================================
 
 Nothing of ``torch._inductor`` is imported before the first compilation; loading and running needs ``torch._C`` only.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import logging
 import os
 import shlex
 import sys
@@ -43,25 +51,39 @@ import torch
 from torch import fx
 
 from torchport.backend.normal_form import input_specs
+from torchport.core.errors import ConfigError
 
+from . import machine
 from .build import Toolchain
 from .source import MODEL, Wrapper, guard_kernels, quiet_interface, split_kernels, strip_wrapper
 
-__all__ = ["Generated", "generate", "proxy_runner", "take_handles", "take_tensors"]
+__all__ = ["Generated", "generate", "last_error", "proxy_runner", "take_handles", "take_tensors"]
 
 _compile_lock = threading.RLock()
 """Inductor keeps a compilation's state in globals; one at a time per process."""
 
-take_handles: Callable[[list[torch.Tensor]], list[Any]] = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors
+_C: Any = torch._C
+_aoti = _C._aoti
+
+take_handles: Callable[[list[torch.Tensor]], list[Any]] = _aoti.unsafe_alloc_void_ptrs_from_tensors
 """New handles (capsules) for tensors; whoever gets a handle owns it."""
 
-take_tensors: Callable[[list[Any]], list[torch.Tensor]] = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs
+take_tensors: Callable[[list[Any]], list[torch.Tensor]] = _aoti.alloc_tensors_by_stealing_from_void_ptrs
 """Tensors from handles (capsules), which are consumed."""
+
+
+def last_error() -> str:
+    """What the operator that failed last in this thread said, without a stack trace; empty if torch cannot tell."""
+    function = getattr(ctypes.CDLL(_C.__file__), "torch_exception_get_what_without_backtrace", None)
+    if function is None:
+        return ""
+    function.restype = ctypes.c_char_p
+    return (function() or b"").decode(errors="replace")
 
 
 def proxy_runner(library: str) -> Any:
     """Runs a library with ``<library>.json`` beside it, where operators without a C shim are described."""
-    return torch._C._aoti.AOTIModelContainerRunnerCpu(library, 1)
+    return _aoti.AOTIModelContainerRunnerCpu(library, 1)
 
 
 @dataclass(slots=True)
@@ -84,7 +106,7 @@ _OPTIONS: Mapping[str, Any] = {
     "max_autotune": False,
     "max_autotune_gemm": False,
     "freezing": False,
-    "fallback_random": False,
+    "fallback_random": True,
     "comprehensive_padding": False,
     "graph_partition": False,
     "implicit_fallbacks": True,
@@ -93,12 +115,60 @@ _OPTIONS: Mapping[str, Any] = {
 }
 
 
+_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
+    (r"`torch\.jit\.script_method` is deprecated", DeprecationWarning),
+    (r"`torch\._prims_common\.check` is deprecated", FutureWarning),
+    (r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning),
+    (r"Torchinductor does not support code generation for complex operators", UserWarning),
+)
+"""What Inductor warns of while it compiles correct graphs: its own use of deprecated functions, and slowness."""
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """False for Inductor's message that an operator has no C shim: such graphs run through the proxy executor here."""
+    return "missing a c-shim implementation" not in str(record.msg)
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep Inductor's own deprecation warnings and progress messages away from the user."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    """Keep what Inductor says about itself from the user, and nothing else."""
+    logger = logging.getLogger("torch._inductor.ir")
+    logger.addFilter(_is_news)
+    try:
+        with warnings.catch_warnings():
+            for message, category in _WARNINGS:
+                warnings.filterwarnings("ignore", message, category)
+            yield
+    finally:
+        logger.removeFilter(_is_news)
+
+
+@contextmanager
+def _fast() -> Iterator[None]:
+    """Compile with the garbage collector off and one method of Inductor's run once, not per generated operation.
+
+    Lowering makes millions of small objects that all live until it ends: collecting took 22% of the time for a GPT-2
+    training step. ``DtypePropagationOpsHandler`` is a singleton whose ``__init__`` runs at every use: 10% of it.
+    """
+    from torch._inductor.dtype_propagation import DtypePropagationOpsHandler as Handler
+
+    initialise = Handler.__init__
+
+    def once(self: Any) -> None:
+        if not vars(self):
+            initialise(self)
+
+    collecting, depth = gc.isenabled(), sys.getrecursionlimit()
+    gc.disable()
+    sys.setrecursionlimit(max(depth, 5_000))  # expressions nest deeply in long chains; ``compile_fx`` does the same
+    Handler.__init__ = once
+    try:
         yield
+    finally:
+        Handler.__init__ = initialise
+        sys.setrecursionlimit(depth)
+        if collecting:
+            gc.enable()
 
 
 def _fake_inputs(graph: fx.GraphModule, mode: Any) -> list[torch.Tensor]:
@@ -108,9 +178,28 @@ def _fake_inputs(graph: fx.GraphModule, mode: Any) -> list[torch.Tensor]:
         ]
 
 
+def _decompositions() -> dict[Any, Callable[..., Any]]:
+    """Inductor's table, with variances of nothing as PyTorch has them (nan, where Inductor's lowering gives 0)."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    table = dict(select_decomp_table())
+
+    def of_nothing(original: Callable[..., Any] | None, count: int) -> Callable[..., Any]:
+        def decomposed(x: torch.Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+            if x.numel() or x.is_complex():
+                return original(x, dim, correction=correction, keepdim=keepdim) if original else NotImplemented
+            value = torch.sum(x, dim, keepdim) * float("nan")
+            return value if count == 1 else (value, value.clone())
+
+        return decomposed
+
+    for op, count in ((torch.ops.aten.var.correction, 1), (torch.ops.aten.var_mean.correction, 2)):
+        table[op] = of_nothing(table.get(op), count)
+    return table
+
+
 def _decompose(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
     """The graph in the operators Inductor lowers, on fresh fake tensors; ``graph`` is not changed."""
-    from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def call(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -118,7 +207,13 @@ def _decompose(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.Grap
 
     functional = torch.func.functionalize(call, remove="mutations")
     with torch.no_grad():
-        return make_fx(functional, decomposition_table=select_decomp_table(), _allow_non_fake_inputs=True)(*inputs)
+        traced = make_fx(functional, decomposition_table=_decompositions(), _allow_non_fake_inputs=True)(*inputs)
+    # An operator that writes to an input behind its schema's back (native_batch_norm) ends in a copy_ to it.
+    for node in traced.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        node.replace_all_uses_with(node.args[1])  # type: ignore[arg-type]
+        traced.graph.erase_node(node)
+    traced.graph.eliminate_dead_code()
+    return traced
 
 
 def _annotate_constants(graph: fx.GraphModule, mode: Any) -> None:
@@ -129,11 +224,13 @@ def _annotate_constants(graph: fx.GraphModule, mode: Any) -> None:
 
 def _run_passes(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> tuple[fx.GraphModule, Any]:
     """Inductor's passes over the decomposed graph, in ``compile_fx``'s order; returns the graph and its fake mode."""
+    from torch._guards import detect_fake_mode
     from torch._inductor import compile_fx
     from torch._inductor.fx_passes.post_grad import view_to_reshape
     from torch._inductor.virtualized import V
 
-    graph = compile_fx._recursive_joint_graph_passes(graph, input_device=torch.device("cpu"))
+    with V.set_fake_mode(detect_fake_mode(inputs)):
+        graph = compile_fx._recursive_joint_graph_passes(graph, input_device=torch.device("cpu"))
     output = graph.graph.output_node()
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
     view_to_reshape(graph)
@@ -173,7 +270,6 @@ def _constant_bytes(lowering: Any) -> bytes:
 
 
 def _lower(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Generated:
-    from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.graph import GraphLowering
     from torch._inductor.virtualized import V
 
@@ -188,7 +284,7 @@ def _lower(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Generated:
             aot_mode=True,
             is_inference=True,
             inputs_to_check=(),
-            get_decomp_fn=select_decomp_table,
+            get_decomp_fn=_decompositions,
         )
         with V.set_graph_handler(lowering), V.set_extern_kernel_nodes([]):
             lowering.freeze_runtime_asserts()
@@ -248,28 +344,37 @@ def _toolchain() -> Toolchain:
         interface=quiet_interface(_interface()),
         model=MODEL,
         cache_dir=Path(cache_dir()) / "torchport",
-        fingerprint=torch.__version__,
+        fingerprint=f"{torch.__version__} {machine.here(native=True)}",
     )
 
 
 def generate(graph: fx.GraphModule, options: Mapping[str, Any]) -> Generated:
-    """C++ for a graph in normal form. ``options`` are patches of ``torch._inductor.config``."""
+    """C++ for a graph in normal form. ``options`` are patches of ``torch._inductor.config``.
+
+    Raises :class:`ConfigError` for an option that Inductor does not have, and what Inductor raises otherwise.
+    """
     with ExitStack() as stack:
         stack.enter_context(_compile_lock)
         stack.enter_context(_quiet())
-        from torch._inductor import config
+        stack.enter_context(_fast())
+        from torch._guards import TracingContext, tracing
+        from torch._inductor import config, list_options
         from torch._inductor.debug import DebugContext
         from torch._inductor.virtualized import V
         from torch._subclasses import FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
+        from torch.utils._python_dispatch import _disable_current_modes
 
+        unknown = sorted(set(options).difference(list_options()))
+        if unknown:
+            raise ConfigError(f'"inductor.options" names no option of torch._inductor.config: {", ".join(unknown)}')
         stack.enter_context(config.patch({**_OPTIONS, "cpp.threads": _threads(), **options}))
         stack.enter_context(V.set_aot_compilation(True))
         stack.enter_context(DebugContext())
-        stack.enter_context(torch.utils._python_dispatch._disable_current_modes())
+        stack.enter_context(_disable_current_modes())
         mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
         inputs = _fake_inputs(graph, mode)
-        stack.enter_context(torch._guards.tracing(torch._guards.TracingContext(mode)))
+        stack.enter_context(tracing(TracingContext(mode)))
         decomposed = _decompose(graph, inputs)
         _annotate_constants(decomposed, mode)
         return _lower(decomposed, inputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -15,7 +16,7 @@ from ...lazy import barriers
 from ...lazy.executor import flush, host_tensor, leaf_from_host
 from ...lazy.record import user_line
 from ...lazy.runtime import runtimes, threads
-from ...lazy.tensor import DEVICE_TYPE, IndexedLazyTensor, LazyTensor
+from ...lazy.tensor import DEVICE_TYPE, IndexedLazyTensor, LazyTensor, make_handle
 from ...lazy.trace import Trace, unwrap, wrap
 
 __all__ = ["elsewhere", "kernels", "no_kernel", "special_kernels", "with_generator"]
@@ -45,7 +46,8 @@ def _private_copy(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tens
 
 def _host_to_device(tensor: torch.Tensor, index: int, dtype: torch.dtype | None) -> torch.Tensor:
     trace = threads.of(index)
-    if config.flush_on_copy and tensor.numel() > 1:
+    if config.flush_on_copy and trace.fresh and tensor.numel() > 1:
+        # A new batch arrives while work on the former one is pending: that work is one computation.
         flush(trace, "copy")
     plain = tensor.detach()
     if plain.layout is not torch.strided:
@@ -54,7 +56,9 @@ def _host_to_device(tensor: torch.Tensor, index: int, dtype: torch.dtype | None)
             op="aten._to_copy.default",
             source=user_line(),
         )
-    return leaf_from_host(trace.runtime, _private_copy(plain, dtype))
+    made = leaf_from_host(trace.runtime, _private_copy(plain, dtype))
+    made.fresh = tensor.numel() > 1
+    return made
 
 
 def _shared_copy(tensor: LazyTensor, dtype: torch.dtype | None) -> torch.Tensor:
@@ -109,6 +113,33 @@ def _copy(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> 
     return _call(aten.copy.default, trace, target, source)
 
 
+def _same_value(self: torch.Tensor) -> torch.Tensor:
+    """``detach`` and its kin: another handle of the same value; nothing is traced."""
+    inner = unwrap(self)
+    if not isinstance(inner, LazyTensor):
+        raise UnsupportedOp(f"expected a tensor on {DEVICE_TYPE}, got one on {inner.device}", source=user_line())
+    index = inner.get_device() if isinstance(inner, IndexedLazyTensor) else 0
+    handle = make_handle(inner.spec or TensorSpec.of(inner), index)
+    handle.number, handle.value, handle.spec, handle.failure = inner.number, inner.value, inner.spec, inner.failure
+    if inner.value is None:
+        threads.of(index).keep(weakref.ref(handle))
+    return handle
+
+
+def _with_host_indices(op: Any) -> Callable[..., Any]:
+    """An indexing op whose index tensors may be on the host, as on CUDA: they move to the device."""
+
+    def kernel(self: torch.Tensor, indices: Sequence[torch.Tensor | None], *args: Any) -> Any:
+        target = _handle(self)
+        trace = _trace_of(target)
+        moved = [
+            leaf_from_host(trace.runtime, i.clone()) if i is not None and i.device.type == "cpu" else i for i in indices
+        ]
+        return _call(op, trace, self, moved, *args)
+
+    return kernel
+
+
 def _copy_from(self: torch.Tensor, dst: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """``dst.copy_(self)`` where one of the two is not on this device."""
     inner = unwrap(self)
@@ -136,6 +167,15 @@ def _equal(self: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _allclose(self: torch.Tensor, other: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
     return torch.allclose(host_tensor(_handle(self)), host_tensor(_handle(other)), *args, **kwargs)
+
+
+_INDEXING: Final = (
+    aten.index.Tensor,
+    aten.index_put.default,
+    aten._index_put_impl.default,
+    aten._unsafe_index.Tensor,
+    aten._unsafe_index_put.default,
+)
 
 
 def _set_storage(
@@ -182,6 +222,8 @@ def special_kernels() -> dict[Any, Callable[..., Any]]:
         aten._local_scalar_dense.default: _local_scalar_dense,
         aten.equal.default: _equal,
         aten.allclose.default: _allclose,
+        **dict.fromkeys((aten.detach_copy.default, aten.alias_copy.default), _same_value),
+        **{op: _with_host_indices(op) for op in _INDEXING},
         getattr(aten.set, "source_Storage_storage_offset"): _set_storage,
     }
     return table

@@ -9,7 +9,7 @@ import torch
 from ...core.errors import UnsupportedOp
 from ...lazy.kernel import Kernel, make_kernel, supported_schema
 from ...lazy.runtime import threads
-from ...lazy.tensor import IndexedLazyTensor
+from ...lazy.tensor import DEVICE_TYPE, IndexedLazyTensor
 from ...lazy.trace import unwrap
 from . import autocast, copies, fork, inner, shims
 
@@ -51,6 +51,7 @@ def install() -> None:
     copies.kernels.update(kernels)
     library.impl("alias", kernels[torch.ops.aten.alias_copy.default].fast, "PrivateUse1")
     library.impl("polygamma_", _polygamma_, "Functionalize")
+    library.impl("copy_", _copy_, "AutogradPrivateUse1", with_keyset=True)
     anything = torch.library.Library("_", "IMPL")
     _libraries.append(anything)
     anything.fallback(inner.make_fallback(call), "PrivateUse1")
@@ -65,6 +66,20 @@ def call(op: Any, args: Any, kwargs: Any) -> Any:
     if fn is None:
         raise UnsupportedOp("the port device has no kernel for it", op=str(op))
     return fn(*args, **kwargs)
+
+
+_OTHER_AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradPrivateUse3)
+
+
+def _copy_(keys: Any, self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """``host.copy_(port)`` brings the source over first; functionalization refuses to write a host tensor.
+
+    Everything else goes on to PyTorch's own autograd kernel, which sits at every backend's key: adding the bit of a
+    backend above ours leads to it.
+    """
+    if self.device.type != DEVICE_TYPE:
+        return self.copy_(src.to(self.device), non_blocking)
+    return torch.ops.aten.copy_.default.redispatch(keys | _OTHER_AUTOGRAD, self, src, non_blocking)
 
 
 def _polygamma_(self: torch.Tensor, n: int) -> torch.Tensor:

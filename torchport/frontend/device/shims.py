@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +31,7 @@ def install() -> None:
     """Apply every shim."""
     _storage_free_copies()
     _print_from_host()
-    _pickle_leaves()
+    _pickle_as_storages()
     _keep_parameters()
     _flush_after_optimizer()
     _load_onto_device()
@@ -79,16 +80,24 @@ def _print_from_host() -> None:
     module._str_intern = str_intern
 
 
-def _pickle_leaves() -> None:
-    """A tensor that requires grad is pickled detached: loading it must give a leaf, as PyTorch's other path does."""
+def _pickle_as_storages() -> None:
+    """A tensor is saved as CUDA's are: contents in a storage tagged with the device.
+
+    Such a file loads with any ``map_location``, also where torchport is not installed.
+    """
     original = torch.Tensor._reduce_ex_internal
 
     @functools.wraps(original)
     def reduce(self: torch.Tensor, proto: int) -> Any:
-        if not _is_port(self) or not self.requires_grad:
+        if not _is_port(self) or torch.serialization._serialization_tls.skip_data:
             return original(self, proto)
-        rebuild, (held, dtype, device, _) = original(self.detach(), proto)
-        return rebuild, (held, dtype, device, True)
+        torch.utils.hooks.warn_if_has_hooks(self)
+        held = self.detach().cpu()
+        storage = torch.storage.TypedStorage(
+            wrap_storage=_HostStorage.of(held.untyped_storage(), self.get_device()), dtype=held.dtype, _internal=True
+        )
+        state = (storage, held.storage_offset(), tuple(held.size()), held.stride(), self.requires_grad, OrderedDict())
+        return torch._utils._rebuild_tensor_v2, state
 
     torch.Tensor._reduce_ex_internal = reduce  # type: ignore[method-assign]
 
@@ -145,28 +154,41 @@ def _flush_after_optimizer() -> None:
 
 
 class _HostStorage(torch.UntypedStorage):
-    """A CPU storage that ``torch.load(map_location="port")`` was told to put on the device.
+    """A CPU storage that stands for one on the device while a file is written or read.
 
     ``torch.load`` makes an empty tensor on ``storage.device`` and sets the storage into it; the device's ``set_``
     copies the contents.
     """
 
+    index = 0
+
+    @classmethod
+    def of(cls, storage: torch.UntypedStorage, index: int) -> _HostStorage:
+        """A copy of a CPU storage that says it is on ``port:index``."""
+        made = cls(storage.nbytes())
+        torch.UntypedStorage.copy_(made, storage)
+        made.index = index
+        return made
+
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        return torch.device(DEVICE_TYPE, getattr(self, "index", 0))
+        return torch.device(DEVICE_TYPE, self.index)
+
+    def cpu(self) -> torch.UntypedStorage:
+        made = torch.UntypedStorage(self.nbytes())
+        return made.copy_(self)
 
 
 def _load_onto_device() -> None:
-    def tag(storage: Any) -> None:
-        return None
+    """``torch.save`` tags storages of the device, and ``torch.load`` puts storages on it where told to."""
+
+    def tag(storage: Any) -> str | None:
+        return f"{DEVICE_TYPE}:{storage.index}" if isinstance(storage, _HostStorage) else None
 
     def deserialize(storage: Any, location: str) -> Any:
         if not location.startswith(DEVICE_TYPE):
             return None
-        held = _HostStorage(storage.nbytes())
-        torch.UntypedStorage.copy_(held, storage)
-        held.index = torch.device(location).index or 0
-        return held
+        return _HostStorage.of(storage, torch.device(location).index or 0)
 
     torch.serialization.register_package(5, tag, deserialize)
 
