@@ -97,7 +97,7 @@ def measure(name: str, job: Job, engine: str, device: str, steps: int, on_step: 
         measured.outcome = stop.value
     except Exception as error:
         # A backend that fails here must not keep the others from being shown.
-        measured.error = f"{type(error).__name__}: {error}"
+        measured.error = f"{type(error).__name__}: {error}".splitlines()[0]
     after = metrics.snapshot()
     measured.total_seconds = perf_counter() - began
     measured.compiles = int(after["counters"].get("UncachedCompile", 0) - before["counters"].get("UncachedCompile", 0))
