@@ -139,7 +139,7 @@ def _schedulers(opt: torch.optim.Optimizer) -> dict[str, torch.optim.lr_schedule
     lr = torch.optim.lr_scheduler
     return {
         "StepLR": lr.StepLR(opt, 10, 0.5),
-        "CosineAnnealingLR": lr.CosineAnnealingLR(opt, 100),
+        "CosineAnnealingLR": lr.CosineAnnealingLR(opt, 100, eta_min=1e-4),
         "OneCycleLR": lr.OneCycleLR(opt, 0.1, total_steps=120),
         "LambdaLR": lr.LambdaLR(opt, lambda step: 1 / math.sqrt(step + 1)),
         "ExponentialLR": lr.ExponentialLR(opt, 0.97),
