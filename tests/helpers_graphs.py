@@ -73,6 +73,10 @@ def normalise(graph: fx.GraphModule) -> tuple[fx.GraphModule, list[torch.Tensor]
         if node.op == "call_function" and node.target in _IDENTITIES:
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
+        elif node.op == "call_function" and node.meta.get("val") is None and not node.users:
+            graph.graph.erase_node(node)  # a check, such as _linalg_check_errors: it returns nothing
+        elif node.target is aten.diagonal_copy.default:
+            node.target = aten.diagonal.default
     output = graph.graph.output_node()
     results = output.args[0]
     output.args = (tuple(results) if isinstance(results, (list, tuple)) else (results,),)
@@ -80,7 +84,7 @@ def normalise(graph: fx.GraphModule) -> tuple[fx.GraphModule, list[torch.Tensor]
     _separate_outputs(graph)
     for number, node in enumerate(graph.graph.nodes):
         if node.op == "call_function":
-            node.meta = {"val": node.meta["val"], "debug_handle": number, "source": f"test.py:{number} in test"}
+            node.meta = {"val": node.meta.get("val"), "debug_handle": number, "source": f"test.py:{number} in test"}
     graph.recompile()
     verify_graph(graph)
     return graph, values
@@ -90,12 +94,14 @@ def normal_form(
     fn: Callable[..., Any], args: Sequence[torch.Tensor], decompositions: Decompositions | None = None
 ) -> tuple[fx.GraphModule, list[torch.Tensor]]:
     """Trace ``fn(*args)`` (autograd inside ``fn`` included); returns the graph and its arguments."""
-    traced = make_fx(fn, tracing_mode="fake", decomposition_table=dict(decompositions or {}))(*args)
-    functional = make_fx(
-        torch.func.functionalize(traced, remove="mutations"), tracing_mode="fake", _allow_non_fake_inputs=True
-    )(*args)
+    table = dict(decompositions or {})
+    traced = make_fx(fn, table, tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
+    constants = _lift_constants(traced)
+    traced.recompile()
+    args = [*(arg.detach() for arg in args), *constants]
+    functional = make_fx(torch.func.functionalize(traced, remove="mutations"), tracing_mode="fake")(*args)
     graph, lifted = normalise(functional)
-    return graph, [*(arg.detach() for arg in args), *lifted]
+    return graph, [*args, *lifted]
 
 
 def build(
