@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils._pytree import tree_leaves
 
 from ..core.specs import TensorSpec
+from .decompositions import DECOMPOSE
 from .infer import DataDependent, Inferred, NoShapeRule, infer
 from .lowering import view_form
 from .trace import Leaf, Node, Value, is_template, single_op
@@ -41,7 +42,7 @@ def decide(
     if kernel is not None:
         return barriers.backend_kernel(kernel)
     try:
-        inferred = infer(view_form(node.op), args, kwargs)
+        inferred = infer(DECOMPOSE.get(node.op) or view_form(node.op), args, kwargs)
     except (DataDependent, NoShapeRule) as error:
         if runtime.boxed_kernel is not None:
             return barriers.backend_kernel(functools.partial(_boxed, runtime.boxed_kernel, node.op))

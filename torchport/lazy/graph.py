@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_iter, tree_map
 from ..backend.normal_form import alias_root
 from ..core.errors import GraphError
 from ..core.specs import TensorSpec
+from .decompositions import DECOMPOSE
 from .infer import fake_mode, fake_tensor
 from .lowering import LOWER, foreach_target, lower_foreach, lower_varying, view_form
 from .random import RANDOM
@@ -273,6 +274,8 @@ class _TraceBuilder:
             return RANDOM[op](b, kwargs.pop("random_key"), node.specs[0], *args, **kwargs)
         if op in LOWER:
             return LOWER[op](b, node.specs, *args, **kwargs)
+        if op in DECOMPOSE:
+            return b.inline(DECOMPOSE[op], args, kwargs)
         if foreach_target(op) is not None:
             return lower_foreach(b, op, node.specs, args, kwargs)
         names = {argument.name for argument in op._schema.arguments}

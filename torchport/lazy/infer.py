@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +70,7 @@ def _spec(value: Any) -> TensorSpec | None:
     return TensorSpec.of(value)
 
 
-def infer(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Inferred:
+def infer(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Inferred:
     """What the op returns for these arguments, specs standing for tensors.
 
     Raises :class:`DataDependent`, :class:`NoShapeRule`, or what PyTorch raises for wrong arguments.

@@ -174,6 +174,44 @@ def _key_statements(kernel: Kernel, call: str) -> list[str]:
     return [*lines, f"_key = ({', '.join(parts)},)"]
 
 
+def _result_statements(op: torch._ops.OpOverload, call: str) -> list[str]:
+    """Statements that return fresh handles, from a node's templates where nothing else is to do (``node.ready``)."""
+    lines = [
+        "_ready = _node.ready",
+        "if _ready is None:",
+        f"    return _emit(_trace, _node, {call})",
+        "_trace.cursor = _node",
+    ]
+    returns = [str(r.type) for r in op._schema.returns]
+    if returns == ["List[Tensor]"]:
+        return [
+            *lines,
+            "_m = _base + _node.number",
+            "_results = []",
+            "for _t in _ready:",
+            *("    " + line for line in _handle_statements("_t", "_r", "_m")),
+            "    _results.append(_r)",
+            "    _m += 1",
+            "return _results",
+        ]
+    if len(returns) == 1:
+        return [*lines, *_handle_statements("_ready", "_r", "_base + _node.number"), "return _r"]
+    names = [f"_r{position}" for position in range(len(returns))]
+    lines += ["_n = _base + _node.number", f"{', '.join(f'_t{p}' for p in range(len(returns)))} = _ready"]
+    for position, name in enumerate(names):
+        lines += _handle_statements(f"_t{position}", name, f"_n + {position}" if position else "_n")
+    return [*lines, f"return ({', '.join(names)})"]
+
+
+def _handle_statements(template: str, result: str, number: str) -> list[str]:
+    return [
+        f"{result} = {template}.data",
+        f"{result}.__class__ = _HANDLE",
+        f"{result}.number = {number}",
+        f"_trace.keep(_ref({result}))",
+    ]
+
+
 def _device_statements(kernel: Kernel, positional: str, keywords: str) -> list[str]:
     """Statements for an explicit ``device``: a factory runs on that device's trace, any other op's result moves there."""
     if kernel.is_factory:
@@ -195,20 +233,7 @@ def _source(kernel: Kernel, fast: bool) -> tuple[str, dict[str, Any]]:
         "if _node is None:",
         f"    return _record(_trace, _K, _key, {call})",
     ]
-    if fast and [str(r.type) for r in op._schema.returns] == ["Tensor"] and not kernel.is_factory:
-        lines += [
-            "_result = _node.template",
-            "if _result is None:",
-            f"    return _emit(_trace, _node, {call})",
-            "_trace.cursor = _node",
-            "_result = _result.data",
-            "_result.__class__ = _HANDLE",
-            "_result.number = _base + _node.number",
-            "_trace.keep(_ref(_result))",
-            "return _result",
-        ]
-    else:
-        lines.append(f"return _emit(_trace, _node, {call})")
+    lines += _result_statements(op, call) if fast and not kernel.is_factory else [f"return _emit(_trace, _node, {call})"]
     if any(argument.is_device for argument in kernel.arguments):
         lines[:0] = _device_statements(kernel, positional, keywords)
     if fast:

@@ -241,9 +241,10 @@ def _describe_outputs(node: Node, inferred: Inferred, index: int) -> None:
     node.end = node.number + len(node.specs)
     if index == 0:
         node.templates = tuple(None if spec is None else make_template(spec) for spec in node.specs)
-    checkpoint = node.depth % CHECKPOINT_EVERY == 0
-    if node.container is None and node.templates and not checkpoint:
-        node.template = node.templates[0]
+    plain = not node.is_factory and node.depth % CHECKPOINT_EVERY != 0
+    templates = tuple(template for template in node.templates if template is not None)
+    if plain and templates and len(templates) == len(node.specs):
+        node.ready = templates[0] if node.container is None else templates
 
 
 # -- emitting ----------------------------------------------------------------------------------------------------

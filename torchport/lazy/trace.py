@@ -110,9 +110,9 @@ class Node:
         "op",
         "parent",
         "plans",
+        "ready",
         "source",
         "specs",
-        "template",
         "templates",
     )
 
@@ -126,7 +126,7 @@ class Node:
         self.kwargs: dict[str, Any] = {}
         self.specs: tuple[TensorSpec | None, ...] = ()
         self.templates: tuple[LazyTensor | None, ...] = ()
-        self.template: LazyTensor | None = None
+        self.ready: LazyTensor | tuple[LazyTensor, ...] | None = None
         self.container: type | None = None
         self.is_factory = False
         self.source: str | None = None

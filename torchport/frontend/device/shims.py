@@ -129,15 +129,18 @@ def _keep_parameters() -> None:
 
 
 def _crosses(module: torch.nn.Module, fn: Callable[..., Any]) -> bool:
-    """Whether ``fn`` would move one of the module's own parameters to or from the device."""
+    """Whether ``fn`` would move any of the module's own parameters to or from the device."""
+    probed: dict[torch.device, bool] = {}
     for parameter in module._parameters.values():
-        if parameter is None:
+        if parameter is None or parameter.device.type == "meta":
             continue
-        if parameter.device.type == "meta":
-            return False
-        with torch.no_grad():
-            probe = fn(torch.empty(0, dtype=parameter.dtype, device=parameter.device))
-        return (probe.device.type == DEVICE_TYPE) != (parameter.device.type == DEVICE_TYPE)
+        device = parameter.device
+        if device not in probed:
+            with torch.no_grad():
+                probe = fn(torch.empty(0, dtype=parameter.dtype, device=device))
+            probed[device] = (probe.device.type == DEVICE_TYPE) != (device.type == DEVICE_TYPE)
+        if probed[device]:
+            return True
     return False
 
 
