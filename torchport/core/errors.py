@@ -61,6 +61,7 @@ class _AtUserLine(TorchportError):
     """An error that knows the operator and the user's source line it came from."""
 
     def __init__(self, message: str, *, op: str | None = None, source: str | None = None) -> None:
+        self.message = message
         self.op = op
         self.source = source
         parts = [message]

@@ -80,7 +80,7 @@ def host(runtime: DeviceRuntime, node: Node, reason: str) -> Callable[..., Any]:
         if config.fallback == "warn":
             warnings.warn(f"{node.op} runs on the host: {message} (called at {node.source})", stacklevel=2)
         metrics.count("Fallback")
-        metrics.count(str(node.op).replace("aten.", "aten::"))
+        metrics.count(node.op.name())
         return on_host(trace, node.op, args, kwargs)
 
     return run

@@ -60,6 +60,8 @@ class Plan:
     keys: tuple[int, ...]
     numbers: tuple[int, ...]
     specs: tuple[TensorSpec, ...]
+    checked: bool = False
+    """Whether the backend's results were once seen to be what they should be."""
 
 
 # -- computations ------------------------------------------------------------------------------------------------
@@ -153,8 +155,9 @@ def execute(plan: Plan, trace: Trace) -> Sequence[BackendData]:
     start = perf_counter()
     try:
         results = backend.execute(computation.handle, args, computation.context)
-        if len(results) != len(plan.numbers):
-            raise ExecutionError(f"it returned {len(results)} values for {len(plan.numbers)} outputs")
+        if not plan.checked:
+            _check_results(results, plan.specs)
+            plan.checked = True
     except Exception as error:
         raise ExecutionError(
             f"backend {backend.name!r} failed to execute: {type(error).__name__}: {error}",
@@ -163,6 +166,19 @@ def execute(plan: Plan, trace: Trace) -> Sequence[BackendData]:
     metrics.count("Execute")
     metrics.metrics.add_time("ExecuteTime", perf_counter() - start)
     return results
+
+
+def _check_results(results: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
+    """Raise ``TypeError`` or ``ValueError`` unless a backend returned what its computation's outputs are."""
+    if not isinstance(results, (list, tuple)):
+        raise TypeError(f"execute() returned a {type(results).__name__}; return a list of BackendData")
+    if len(results) != len(specs):
+        raise ValueError(f"execute() returned {len(results)} values for {len(specs)} outputs")
+    for position, (result, spec) in enumerate(zip(results, specs, strict=True)):
+        if not isinstance(result, BackendData):
+            raise TypeError(f"output {position} is a {type(result).__name__}; return BackendData")
+        if result.spec.shape != spec.shape or result.spec.dtype != spec.dtype:
+            raise ValueError(f"output {position} is {result.spec}, but the graph says {spec}")
 
 
 # -- flushing ----------------------------------------------------------------------------------------------------

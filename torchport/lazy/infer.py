@@ -7,13 +7,15 @@ whose shape or value depends on data.
 from __future__ import annotations
 
 import functools
+import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..core.specs import TensorSpec
 
@@ -84,14 +86,63 @@ def infer(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     def to_fake(value: Any) -> Any:
         return fake_tensor(value) if isinstance(value, TensorSpec) else value
 
-    args, kwargs = tree_map(to_fake, (list(args), dict(kwargs)), is_leaf=lambda v: isinstance(v, TensorSpec))
+    fake_args, fake_kwargs = _with_tensors(to_fake, args, kwargs)
     try:
-        with fake_mode(), torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return _describe(op(*args, **kwargs))
+        with fake_mode(), torch.no_grad(), _quiet():
+            return _describe(op(*fake_args, **fake_kwargs))
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
         raise DataDependent("the shape of its result depends on values") from error
     except UnsupportedOperatorException as error:
         raise NoShapeRule(f"no shape rule for {op}") from error
     except NotImplementedError as error:
         raise NoShapeRule(f"no shape rule for {op}: {error}") from error
+    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+        return _ask_the_cpu(op, args, kwargs, error)
+
+
+def _with_tensors(make: Callable[[Any], Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    return tree_map(make, (list(args), dict(kwargs)), is_leaf=_is_spec)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Fake tensors log an error before they raise it; the user sees the exception."""
+    from torch._subclasses.fake_tensor import log
+
+    before, log.disabled = log.disabled, True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.disabled = before
+
+
+_LARGEST_PROBE = 1 << 24
+
+
+def _ask_the_cpu(
+    op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception
+) -> Inferred:
+    """Shape inference refused the arguments: raise what CPU eager raises for them, on zeros of the same shapes.
+
+    If eager does not refuse, the shape rule was too strict: :class:`NoShapeRule`. Large arguments are not tried.
+    """
+    specs = [v for v in tree_leaves((list(args), dict(kwargs)), is_leaf=_is_spec) if isinstance(v, TensorSpec)]
+    if sum(math.prod(spec.shape) for spec in specs) > _LARGEST_PROBE or not isinstance(op, torch._ops.OpOverload):
+        raise error
+
+    def to_zeros(value: Any) -> Any:
+        if isinstance(value, TensorSpec):
+            return torch.empty_strided(value.shape, value.strides, dtype=value.dtype).zero_()
+        return value
+
+    real_args, real_kwargs = _with_tensors(to_zeros, args, kwargs)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        op(*real_args, **real_kwargs)
+    raise NoShapeRule(f"no shape rule for these arguments of {op}: {error}") from error
+
+
+def _is_spec(value: Any) -> bool:
+    return isinstance(value, TensorSpec)

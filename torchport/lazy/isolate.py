@@ -46,8 +46,8 @@ class _Replay:
                 results = self._execute(node, inputs)
             except TorchportError as error:
                 if isinstance(error, ExecutionError):
-                    named = ExecutionError(str(error.__cause__ or error), op=str(node.op), source=node.source)
-                    named.__cause__ = error.__cause__ or error
+                    named = ExecutionError(error.message, op=str(node.op), source=node.source)
+                    named.__cause__ = error.__cause__
                     error = named
                 results = [error] * len(node.specs)
         for offset, result in enumerate(results):

@@ -219,3 +219,10 @@ def _guard_memory() -> None:
 
     for name in _TENSOR_METHODS:
         guard(torch.Tensor, name)
+
+    def new_storage(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == DEVICE_TYPE:
+            raise StorageAccess(f"there are no storages on {kwargs['device']}: its tensors have no memory in this process")
+        return torch._C.StorageBase.__new__(cls, *args, **kwargs)
+
+    torch.UntypedStorage.__new__ = new_storage  # type: ignore[assignment]
