@@ -6,7 +6,7 @@ Dropout is off: the device draws its own masks, and these models are compared wi
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,12 +17,16 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Example:
-    """A model on the CPU, its inputs, how to call it, and its scalar loss."""
+    """A model on the CPU, its inputs, how to call it, and its scalar loss.
+
+    ``reads`` is how often its forward takes a Python ``if`` on a value, which ends a computation each time.
+    """
 
     model: nn.Module
     batch: Batch
     forward: Callable[[nn.Module, Batch], torch.Tensor]
     loss: Callable[[nn.Module, Batch], torch.Tensor]
+    reads: int = 0
 
 
 def _tokens(*shape: int, high: int = 60) -> torch.Tensor:
@@ -77,7 +81,9 @@ def _bert() -> Example:
     )
     mask = torch.ones(2, 8, dtype=torch.int64)
     mask[1, 6:] = 0
-    return _transformers(BertForMaskedLM(config), input_ids=_tokens(2, 8), attention_mask=mask, labels=_tokens(2, 8))
+    model = BertForMaskedLM(config)
+    example = _transformers(model, input_ids=_tokens(2, 8), attention_mask=mask, labels=_tokens(2, 8))
+    return replace(example, reads=1)  # transformers asks whether the mask is all ones
 
 
 def _t5() -> Example:
