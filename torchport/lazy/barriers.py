@@ -15,6 +15,7 @@ from ..core.config import config
 from ..core.errors import ExecutionError, TorchportError, UnsupportedOp
 from .executor import flush, host_tensor, leaf_from_data, leaf_from_host, value_of
 from .tensor import LazyTensor
+from .torch_state import default_state
 from .trace import Trace, unwrap
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ def backend_kernel(fn: Callable[..., Any]) -> Callable[..., Any]:
         flush(trace, f"kernel {node.op}")
         metrics.count("KernelCall")
         try:
-            outputs = fn(*tree_map(argument, tuple(args)), **_given(tree_map(argument, dict(kwargs))))
+            with default_state():
+                outputs = fn(*tree_map(argument, tuple(args)), **_given(tree_map(argument, dict(kwargs))))
         except (TorchportError, IndexError, ValueError, TypeError):
             raise
         except RuntimeError as error:
@@ -107,7 +109,7 @@ def on_host(trace: Trace, op: Callable[..., Any], args: Sequence[Any], kwargs: M
         return leaf_from_host(trace.runtime, value)
 
     flush(trace, f"host {op}")
-    with torch.no_grad():
+    with default_state():
         outputs = op(*tree_map(argument, tuple(args)), **tree_map(argument, dict(kwargs)))
     return tree_map(result, outputs)
 

@@ -1,6 +1,6 @@
 """Who runs an op: one numbered list, at one place. The answer is remembered in the trie.
 
-1. a kernel the backend registered for the operator;
+1. a kernel the backend registered for the operator, as the dispatcher's table for its component says;
 2. capture into the graph, where the backend supports what the operator lowers to;
 3. (part of 2) a decomposition, the backend's own first, then PyTorch's core ATen ones, into supported operators;
 4. the backend's boxed fallback kernel, for what no graph of static shapes can hold;
@@ -38,14 +38,15 @@ def decide(
     """
     from . import barriers
 
-    kernel = runtime.kernel_for(node.op)
+    kernel = runtime.kernels.kernel(node.op)
     if kernel is not None:
         return barriers.backend_kernel(kernel)
     try:
         inferred = infer(DECOMPOSE.get(node.op) or view_form(node.op), args, kwargs)
     except (DataDependent, NoShapeRule) as error:
-        if runtime.boxed_kernel is not None:
-            return barriers.backend_kernel(functools.partial(_boxed, runtime.boxed_kernel, node.op))
+        boxed = runtime.kernels.boxed
+        if boxed is not None:
+            return barriers.backend_kernel(functools.partial(_boxed, boxed, node.op))
         return barriers.host(runtime, node, str(error))
     if not runtime.takes_all:
         reason = runtime.refusal(*_alone(node, inferred, args, kwargs))

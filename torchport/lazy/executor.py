@@ -29,6 +29,7 @@ from ..core.errors import CompileError, ExecutionError, TorchportError
 from ..core.specs import TensorSpec
 from .graph import TraceGraph, build_graph
 from .tensor import LazyTensor, intern_spec, make_handle
+from .torch_state import default_state
 from .trace import SPAN, Node, Trace, lock, owners
 
 if TYPE_CHECKING:
@@ -108,10 +109,9 @@ def compile_graph(runtime: DeviceRuntime, made: TraceGraph, mark: str, source: s
     names = tuple(node.name for node in graph.graph.nodes if node.op == "placeholder")
     start = perf_counter()
     try:
-        with torch.no_grad():
-            processed = backend.preprocess(graph, runtime.specs)
-            context = InitContext(runtime.device, inputs, outputs)
-            handle = backend.init(FreeableBuffer(processed.data), runtime.specs, context)
+        processed = backend.preprocess(graph, runtime.specs)
+        context = InitContext(runtime.device, inputs, outputs)
+        handle = backend.init(FreeableBuffer(processed.data), runtime.specs, context)
     except Exception as error:
         op = str(calls[-1].target) if len(calls) == 1 else f"a graph of {len(calls)} operators"
         raise CompileError(
@@ -222,8 +222,8 @@ def flush(trace: Trace, cause: str) -> TorchportError | None:
     """
     failure: TorchportError | None = None
     with lock:
-        if trace.cursor is trace.runtime.root:
-            if trace.leaves:
+        if trace.cursor.parent is None:
+            if trace.leaves or trace.cursor is not trace.runtime.root:
                 trace.restart()
             return None
         handles = trace.live()
@@ -233,20 +233,27 @@ def flush(trace: Trace, cause: str) -> TorchportError | None:
         metrics.count("Flush")
         metrics.count(f"Flush: {cause.split()[0]}")
         metrics.count("TracedOps", trace.cursor.depth)
-        base = trace.base
-        numbers = tuple([handle.number - base for handle in handles])
         try:
-            plan = _plan(trace, trace.cursor, numbers)
-            results = execute(plan, trace)
-        except TorchportError as error:
-            from .isolate import isolate
-
-            failure = isolate(trace, handles, error)
-        else:
-            _assign(trace, plan, handles, numbers, results)
+            with default_state():
+                failure = _run(trace, handles)
         finally:
             trace.restart()
     return failure
+
+
+def _run(trace: Trace, handles: Sequence[LazyTensor]) -> TorchportError | None:
+    """Compute the handles' values; returns the first error where some could not be computed."""
+    base = trace.base
+    numbers = tuple([handle.number - base for handle in handles])
+    try:
+        plan = _plan(trace, trace.cursor, numbers)
+        results = execute(plan, trace)
+    except TorchportError as error:
+        from .isolate import isolate
+
+        return isolate(trace, handles, error)
+    _assign(trace, plan, handles, numbers, results)
+    return None
 
 
 def _assign(
@@ -309,8 +316,9 @@ def _compute_alone(owner: Trace, tensor: LazyTensor) -> None:
             return
         node, number = owner.cursor, tensor.number - owner.base
         metrics.count("Flush: thread")
-        plan = make_plan(owner, node, (number,))
-        (result,) = execute(plan, owner)
+        with default_state():
+            plan = make_plan(owner, node, (number,))
+            (result,) = execute(plan, owner)
         result.info = owner.runtime
         tensor.value, tensor.spec = result, plan.specs[0]
 

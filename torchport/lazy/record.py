@@ -15,6 +15,7 @@ from ..core.specs import TensorSpec
 from .decide import Inferred, decide
 from .random import is_random
 from .tensor import IndexedLazyTensor, LazyTensor, intern_spec, make_handle, make_template
+from .torch_state import default_state
 from .trace import (
     CHECKPOINT_EVERY,
     FLOAT,
@@ -75,7 +76,8 @@ def record(trace: Trace, kernel: Kernel, key: tuple[Any, ...], args: Sequence[An
             call = kernel.fast if trace.index == 0 else kernel.indexed
             return call(*(() if trace.index == 0 else (trace,)), *args, **kwargs)
         try:
-            node = _make_node(trace, kernel, key, args, kwargs, mark)
+            with default_state():
+                node = _make_node(trace, kernel, key, args, kwargs, mark)
         except BaseException as error:
             mark.undo()
             if not isinstance(error, DeviceMismatch):

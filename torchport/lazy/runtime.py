@@ -14,10 +14,11 @@ from ..backend.interface import Backend, BackendDevice
 from ..backend.registry import registry, resolve_device
 from ..core import metrics
 from ..core.config import config
-from ..core.errors import BackendUnavailable, DispatchError, TorchportError
+from ..core.errors import BackendUnavailable, TorchportError
 from ..core.specs import CompileSpecs, TensorSpec
 from .executor import flush
 from .graph import build_graph
+from .kernels import registrar_of
 from .trace import Node, Trace, lock
 
 __all__ = ["DeviceRuntime", "Runtimes", "runtimes"]
@@ -36,30 +37,6 @@ def mix64(value: int) -> int:
     return value ^ (value >> 31)
 
 
-class _Kernels:
-    """Where a backend's ``register_kernels`` puts its kernels."""
-
-    def __init__(self) -> None:
-        self.dense: dict[str, Callable[..., Any]] = {}
-        self.boxed: Callable[..., Any] | None = None
-
-    def fallback(self, key: str, fn: Callable[..., Any]) -> None:
-        """Register a boxed kernel. Raises :class:`DispatchError` for an unknown key."""
-        if key != "Dense":
-            raise DispatchError(f"a backend's boxed kernel goes to the key 'Dense', not {key!r}")
-        self.boxed = fn
-
-    def impl(self, op: str | torch._ops.OpOverload, key: str, fn: Callable[..., Any]) -> None:
-        """Register a kernel. Raises :class:`DispatchError` for an unknown key or a kernel given twice."""
-        name = str(op).removeprefix("aten::").removeprefix("aten.")
-        name = f"aten.{name}" if "." in name else f"aten.{name}.default"
-        if key != "Dense":
-            raise DispatchError(f"a backend's kernel goes to the key 'Dense', not {key!r} (for {name})")
-        if name in self.dense:
-            raise DispatchError(f"the backend has a kernel for {name} already")
-        self.dense[name] = fn
-
-
 class DeviceRuntime:
     """One device index bound to one backend device. A new binding of the index is a new runtime."""
 
@@ -72,18 +49,13 @@ class DeviceRuntime:
         self.seed = DEFAULT_SEED
         self.draws = 0
         self.decompositions: dict[Any, Callable[..., Any]] = dict(backend.decompositions())
-        self._kernels = _Kernels()
-        backend.register_kernels(self._kernels)
         self.takes_all = type(backend).supports is Backend.supports
+        self.kernels = registrar_of(backend)
+        self.kernels.listen(self)
 
-    def kernel_for(self, op: Any) -> Callable[..., Any] | None:
-        """The backend's own kernel for an operator, if it registered one."""
-        return self._kernels.dense.get(str(op))
-
-    @property
-    def boxed_kernel(self) -> Callable[..., Any] | None:
-        """The backend's kernel for whatever cannot be captured, called as ``fn(op, args, kwargs)``."""
-        return self._kernels.boxed
+    def forget_decisions(self) -> None:
+        """Start from an empty trie: the backend's kernels have changed. Pending traces keep the one they began in."""
+        self.root = Node.root()
 
     def refusal(self, node: Node, specs: Sequence[TensorSpec]) -> str | None:
         """Why the backend cannot have the op in a graph, or ``None`` if it can.

@@ -96,7 +96,9 @@ def _to_copy(
     if device is not None and device.index is not None and device.index != here:
         return torch._to_functional_tensor(_host_to_device(host_tensor(inner), device.index, dtype))
     made = _call(aten._to_copy.default, _trace_of(inner), inner, dtype=dtype, memory_format=memory_format)
-    return torch._to_functional_tensor(made)
+    # A layout without a device is the call functionalization makes itself, when a write changes the dtype
+    # (``x.eq_(y)``): it wants the bare value.
+    return made if layout is not None and device is None else torch._to_functional_tensor(made)
 
 
 def _copy(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:

@@ -11,7 +11,7 @@ from ...lazy.kernel import Kernel, make_kernel, supported_schema
 from ...lazy.runtime import threads
 from ...lazy.tensor import DEVICE_TYPE, IndexedLazyTensor
 from ...lazy.trace import unwrap
-from . import autocast, copies, fork, inner, shims
+from . import autocast, copies, fork, inner, routes, shims
 
 __all__ = ["install", "kernels"]
 
@@ -56,6 +56,7 @@ def install() -> None:
     _libraries.append(anything)
     anything.fallback(inner.make_fallback(call), "PrivateUse1")
     IndexedLazyTensor.dispatch = staticmethod(_dispatch_indexed)
+    routes.install()
     autocast.install()
     shims.install()
 
@@ -68,18 +69,14 @@ def call(op: Any, args: Any, kwargs: Any) -> Any:
     return fn(*args, **kwargs)
 
 
-_OTHER_AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradPrivateUse3)
-
-
 def _copy_(keys: Any, self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """``host.copy_(port)`` brings the source over first; functionalization refuses to write a host tensor.
 
-    Everything else goes on to PyTorch's own autograd kernel, which sits at every backend's key: adding the bit of a
-    backend above ours leads to it.
+    Everything else goes on to PyTorch's own autograd kernel.
     """
     if self.device.type != DEVICE_TYPE:
         return self.copy_(src.to(self.device), non_blocking)
-    return torch.ops.aten.copy_.default.redispatch(keys | _OTHER_AUTOGRAD, self, src, non_blocking)
+    return torch.ops.aten.copy_.default.redispatch(keys | routes.OTHER_AUTOGRAD, self, src, non_blocking)
 
 
 def _polygamma_(self: torch.Tensor, n: int) -> torch.Tensor:

@@ -1,0 +1,98 @@
+"""Backends' kernels at keys above or beside Dense: one PyTorch kernel per operator and key, routed by device index.
+
+PyTorch has one PrivateUse1 key per functionality for all of this device's indices. When a backend registers an Autograd,
+Sparse, SparseCsr, Quantized or NestedTensor kernel, the operator gets a router at that key: it asks the dispatcher for
+the kernel of the backend the tensors live on, and passes other backends' calls on to PyTorch's own kernel.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from ...core.dispatch import Functionality
+from ...core.errors import MissingKernel
+from ...lazy.kernels import BackendRegistrar, on_registered
+from ...lazy.runtime import runtimes
+from ...lazy.tensor import DEVICE_TYPE
+
+__all__ = ["OTHER_AUTOGRAD", "install"]
+
+OTHER_AUTOGRAD: Final = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradPrivateUse3)
+"""Added to a key set, it leads to PyTorch's own autograd kernel: that one sits at every backend's key, and the bit of a
+backend above PrivateUse1 wins. The kernel computes the keys of what it calls afresh, so the bit goes no further."""
+
+_TORCH_KEYS: Final = {
+    Functionality.AutogradFunctionality: "AutogradPrivateUse1",
+    Functionality.Sparse: "SparsePrivateUse1",
+    Functionality.SparseCsr: "SparseCsrPrivateUse1",
+    Functionality.Quantized: "QuantizedPrivateUse1",
+    Functionality.NestedTensor: "NestedTensorPrivateUse1",
+}
+_routed: Final[set[tuple[Any, str]]] = set()
+_libraries: Final[dict[str, torch.library.Library]] = {}
+_inside = threading.local()
+
+
+def install() -> None:
+    """Start routing what backends register from now on."""
+    on_registered.append(_route)
+
+
+def _route(registrar: BackendRegistrar, op: torch._ops.OpOverload, functionality: Functionality) -> None:
+    key = _TORCH_KEYS.get(functionality)
+    if key is None or (op, key) in _routed:
+        return
+    _routed.add((op, key))
+    library = _libraries.get(op.namespace)
+    if library is None:
+        library = _libraries[op.namespace] = torch.library.Library(op.namespace, "IMPL")
+    autograd = functionality is Functionality.AutogradFunctionality
+    router = _autograd_router(op) if autograd else _router(op, functionality)
+    library.impl(op.name().split("::")[1], router, key, with_keyset=True)
+
+
+def _registrar_for(args: Sequence[Any], kwargs: Mapping[str, Any]) -> BackendRegistrar | None:
+    """The registrar of the backend that the first tensor of this device lives on."""
+    for value in torch.utils._pytree.tree_leaves((args, kwargs)):
+        if isinstance(value, torch.Tensor) and value.device.type == DEVICE_TYPE:
+            return runtimes.get(value.device.index or 0).kernels
+    device = kwargs.get("device")
+    if isinstance(device, torch.device) and device.type == DEVICE_TYPE:
+        return runtimes.get(device.index or 0).kernels
+    return None
+
+
+def _autograd_router(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    def router(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        running: set[Any] = _inside.__dict__.setdefault("running", set())
+        registrar = None if op in running else _registrar_for(args, kwargs)
+        kernel = registrar.kernel(op, Functionality.AutogradFunctionality) if registrar is not None else None
+        if kernel is None:
+            return op.redispatch(keys | OTHER_AUTOGRAD, *args, **kwargs)
+        # The kernel may call the operator itself, for its forward: that call gets PyTorch's own.
+        running.add(op)
+        try:
+            return kernel(*args, **kwargs)
+        finally:
+            running.discard(op)
+
+    return router
+
+
+def _router(op: torch._ops.OpOverload, functionality: Functionality) -> Callable[..., Any]:
+    def router(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        registrar = _registrar_for(args, kwargs)
+        kernel = registrar.kernel(op, functionality) if registrar is not None else None
+        if kernel is None:
+            where = registrar.component.name if registrar is not None else DEVICE_TYPE
+            raise MissingKernel(
+                f"{op.name()}: backend {where!r} has no {functionality.name} kernel for it; register one with "
+                f"registrar.impl({op.name()!r}, {functionality.name!r}, fn), or call .to_dense() first"
+            )
+        return kernel(*args, **kwargs)
+
+    return router
