@@ -24,7 +24,7 @@ with warnings.catch_warnings():
 
 STARTED = pytest.StashKey[float]()
 
-# -- slow tests: left out, or every one (--runslow), or a seeded sample and nothing else (--slow-sample N) --------------
+# -- slow tests: left out, or every one (--runslow), or a seeded sample and nothing else (--slow-sample N) ------------
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
