@@ -188,17 +188,6 @@ def test_training_step() -> None:
     check(step, rand(8, 16), torch.arange(8) % 4, torch.tensor(0.0), *state)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bool], ids=str)
-def test_chain_of_a_thousand_operations(dtype: torch.dtype) -> None:
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        for number in range(1000):
-            x = x.logical_xor(x) if dtype is torch.bool else (x * 3 + number if number % 2 else x - (x // 2))
-        return x
-
-    check(fn, (rand(7) * 3).to(dtype), rtol=1e-3)
-
-
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 

@@ -44,6 +44,8 @@ class Toolchain:
     model: str
     """Source of the model's constructor, for graphs without constants."""
     cache_dir: Path
+    precompile: bool
+    """Whether precompiled headers (150 MB each, per set of flags) are worth making."""
     fingerprint: str
     """Torch version and whatever else decides what the headers hold."""
 
@@ -81,6 +83,8 @@ class _Shared:
 
     def _header(self, header: str, flags: Sequence[str]) -> str:
         """A header to ``-include`` whose precompiled form lies next to it."""
+        if not self._toolchain.precompile:
+            return header
         command = ["-x", "c++-header", "header.h", "-o", "header.h.gch", *flags]
         return str(self._built("header.h", f"#include <{header}>\n", command) / "header.h")
 

@@ -269,7 +269,7 @@ def _constant_bytes(lowering: Any) -> bytes:
     return bytes(blob)
 
 
-def _lower(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Generated:
+def _lower(graph: fx.GraphModule, inputs: list[torch.Tensor], precompile: bool) -> Generated:
     from torch._inductor.graph import GraphLowering
     from torch._inductor.virtualized import V
 
@@ -296,7 +296,7 @@ def _lower(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Generated:
     outputs = len(lowering.graph_outputs)
     body = strip_wrapper(wrapper.value, _interface(), len(inputs), outputs, bool(lowering.constants))
     files = split_kernels(guard_kernels(kernels.value, _threads()), max(1, (os.cpu_count() or 1) - 1))
-    return Generated(body, files, constants, extern, borrowed, _toolchain())
+    return Generated(body, files, constants, extern, borrowed, _toolchain(precompile))
 
 
 def _threads() -> int:
@@ -310,7 +310,7 @@ def _interface() -> str:
     return (Path(config.__file__).parent / "codegen" / "aoti_runtime" / "interface.cpp").read_text()
 
 
-def _toolchain() -> Toolchain:
+def _toolchain(precompile: bool) -> Toolchain:
     """The compiler and flags Inductor would use, under the options in force."""
     from torch._inductor import cpp_builder
     from torch._inductor.cpu_vec_isa import pick_vec_isa
@@ -344,6 +344,7 @@ def _toolchain() -> Toolchain:
         interface=quiet_interface(_interface()),
         model=MODEL,
         cache_dir=Path(cache_dir()) / "torchport",
+        precompile=precompile,
         fingerprint=f"{torch.__version__} {machine.here(native=True)}",
     )
 
@@ -377,4 +378,4 @@ def generate(graph: fx.GraphModule, options: Mapping[str, Any]) -> Generated:
         stack.enter_context(tracing(TracingContext(mode)))
         decomposed = _decompose(graph, inputs)
         _annotate_constants(decomposed, mode)
-        return _lower(decomposed, inputs)
+        return _lower(decomposed, inputs, precompile=not options)
