@@ -1,0 +1,1 @@
+"""Ratios of the ``port`` device against peers measured in the same process: ``python -m benchmarks``."""

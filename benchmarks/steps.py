@@ -1,0 +1,166 @@
+"""Whole steps of models: ``port`` on each backend against CPU eager, the C++ lazy core and ``torch.compile``.
+
+    python -m benchmarks.steps [--quick] [--models mlp,bert] [--modes inference,training] [--threads 1]
+
+The engines run in turn, step by step, in one process per model; a step ends when its result is there. Training is
+AdamW (PyTorch's defaults). The tables also say what the first step took: compiling a training step with Inductor takes
+minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable
+from time import perf_counter
+
+import torch
+
+import torchport
+
+from .common import LazyCore, Samples, Timed, interleave, ratio, ratio_cell, table, timed
+from .models import MODELS, Example, inference, training
+
+__all__ = ["main"]
+
+Make = Callable[[Example], Callable[[], torch.Tensor]]
+MAKE: dict[str, Make] = {"inference": inference, "training": training}
+WARMUP = 4
+PEERS = ("eager", "lazy", "torch.compile")
+
+
+def _port(model: str, make: Make, backend: str) -> Timed:
+    # Each backend has an index of its own but for the first, which is bound to port:0, the fast path.
+    example = MODELS[model]().to(torchport.device(backend))
+    step = make(example)
+
+    def whole() -> object:
+        kept = step()
+        torchport.sync()
+        return kept
+
+    return timed(whole)
+
+
+def _eager(model: str, make: Make) -> Timed:
+    return timed(make(MODELS[model]()))
+
+
+def _lazy(model: str, make: Make, core: LazyCore) -> Timed:
+    step = make(MODELS[model]().to("lazy"))
+
+    def whole() -> object:
+        kept = step()
+        core.mark()
+        return kept
+
+    return timed(whole)
+
+
+def _compiled(model: str, make: Make) -> Timed:
+    example = MODELS[model]()
+    compiled = torch.compile(example.model)
+    example.model.train(make is training)
+
+    def forward(found: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda _, batch: found(compiled, batch)
+
+    loss = None if example.loss is None else forward(example.loss)
+    return timed(make(Example(example.model, example.batch, forward(example.forward), loss)))
+
+
+def _with_first(batch: Timed, name: str, firsts: dict[str, float]) -> Timed:
+    """The batch, noting how long the first one and the compiling in it took."""
+
+    def noted() -> float:
+        start = perf_counter()
+        seconds = batch()
+        firsts.setdefault(name, perf_counter() - start)
+        return seconds
+
+    return noted
+
+
+def _engines(model: str, make: Make, backends: list[str]) -> dict[str, Timed]:
+    core = LazyCore()
+    engines: dict[str, Callable[[], Timed]] = {}
+    for backend in backends:
+        engines[f"port-{backend}"] = lambda backend=backend: _port(model, make, backend)
+    engines["eager"] = lambda: _eager(model, make)
+    engines["lazy"] = lambda: _lazy(model, make, core)
+    engines["torch.compile"] = lambda: _compiled(model, make)
+    made: dict[str, Timed] = {}
+    for name, build in engines.items():
+        try:
+            made[name] = build()
+        except Exception as error:
+            print(f"{name} fails: {type(error).__name__}: {error}".splitlines()[0], flush=True)
+    return made
+
+
+def _print(model: str, mode: str, found: dict[str, Samples], firsts: dict[str, float]) -> None:
+    rows = []
+    for name, samples in found.items():
+        peers = [ratio_cell(samples, found.get(peer, Samples())) for peer in PEERS]
+        first = f"{firsts[name]:.1f}" if name in firsts else "—"
+        rows.append([name, samples.cell(1e3), first, *peers])
+    header = ("engine", "ms (best / median)", "first step, s", *(f"÷ {peer}" for peer in PEERS))
+    table(f"{model}, {mode}", header, rows)
+    inductor, peer = found.get("port-inductor", Samples()), found.get("torch.compile", Samples())
+    if model == "minilm" and inductor.seconds and peer.seconds:
+        best, median = ratio(inductor, peer)
+        print(f"\nMiniLM, port-inductor ÷ torch.compile: {best:.2f} best, {median:.2f} median; the target is 1.10")
+
+
+def measure(model: str, mode: str, backends: list[str], batches: int) -> None:
+    """Print the table of one model in one mode."""
+    torchport.use(backends[0])
+    firsts: dict[str, float] = {}
+    engines = _engines(model, MAKE[mode], backends)
+    noted = {name: _with_first(batch, name, firsts) for name, batch in engines.items()}
+    _print(model, mode, interleave(noted, batches, WARMUP), firsts)
+
+
+def available() -> list[str]:
+    """The backends that can run here, the fastest first."""
+    names = [info.name for info in torchport.list_backends() if info.available]
+    return [name for name in ("inductor", "reference") if name in names] + [
+        name for name in names if name not in ("inductor", "reference")
+    ]
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print one table per model and mode, each measured in a process of its own."""
+    parser = argparse.ArgumentParser(description="step times against eager, the C++ lazy core and torch.compile")
+    parser.add_argument("--quick", action="store_true", help="the MLP and MiniLM only")
+    parser.add_argument("--models", type=_words, help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--modes", type=_words, default=list(MAKE), help="inference,training")
+    parser.add_argument("--backends", type=_words, help="backends of port (default: each available one)")
+    parser.add_argument("--batches", type=int, help="steps per engine (default 40, quick 20)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="PyTorch's CPU threads")
+    options = parser.parse_args(argv)
+    models = options.models or (["mlp", "minilm"] if options.quick else list(MODELS))
+    batches = options.batches or (20 if options.quick else 40)
+    backends = options.backends or available()
+    if len(models) == len(options.modes) == 1:
+        torch.set_num_threads(options.threads)
+        measure(models[0], options.modes[0], backends, batches)
+        return
+    for model in models:
+        for mode in options.modes:
+            if mode == "training" and model == "minilm":
+                continue
+            arguments = f"--models {model} --modes {mode} --backends {','.join(backends)} --batches {batches}".split()
+            arguments += ["--threads", str(options.threads)]
+            code = subprocess.run([sys.executable, "-m", "benchmarks.steps", *arguments], check=False).returncode
+            if code:
+                print(f"\n{model}, {mode}: the process ended with code {code}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+"""What tracing costs: microseconds per op in the steady state, against PyTorch's C++ lazy core and CPU eager.
+
+    python -m benchmarks.tracing [--quick] [--batches N] [--only steps|chains|floor]
+
+Protocol: 100 ops per step on 4×4 float32; the trace is reset (``port``) or marked and waited for (``lazy``) outside the
+timed region; the engines run in turn, batch by batch. ``port`` is bound to a backend that computes nothing. Eager
+computes, so its column is for scale.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import torch
+
+import torchport
+
+from .common import LazyCore, Samples, Timed, interleave, new_trace, ratio, ratio_cell, restart, table, timed, use_null
+from .models import MODELS, training
+
+__all__ = ["CHAINS", "main"]
+
+OPS = 100
+Chain = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def add_chain(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """100 additions."""
+    for _ in range(OPS):
+        x = x + y
+    return x
+
+
+def mixed(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """25 times mm, mul, add, relu."""
+    for _ in range(OPS // 4):
+        x = torch.relu(torch.mm(x, y) * y + y)
+    return x
+
+
+def scalar_mul(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """100 multiplications by a Python number."""
+    for _ in range(OPS):
+        x = x * 1.01
+    return x
+
+
+def views(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """100 transpositions, each a view of the one before."""
+    for _ in range(OPS):
+        x = x.t()
+    return x
+
+
+def view_add(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """50 times a transposition and an addition, as models use views."""
+    for _ in range(OPS // 2):
+        x = x.t() + y
+    return x
+
+
+def layer_norm(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """100 layer norms: three results each."""
+    for _ in range(OPS):
+        x = torch.nn.functional.layer_norm(x, (4,), w, w)
+    return x
+
+
+def split_cat(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """50 times split (two views) and cat."""
+    for _ in range(OPS // 2):
+        upper, lower = x.split(2)
+        x = torch.cat((lower, upper))
+    return x
+
+
+CHAINS: dict[str, Chain] = {
+    "add": add_chain,
+    "mm/mul/add/relu": mixed,
+    "scalar mul": scalar_mul,
+    "t() of t()": views,
+    "t() and add": view_add,
+    "layer_norm": layer_norm,
+    "split/cat": split_cat,
+}
+
+
+def _program(chain: Chain, device: str, autograd: bool) -> Callable[[], object]:
+    """The chain on one device, without gradients, or with a backward pass to its first input."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(4, 4, generator=generator).to(device) for _ in range(2))
+    w = torch.ones(4).to(device)
+
+    def forward() -> torch.Tensor:
+        with torch.no_grad():
+            return chain(x, y, w)
+
+    def both() -> object:
+        leaf = x.detach().requires_grad_()
+        chain(leaf, y, w).sum().backward()
+        return leaf.grad
+
+    return both if autograd else forward
+
+
+def _engines(program: Callable[[str], Callable[[], object]], core: LazyCore) -> dict[str, Timed]:
+    return {
+        "port": restart(program("port")),
+        "lazy": core.timed(program("lazy")),
+        "lazy, reuse": core.timed(program("lazy"), reuse=True),
+        "eager": timed(program("cpu")),
+    }
+
+
+def _row(name: str, found: dict[str, Samples], per: float) -> list[str]:
+    times = [found[engine].cell(per) for engine in ("port", "lazy", "lazy, reuse", "eager")]
+    ratios = [ratio_cell(found["port"], found[peer]) for peer in ("lazy", "lazy, reuse", "eager")]
+    return [name, *times, *ratios]
+
+
+_HEADER = (
+    "port", "lazy", "lazy, reuse", "eager", "port ÷ lazy", "port ÷ reuse", "port ÷ eager",
+)  # fmt: skip
+
+
+def chains(core: LazyCore, batches: int, only: list[str] | None = None) -> dict[str, float]:
+    """Print microseconds per op of every chain; returns each one's best-to-best ratio to the C++ core."""
+    worst: dict[str, float] = {}
+    for autograd in (False, True):
+        rows = []
+        for name, chain in CHAINS.items():
+            if only and name not in only:
+                continue
+
+            def program(device: str, chain: Chain = chain, autograd: bool = autograd) -> Callable[[], object]:
+                return _program(chain, device, autograd)
+
+            found = interleave(_engines(program, core), batches)
+            rows.append(_row(name, found, 1e6 / OPS))
+            worst[f"{name}{', autograd' if autograd else ''}"] = ratio(found["port"], found["lazy"])[0]
+        what = "forward and backward, µs per forward op" if autograd else "forward, µs per op"
+        table(f"Tracing, {what} (best / median)", ("chain", *_HEADER), rows)
+    return worst
+
+
+# -- whole training steps ----------------------------------------------------------------------------------------
+def _port_step(step: Callable[[], object]) -> Timed:
+    """A training step without the flush that ends ``Optimizer.step``; that follows outside of the timed region."""
+    from torchport.frontend.device import shims
+
+    flush = shims.flush_mine
+
+    def batch() -> float:
+        shims.flush_mine = lambda cause: None
+        try:
+            seconds = timed(step)()
+        finally:
+            shims.flush_mine = flush
+        torchport.sync()
+        return seconds
+
+    return batch
+
+
+def _flush_after(step: Callable[[], object]) -> Timed:
+    """The step with its flush, which computes nothing here: what the device itself costs."""
+    return timed(step, torchport.sync)
+
+
+def _ops_of(batch: Timed) -> int:
+    before = torchport.metrics.snapshot()["counters"].get("TracedOps", 0)
+    batch()
+    return int(torchport.metrics.snapshot()["counters"].get("TracedOps", 0) - before)
+
+
+def steps(core: LazyCore, batches: int, models: tuple[str, ...] = ("mlp", "resnet18")) -> None:
+    """Print milliseconds of whole training steps (SGD with momentum), traced only."""
+    rows = []
+    for model in models:
+        for foreach in (False, True):
+
+            def program(device: str, model: str = model, foreach: bool = foreach) -> Callable[[], object]:
+                return training(MODELS[model]().to(device), torch.optim.SGD, momentum=0.9, foreach=foreach)
+
+            engines = {
+                "port": _port_step(program("port")),
+                "with flush": _flush_after(program("port")),
+                "lazy": core.timed(program("lazy")),
+                "lazy, reuse": core.timed(program("lazy"), reuse=True),
+                "eager": timed(program("cpu")),
+            }
+            found = interleave(engines, batches)
+            ops = _ops_of(engines["port"])
+            row = _row(f"{model}, {'foreach' if foreach else 'for loop'}", found, 1e3)
+            flushed = found["with flush"].cell(1e3)
+            per_op = f"{found['port'].best / ops * 1e6:.2f}"
+            rows.append([row[0], str(ops), per_op, row[1], flushed, *row[2:]])
+    header = ("step", "ops", "µs per op", "port", "port with flush", *_HEADER[1:])
+    table("Training steps traced only, ms (best / median); eager computes", header, rows)
+
+
+# -- the floor ---------------------------------------------------------------------------------------------------
+def floor(batches: int) -> None:
+    """Print what is left when our kernels are replaced by one that returns a tensor it has: PyTorch's own share.
+
+    That is Python's loop, argument parsing, dispatch, functionalization and the call into Python.
+    """
+    rows = []
+    for name, chain in CHAINS.items():
+        program = _program(chain, "port", False)
+        full = interleave({"port": restart(program)}, batches)["port"]
+        new_trace()
+        library = _trivial_kernels(chain)
+        bare = interleave({"bare": timed(program)}, batches)["bare"]
+        library._destroy()
+        share = f"{(full.best - bare.best) / full.best:.0%}"
+        cells = [samples.cell(1e6 / OPS) for samples in (full, bare)]
+        rows.append([name, *cells, f"{(full.best - bare.best) * 1e6 / OPS:.2f}", share])
+    table(
+        "The floor: a kernel that does nothing, µs per op (best / median)",
+        ("chain", "port", "trivial kernel", "ours", "our share"),
+        rows,
+    )
+
+
+def _trivial_kernels(chain: Chain) -> torch.library.Library:
+    aten = torch.ops.aten
+    used = {
+        add_chain: {aten.add.Tensor: None},
+        mixed: dict.fromkeys((aten.mm.default, aten.mul.Tensor, aten.add.Tensor, aten.relu.default)),
+        scalar_mul: {aten.mul.Tensor: None},
+        views: {aten.t_copy.default: None},
+        view_add: dict.fromkeys((aten.t_copy.default, aten.add.Tensor)),
+        layer_norm: {aten.native_layer_norm.default: ((4, 4), (4, 1), (4, 1))},
+        split_cat: {aten.split_copy.Tensor: [(2, 4), (2, 4)], aten.cat.default: None},
+    }[chain]
+    from torchport.core.specs import contiguous_strides
+    from torchport.lazy.tensor import make_template
+
+    library = torch.library.Library("aten", "IMPL")
+    for op, shapes in used.items():
+        made = [
+            make_template(torchport.TensorSpec(shape, torch.float32, contiguous_strides(shape)))
+            for shape in shapes or [(4, 4)]
+        ]
+        result = made[0] if shapes is None else type(shapes)(made)
+        name = op._schema.name.removeprefix("aten::")
+        name += "" if op._overloadname == "default" else f".{op._overloadname}"
+        library.impl(name, lambda *args, result=result, **kwargs: result, "PrivateUse1", allow_override=True)
+    return library
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print every table."""
+    parser = argparse.ArgumentParser(description="µs of tracing per op against PyTorch's C++ lazy core")
+    parser.add_argument("--quick", action="store_true", help="fewer batches, the MLP's step only")
+    parser.add_argument("--batches", type=int, help="batches per chain (default 60, quick 15)")
+    parser.add_argument("--only", choices=("chains", "steps", "floor"), help="one of the parts")
+    options = parser.parse_args(argv)
+    batches = options.batches or (15 if options.quick else 60)
+    use_null()
+    core = LazyCore()
+    if options.only in (None, "chains"):
+        worst = chains(core, batches)
+        slower = [f"{name} {value:.2f}" for name, value in worst.items() if value > 1.0]
+        print(f"\nSlower than the C++ core's default mode: {', '.join(slower) or 'none'}")
+    if options.only in (None, "steps"):
+        steps(core, max(5, batches // 3), ("mlp",) if options.quick else ("mlp", "resnet18"))
+    if options.only in (None, "floor"):
+        floor(batches)
+
+
+if __name__ == "__main__":
+    main()
