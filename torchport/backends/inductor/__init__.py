@@ -42,6 +42,10 @@ _MAX_SOURCE = 512 * 1024
 """Generated C++ up to this many compressed bytes is kept for :meth:`InductorBackend.text`."""
 
 
+_BROKEN = frozenset({torch.ops.aten.hash_tensor.default})
+"""Operators without generated code that the proxy executor cannot call either: found by running PyTorch's OpInfo."""
+
+
 def _compiler() -> str | None:
     """The path of the C++ compiler that Inductor would call, or ``None``."""
     command = shlex.split(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"))
@@ -63,6 +67,8 @@ def _supports(node: fx.Node) -> Support:
     op = node.target
     if isinstance(op, torch._ops.OpOverload) and torch.Tag.dynamic_output_shape in op.tags:
         return Support.no(f"the shape of {op}'s result depends on values; compiled code has static shapes")
+    if op in _BROKEN:
+        return Support.no(f"the proxy executor of torch 2.13 cannot call {op}")
     values = [node.meta.get("val"), *(value.meta.get("val") for value in node.all_input_nodes)]
     for value in values:
         for leaf in value if isinstance(value, (list, tuple)) else (value,):
