@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from everyday_support import agree, everywhere, ramp, randn, same
+from everyday_support import ON_PORT, agree, everywhere, ramp, randn, same
 from torch import nn
 
 
@@ -155,12 +155,13 @@ def test_deepcopy_of_tensors(device: torch.device) -> None:
     same(copy.copy(x), x.cpu())
 
 
-def test_deepcopy_keeps_aliases_within_the_copy(device: torch.device) -> None:
+def test_deepcopy_keeps_objects_but_not_views(device: torch.device) -> None:
+    """Tensors without storage, as on XLA: a tensor met twice is one copy; a view becomes a tensor of its own."""
     x = ramp(2, 3, device=device)
     base, view, again = copy.deepcopy([x, x[0], x])
     assert base is again
     base += 10
-    same(view, torch.tensor([10.0, 11.0, 12.0]))
+    same(view, torch.tensor([10.0, 11.0, 12.0] if not ON_PORT else [0.0, 1.0, 2.0]))
     same(x, ramp(2, 3, device="cpu"))
 
 

@@ -122,7 +122,7 @@ class GraphBuilder:
     def _add(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Node:
         try:
             value = self._run(op, args, kwargs)
-        except RuntimeError:
+        except (RuntimeError, ValueError):
             if op is not aten.view.default:
                 raise
             # A rewrite gave the input other strides than the trace saw; a contiguous copy always has a view.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -96,4 +97,9 @@ def isolate(trace: Trace, handles: Sequence[LazyTensor], error: TorchportError) 
             first = first or result
         else:
             handle.value, handle.spec = result.value, TensorSpec.of(handle)
+    if first is None:
+        metrics.count("IsolateRecovered")
+        warnings.warn(
+            f"a computation failed as a whole and was run op by op, which is slow: {error}", RuntimeWarning, stacklevel=2
+        )
     return first

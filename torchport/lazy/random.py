@@ -2,7 +2,7 @@
 
 Each random op of a trace has a key: a 64-bit function of the device's seed and of how many random ops came before
 (:meth:`DeviceRuntime.next_key`). Keys are inputs of the computation, so a new seed compiles nothing. Element ``i`` is
-SplitMix64's finaliser of ``key + i * golden`` (Steele, Lea and Flood, OOPSLA 2014): a counter-based generator.
+SplitMix64's finaliser of ``(key + i) * golden`` (Steele, Lea and Flood, OOPSLA 2014): a counter-based generator.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def _bits(b: GraphBuilder, key: fx.Node, shape: Sequence[int], draw: int = 0) ->
     """64 random bits per element as int64. ``draw`` tells apart the draws of one op."""
     count = math.prod(shape)
     index = b(aten.arange.start, draw * count, (draw + 1) * count, dtype=torch.int64, device=torch.device("cpu"))
-    x = b(aten.add.Tensor, b(aten.mul.Tensor, index, _GOLDEN), key)
+    # The key comes first: a compiler that folds index arithmetic would not fold it modulo 2**64.
+    x = b(aten.mul.Tensor, b(aten.add.Tensor, index, key), _GOLDEN)
     x = b(aten.mul.Tensor, b(aten.bitwise_xor.Tensor, x, _shift_right(b, x, 30)), _MIX1)
     x = b(aten.mul.Tensor, b(aten.bitwise_xor.Tensor, x, _shift_right(b, x, 27)), _MIX2)
     x = b(aten.bitwise_xor.Tensor, x, _shift_right(b, x, 31))

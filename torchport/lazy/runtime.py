@@ -67,8 +67,9 @@ class DeviceRuntime:
 
         core = core_aten_decompositions()
         added: list[Any] = []
+        outputs = [number for number, spec in enumerate(node.specs) if spec is not None]
         while True:
-            graph = build_graph([node], range(node.end), specs, self.decompositions).module
+            graph = build_graph([node], outputs, specs, self.decompositions).module
             calls = [n for n in graph.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
             refused = [(n, support) for n in calls if not (support := self.backend.supports(n))]
             if not refused:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchport.backend.host import cpu_fallback
 from torchport.backend.interface import (
     Backend,
     BackendData,
@@ -25,6 +26,7 @@ from torchport.backend.interface import (
     ExecutionContext,
     FreeableBuffer,
     InitContext,
+    KernelRegistrar,
     Processed,
     Support,
     TensorData,
@@ -87,6 +89,9 @@ class InductorBackend(Backend):
 
     def is_available(self) -> bool:
         return _compiler() is not None
+
+    def register_kernels(self, registrar: KernelRegistrar) -> None:
+        registrar.fallback("Dense", cpu_fallback)
 
     def unavailable_reason(self) -> str:
         if self.is_available():

@@ -52,6 +52,7 @@ def install() -> None:
     library.impl("alias", kernels[torch.ops.aten.alias_copy.default].fast, "PrivateUse1")
     library.impl("polygamma_", _polygamma_, "Functionalize")
     library.impl("copy_", _copy_, "AutogradPrivateUse1", with_keyset=True)
+    library.impl("native_batch_norm", _native_batch_norm, "AutogradPrivateUse1", with_keyset=True)
     anything = torch.library.Library("_", "IMPL")
     _libraries.append(anything)
     anything.fallback(inner.make_fallback(call), "PrivateUse1")
@@ -77,6 +78,14 @@ def _copy_(keys: Any, self: torch.Tensor, src: torch.Tensor, non_blocking: bool 
     if self.device.type != DEVICE_TYPE:
         return self.copy_(src.to(self.device), non_blocking)
     return torch.ops.aten.copy_.default.redispatch(keys | routes.OTHER_AUTOGRAD, self, src, non_blocking)
+
+
+def _native_batch_norm(keys: Any, *args: Any) -> Any:
+    """In training this operator writes the running statistics behind its schema's back; its successor says so."""
+    _, _, _, running_mean, running_var, training, _, _ = args
+    if training and running_mean is not None and running_var is not None:
+        return torch.ops.aten._native_batch_norm_legit.default(*args)
+    return torch.ops.aten.native_batch_norm.default.redispatch(keys | routes.OTHER_AUTOGRAD, *args)
 
 
 def _polygamma_(self: torch.Tensor, n: int) -> torch.Tensor:

@@ -1,0 +1,298 @@
+"""The pages: their code runs, their links lead somewhere, and what they list is what the code has."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import os
+import re
+import subprocess
+import sys
+import types
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+RUN = ["README.md", "docs/write-a-backend.md"]
+"""Pages with code; ``dispatch.md`` is run by tests of its own."""
+INTERNALS = ROOT / "docs" / "torch-internals.md"
+EXAMPLE = ROOT / "examples" / "tiny_backend.py"
+
+
+def _blocks(page: Path, language: str = "python") -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+# -- code ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", RUN)
+def test_code_on_a_page_runs(name: str) -> None:
+    """All blocks of a page, in order, in a process of their own; their ``assert`` lines are the page's claims."""
+    blocks = _blocks(ROOT / name)
+    assert blocks
+    program = "\n\n".join(blocks)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        env={**os.environ, "TORCHPORT_BACKEND": "reference"},
+        cwd=EXAMPLE.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_page_with_code_is_run() -> None:
+    with_code = {page.relative_to(ROOT).as_posix() for page in PAGES if _blocks(page)}
+    assert with_code == {*RUN, "docs/dispatch.md"}
+
+
+def test_readme_example_is_ten_lines() -> None:
+    first = _blocks(ROOT / "README.md")[0]
+    assert len([line for line in first.splitlines() if line.strip()]) <= 10
+
+
+def test_example_backend_is_on_its_page_and_short() -> None:
+    source = EXAMPLE.read_text(encoding="utf-8")
+    assert len(source.splitlines()) <= 60
+    assert source in _blocks(ROOT / "docs" / "write-a-backend.md")
+
+
+# -- links ---------------------------------------------------------------------------------------------------------
+def _anchors(page: Path) -> set[str]:
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_within_the_repository_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name} links to {link}"
+        assert not anchor or anchor in _anchors(target), f"{page.name} links to {link}"
+
+
+# -- private PyTorch APIs ------------------------------------------------------------------------------------------
+_OPERATOR = re.compile(r"torch\.ops\.\w+\.\w+(\.(?!_handle)\w+)?")
+_NOT_PYTORCH = {("backends.inductor.library", "_handle")}  # of ctypes.CDLL
+_INSTANCES = {
+    "torch._ops.OpOverload.": torch.ops.aten.add.Tensor,
+    "torch._ops.OpOverloadPacket.": torch.ops.aten.add,
+    "torch.nn.Module.": torch.nn.Module(),
+}
+"""Objects that have the attributes which their classes only promise."""
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and len(name) > 1
+
+
+class _Uses(ast.NodeVisitor):
+    """Private names of PyTorch in a module: dotted from ``torch`` where that can be told, else ``.name`` of an object.
+
+    Private: a part of the dotted name begins with one underscore, or it lies in ``torch.fx.experimental``; a keyword
+    argument counts as ``function(_keyword=)``. Operators (``torch.ops.aten._to_copy``) are PyTorch's operator set.
+    """
+
+    def __init__(self, module: str, own: set[str]) -> None:
+        self.module = module
+        self.own = own
+        self.names: dict[str, str] = {}
+        self.found: set[str] = set()
+
+    def dotted(self, node: ast.AST) -> str | None:
+        match node:
+            case ast.Name(id=name):
+                return self.names.get(name)
+            case ast.Attribute(value=value, attr=attr):
+                base = self.dotted(value)
+                return None if base is None else f"{base}.{attr}"
+            case ast.Call(func=ast.Name(id="cast"), args=[_, value]):
+                return self.dotted(value)
+        return None
+
+    def use(self, name: str) -> None:
+        if not name.startswith("torch."):
+            return
+        name = name.split(".__")[0]
+        rest = _OPERATOR.sub("", name)
+        if rest != name:
+            self.found.update(f".{part}" for part in rest.split(".") if _is_private(part))
+        elif name.startswith("torch.fx.experimental.") or any(map(_is_private, name.split("."))):
+            self.found.add(name)
+
+    def use_attribute(self, name: object) -> None:
+        if isinstance(name, str) and _is_private(name) and name not in self.own:
+            self.found.update({f".{name}"} if (self.module, name) not in _NOT_PYTORCH else ())
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            top = alias.name.split(".")[0]
+            self.names[alias.asname or top] = alias.name if alias.asname else top
+            self.use(alias.name)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        if node.level == 0 and node.module and node.module.split(".")[0] == "torch":
+            for alias in node.names:
+                self.names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                self.use(f"{node.module}.{alias.name}")
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        outside = self.names
+        parameters = {argument.arg for argument in ast.walk(node.args) if isinstance(argument, ast.arg)}
+        self.names = {name: value for name, value in outside.items() if name not in parameters}
+        self.generic_visit(node)
+        self.names = outside
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        self.generic_visit(node)
+        if len(node.targets) == 1:
+            self._alias(node.targets[0], node.value)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        self.generic_visit(node)
+        if node.value is not None:
+            self._alias(node.target, node.value)
+
+    def _alias(self, target: ast.expr, value: ast.expr) -> None:
+        if isinstance(target, ast.Name) and (name := self.dotted(value)) is not None:
+            self.names[target.id] = name
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        name = self.dotted(node)
+        if name is not None:
+            self.use(name)  # its parts are not uses of their own
+            return
+        self.use_attribute(node.attr)
+        self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        if isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
+            self.use_attribute(getattr(node.args[1], "value", None))
+        function = self.dotted(node.func)
+        if function is not None and function.startswith("torch."):
+            self.found.update(f"{function}({k.arg}=)" for k in node.keywords if k.arg and _is_private(k.arg))
+        self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        # Names of methods that a shim replaces come as text.
+        if isinstance(node.value, str) and _is_private(node.value) and hasattr(torch.Tensor, node.value):
+            self.found.add(f"torch.Tensor.{node.value}")
+
+
+def _own_attributes(trees: list[ast.Module]) -> set[str]:
+    """Private attributes that torchport's own classes define."""
+    own: set[str] = set()
+    for tree in trees:
+        for node in ast.walk(tree):
+            match node:
+                case ast.Attribute(value=ast.Name(id="self"), attr=attr, ctx=ast.Store()):
+                    own.add(attr)
+                case ast.ClassDef(body=body):
+                    for item in body:
+                        targets = [item.target] if isinstance(item, ast.AnnAssign) else getattr(item, "targets", [])
+                        own.update(target.id for target in targets if isinstance(target, ast.Name))
+                        own.update([item.name] if isinstance(item, ast.FunctionDef) else [])
+    return own
+
+
+@functools.cache
+def _used() -> frozenset[tuple[str, str]]:
+    """Pairs of a private name and a module that uses it; a name that others of the module begin with is left out."""
+    trees: dict[str, ast.Module] = {}
+    for path in sorted((ROOT / "torchport").rglob("*.py")):
+        name = path.relative_to(ROOT / "torchport").with_suffix("").as_posix().replace("/", ".")
+        trees[name.removesuffix(".__init__")] = ast.parse(path.read_text(encoding="utf-8"))
+    own = _own_attributes(list(trees.values()))
+    pairs: set[tuple[str, str]] = set()
+    for module, tree in trees.items():
+        uses = _Uses(module, own)
+        uses.visit(tree)
+        found = uses.found
+        pairs |= {(name, module) for name in found if not any(other.startswith(f"{name}.") for other in found)}
+    return frozenset(pairs)
+
+
+def _listed() -> set[tuple[str, str]]:
+    """The same from the page: a private name in a table's first column, modules in the second."""
+    rows = re.findall(r"^\| `(torch\.[^`]+)` \| ([^|]+) \|", INTERNALS.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(dict(rows)) == len(rows), "a name is listed twice"
+    return {(name, module) for name, modules in rows for module in re.findall(r"`([^`]+)`", modules)}
+
+
+def _covers(listed: tuple[str, str], used: tuple[str, str]) -> bool:
+    (name, module), (found, where) = listed, used
+    if module != where:
+        return False
+    return name.endswith(found) if found.startswith(".") else found == name or found.startswith(f"{name}.")
+
+
+def test_private_apis_that_are_used_are_listed() -> None:
+    listed = _listed()
+    missing = {use for use in _used() if not any(_covers(entry, use) for entry in listed)}
+    assert not missing, "used, but not in docs/torch-internals.md (name, module)"
+
+
+def test_private_apis_that_are_listed_are_used() -> None:
+    stale = {entry for entry in _listed() if not any(_covers(entry, use) for use in _used())}
+    assert not stale, "in docs/torch-internals.md, but not used (name, module)"
+
+
+def test_private_apis_exist_in_the_torch_they_were_checked_on() -> None:
+    version = re.search(r"torch (\d+\.\d+\.\d+)", INTERNALS.read_text(encoding="utf-8"))
+    assert version
+    assert torch.__version__.split("+")[0] == version[1]
+    for name in sorted({name.split("(")[0] for name, _ in _listed()}):
+        prefix = next((prefix for prefix in _INSTANCES if name.startswith(prefix)), "")
+        found = _INSTANCES[prefix] if prefix else torch
+        for part in name.removeprefix(prefix or "torch.").split("."):
+            if not hasattr(found, part) and isinstance(found, types.ModuleType):
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # PyTorch's modules warn about each other
+                    importlib.import_module(f"{found.__name__}.{part}")
+            found = getattr(found, part)
+        assert not isinstance(found, types.ModuleType) or name == "torch._inductor.config", f"{name}: list its members"
+
+
+def test_the_scan_finds_what_it_should() -> None:
+    code = """
+import torch
+from torch._decomp import get_decompositions as get
+def f(x, module):
+    import torch._tensor_str as module
+    c = torch._C
+    c._jit_thing(x._schema, _flag=1)
+    return torch.ops.aten._to_copy.default, module._str_intern, getattr(x, "_hidden"), self._own, x.__dict__
+def g(module):
+    return module._other
+"""
+    uses = _Uses("m", {"_own"})
+    uses.visit(ast.parse(code))
+    assert uses.found - {"torch._C", "torch._tensor_str"} == {
+        "torch._decomp.get_decompositions", "torch._C._jit_thing", "torch._C._jit_thing(_flag=)", "._schema",
+        "torch._tensor_str._str_intern", "._hidden", "._other",
+    }  # fmt: skip
+
+
+def test_c_names_are_listed() -> None:
+    text = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "torchport/backends/inductor").glob("*.py"))
+    names = r"dll\.(AOTInductor\w+)|(torch/csrc/[\w/]+\.h)|\"(torch_exception\w+)\"|(\w+\.cpp)\""
+    used = {name for match in re.findall(names, text) for name in match if name}
+    used -= {"wrapper.cpp", "kernels.cpp", "model.cpp"}  # files of ours
+    section = INTERNALS.read_text(encoding="utf-8").partition("\n## C and C++\n")[2].partition("\n## ")[0]
+    listed = set(re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE))
+    assert listed == used
+
+
+if __name__ == "__main__":
+    for name, module in sorted(_used()):
+        print(name, module)
