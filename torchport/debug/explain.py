@@ -29,6 +29,8 @@ from torchport.core.dispatch.schema import Schema
 from torchport.core.dispatch.tls import LocalKeys
 from torchport.core.errors import DispatchError
 
+from .device import component_of, device_lines, make_ready
+
 if TYPE_CHECKING:
     from torchport.core.dispatch.torch_bridge import StockOperator
 
@@ -169,6 +171,7 @@ def explain(op: Any, /, *args: Any, dispatcher: dispatch.Dispatcher | None = Non
     is run once with the arguments. ``dispatcher``: look there instead of in PyTorch.
     Errors: ``DispatchError`` for an unknown operator, device or argument.
     """
+    make_ready((*args, *kwargs.values()))
     if isinstance(op, Operator):
         return _explain_ours(op, args, kwargs)
     name = _name_of(op)

@@ -8,6 +8,7 @@ import torch
 
 from ...core.errors import UnsupportedOp
 from ...lazy.kernel import Kernel, make_kernel, supported_schema
+from ...lazy.record import user_line
 from ...lazy.runtime import threads
 from ...lazy.tensor import DEVICE_TYPE, IndexedLazyTensor
 from ...lazy.trace import unwrap
@@ -52,6 +53,7 @@ def install() -> None:
     library.impl("alias", kernels[torch.ops.aten.alias_copy.default].fast, "PrivateUse1")
     library.impl("polygamma_", _polygamma_, "Functionalize")
     library.impl("copy_", _copy_, "AutogradPrivateUse1", with_keyset=True)
+    library.impl("as_strided", _as_strided, "AutogradPrivateUse1", with_keyset=True)
     library.impl("native_batch_norm", _native_batch_norm, "AutogradPrivateUse1", with_keyset=True)
     anything = torch.library.Library("_", "IMPL")
     _libraries.append(anything)
@@ -78,6 +80,21 @@ def _copy_(keys: Any, self: torch.Tensor, src: torch.Tensor, non_blocking: bool 
     if self.device.type != DEVICE_TYPE:
         return self.copy_(src.to(self.device), non_blocking)
     return torch.ops.aten.copy_.default.redispatch(keys | routes.OTHER_AUTOGRAD, self, src, non_blocking)
+
+
+def _as_strided(
+    keys: Any, self: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None
+) -> torch.Tensor:
+    """``as_strided`` counts from the start of the memory a tensor is a view of, so it is taken of the base."""
+    if self._is_view() and self.device.type == DEVICE_TYPE:
+        if storage_offset is None:
+            raise UnsupportedOp(
+                "where a view begins in its base is not known on this device; pass storage_offset, or index the base",
+                op="aten.as_strided.default",
+                source=user_line(),
+            )
+        self = self._base  # type: ignore[assignment]
+    return torch.ops.aten.as_strided.default.redispatch(keys | routes.OTHER_AUTOGRAD, self, size, stride, storage_offset)
 
 
 def _native_batch_norm(keys: Any, *args: Any) -> Any:
