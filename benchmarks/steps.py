@@ -10,6 +10,7 @@ minutes.
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -142,13 +143,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--modes", type=_words, default=list(MAKE), help="inference,training")
     parser.add_argument("--backends", type=_words, help="backends of port (default: each available one)")
     parser.add_argument("--batches", type=int, help="steps per engine (default 40, quick 20)")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="PyTorch's CPU threads")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads of every engine")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # one model and mode, in this process
     options = parser.parse_args(argv)
     models = options.models or (["mlp", "minilm"] if options.quick else list(MODELS))
     batches = options.batches or (20 if options.quick else 40)
     backends = options.backends or available()
-    if len(models) == len(options.modes) == 1:
-        torch.set_num_threads(options.threads)
+    if options.here:
         measure(models[0], options.modes[0], backends, batches)
         return
     for model in models:
@@ -156,8 +157,10 @@ def main(argv: list[str] | None = None) -> None:
             if mode == "training" and model == "minilm":
                 continue
             arguments = f"--models {model} --modes {mode} --backends {','.join(backends)} --batches {batches}".split()
-            arguments += ["--threads", str(options.threads)]
-            code = subprocess.run([sys.executable, "-m", "benchmarks.steps", *arguments], check=False).returncode
+            command = [sys.executable, "-m", "benchmarks.steps", "--here", *arguments]
+            # In the environment it also holds for the thread that the C++ lazy core computes on.
+            environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
+            code = subprocess.run(command, check=False, env=environment).returncode
             if code:
                 print(f"\n{model}, {mode}: the process ended with code {code}", flush=True)
 

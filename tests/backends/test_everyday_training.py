@@ -104,7 +104,7 @@ def test_sparse_adam(device: torch.device) -> None:
     if not ON_PORT:
         agree(use, device, rtol=1e-4, atol=1e-5)
         return
-    with pytest.raises((RuntimeError, NotImplementedError), match="[Ss]parse"):  # strided tensors only, and it says so
+    with pytest.raises((RuntimeError, NotImplementedError), match=r"[Ss]parse"):  # strided tensors only, and it says so
         use(device)
 
 

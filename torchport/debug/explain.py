@@ -144,8 +144,8 @@ class CallExplanation:
 # -- hooks of the layers above -----------------------------------------------------------------------------------------
 
 Section = Callable[[str, "str | None"], Sequence[str]]
-_sections: list[Section] = []
-_resolver: Callable[[str], BackendComponent | None] = lambda device: None  # noqa: E731
+_sections: list[Section] = [device_lines]
+_resolver: Callable[[str], BackendComponent | None] = component_of
 
 
 def add_section(section: Section) -> Callable[[], None]:
