@@ -29,16 +29,19 @@ def _blocks(page: Path, language: str = "python") -> list[str]:
 
 
 # -- code ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", RUN)
-def test_code_on_a_page_runs(name: str) -> None:
-    """All blocks of a page, in order, in a process of their own; their ``assert`` lines are the page's claims."""
-    blocks = _blocks(ROOT / name)
-    assert blocks
-    program = "\n\n".join(blocks)
+def test_code_on_the_pages_runs() -> None:
+    """Each page's blocks in order; their ``assert`` lines are the page's claims. A process of their own, for all pages."""
+    blocks = [(name, _blocks(ROOT / name)) for name in RUN]
+    assert all(found for _, found in blocks)
+    program = f"""
+for name, blocks in {blocks!r}:
+    namespace = {{"__name__": "page"}}
+    for number, block in enumerate(blocks, 1):
+        exec(compile(block, f"<{{name}}, block {{number}}>", "exec"), namespace)
+"""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", program],
         env={**os.environ, "TORCHPORT_BACKEND": "reference"},
-        cwd=EXAMPLE.parent,
         capture_output=True,
         text=True,
         check=False,

@@ -47,9 +47,9 @@ def test_importing_torch_sets_up_the_device_without_any_engine() -> None:
     assert not [name for name in loaded if name.startswith("torchport.backends")]
 
 
-def test_importing_torch_warns_of_nothing() -> None:
-    done = python("import torch; print(torch.device('port'))")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "port\n", "")
+def test_importing_torch_and_using_the_device_warns_of_nothing() -> None:
+    done = python("import torch; print(torch.device('port')); print((torch.ones(2, device='port') + 1).sum().item())")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "port\n4.0\n", "")
 
 
 def test_every_public_name_resolves_and_is_listed() -> None:
