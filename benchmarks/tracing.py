@@ -3,14 +3,17 @@
     python -m benchmarks.tracing [--quick] [--batches N] [--only steps|chains|floor]
 
 Protocol: 100 ops per step on 4×4 float32; the trace is reset (``port``) or marked and waited for (``lazy``) outside the
-timed region; the engines run in turn, batch by batch. ``port`` is bound to a backend that computes nothing. Eager
-computes, so its column is for scale.
+timed region; the engines run in turn, batch by batch, and times are the tracing thread's processor time. ``port`` is
+bound to a backend that computes nothing. Eager computes, so its column is for scale.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable
+from time import thread_time
+from typing import Any
 
 import torch
 
@@ -109,7 +112,7 @@ def _engines(program: Callable[[str], Callable[[], object]], core: LazyCore) -> 
         "port": restart(program("port")),
         "lazy": core.timed(program("lazy")),
         "lazy, reuse": core.timed(program("lazy"), reuse=True),
-        "eager": timed(program("cpu")),
+        "eager": timed(program("cpu"), clock=thread_time),
     }
 
 
@@ -154,7 +157,7 @@ def _port_step(step: Callable[[], object]) -> Timed:
     def batch() -> float:
         shims.flush_mine = lambda cause: None
         try:
-            seconds = timed(step)()
+            seconds = timed(step, clock=thread_time)()
         finally:
             shims.flush_mine = flush
         torchport.sync()
@@ -165,7 +168,10 @@ def _port_step(step: Callable[[], object]) -> Timed:
 
 def _flush_after(step: Callable[[], object]) -> Timed:
     """The step with its flush, which computes nothing here: what the device itself costs."""
-    return timed(step, torchport.sync)
+    return timed(step, torchport.sync, thread_time)
+
+
+_OPTIMIZERS: tuple[tuple[Any, dict[str, Any]], ...] = ((torch.optim.SGD, {"momentum": 0.9}), (torch.optim.AdamW, {}))
 
 
 def _ops_of(batch: Timed) -> int:
@@ -175,24 +181,26 @@ def _ops_of(batch: Timed) -> int:
 
 
 def steps(core: LazyCore, batches: int, models: tuple[str, ...] = ("mlp", "resnet18")) -> None:
-    """Print milliseconds of whole training steps (SGD with momentum), traced only."""
+    """Print milliseconds of whole training steps, traced only."""
     rows = []
     for model in models:
-        for foreach in (False, True):
+        for (make, more), foreach in itertools.product(_OPTIMIZERS, (False, True)):
 
-            def program(device: str, model: str = model, foreach: bool = foreach) -> Callable[[], object]:
-                return training(MODELS[model]().to(device), torch.optim.SGD, momentum=0.9, foreach=foreach)
+            def program(
+                device: str, model: str = model, foreach: bool = foreach, make: Any = make, more: Any = more
+            ) -> Callable[[], object]:
+                return training(MODELS[model]().to(device), make, foreach=foreach, **more)
 
             engines = {
                 "port": _port_step(program("port")),
                 "with flush": _flush_after(program("port")),
                 "lazy": core.timed(program("lazy")),
                 "lazy, reuse": core.timed(program("lazy"), reuse=True),
-                "eager": timed(program("cpu")),
+                "eager": timed(program("cpu"), clock=thread_time),
             }
-            found = interleave(engines, batches)
+            found = interleave(engines, batches, seconds=30)
             ops = _ops_of(engines["port"])
-            row = _row(f"{model}, {'foreach' if foreach else 'for loop'}", found, 1e3)
+            row = _row(f"{model}, {make.__name__}, {'foreach' if foreach else 'for loop'}", found, 1e3)
             flushed = found["with flush"].cell(1e3)
             per_op = f"{found['port'].best / ops * 1e6:.2f}"
             rows.append([row[0], str(ops), per_op, row[1], flushed, *row[2:]])
@@ -212,7 +220,7 @@ def floor(batches: int) -> None:
         full = interleave({"port": restart(program)}, batches)["port"]
         new_trace()
         library = _trivial_kernels(chain)
-        bare = interleave({"bare": timed(program)}, batches)["bare"]
+        bare = interleave({"bare": timed(program, clock=thread_time)}, batches)["bare"]
         library._destroy()
         share = f"{(full.best - bare.best) / full.best:.0%}"
         cells = [samples.cell(1e6 / OPS) for samples in (full, bare)]
@@ -259,6 +267,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--only", choices=("chains", "steps", "floor"), help="one of the parts")
     options = parser.parse_args(argv)
     batches = options.batches or (15 if options.quick else 60)
+    torch.set_num_threads(1)  # eager computes: on this thread
     use_null()
     core = LazyCore()
     if options.only in (None, "chains"):
