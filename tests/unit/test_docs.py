@@ -30,7 +30,7 @@ def _blocks(page: Path, language: str = "python") -> list[str]:
 
 # -- code ----------------------------------------------------------------------------------------------------------
 def test_code_on_the_pages_runs() -> None:
-    """Each page's blocks in order; their ``assert`` lines are the page's claims. A process of their own, for all pages."""
+    """Each page's blocks in order; their ``assert`` lines are the page's claims. One process for all pages."""
     blocks = [(name, _blocks(ROOT / name)) for name in RUN]
     assert all(found for _, found in blocks)
     program = f"""
