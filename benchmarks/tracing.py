@@ -182,8 +182,8 @@ def _ops_of(batch: Timed) -> int:
 
 def steps(core: LazyCore, batches: int, models: tuple[str, ...] = ("mlp", "resnet18")) -> None:
     """Print milliseconds of whole training steps, traced only."""
-    rows = []
     for model in models:
+        rows = []
         for (make, more), foreach in itertools.product(_OPTIMIZERS, (False, True)):
 
             def program(
@@ -204,8 +204,8 @@ def steps(core: LazyCore, batches: int, models: tuple[str, ...] = ("mlp", "resne
             flushed = found["with flush"].cell(1e3)
             per_op = f"{found['port'].best / ops * 1e6:.2f}"
             rows.append([row[0], str(ops), per_op, row[1], flushed, *row[2:]])
-    header = ("step", "ops", "µs per op", "port", "port with flush", *_HEADER[1:])
-    table("Training steps traced only, ms (best / median); eager computes", header, rows)
+        header = ("step", "ops", "µs per op", "port", "port with flush", *_HEADER[1:])
+        table("Training steps traced only, ms (best / median); eager computes", header, rows)
 
 
 # -- the floor ---------------------------------------------------------------------------------------------------
