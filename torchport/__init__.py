@@ -6,6 +6,7 @@ Importing torchport is light: public names are imported when they are first used
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -99,6 +100,7 @@ def _autoload() -> None:
 
         register_device()
     except Exception as error:
-        import warnings
-
-        warnings.warn(f"torchport could not set up torch.device('port'): {type(error).__name__}: {error}", stacklevel=2)
+        # Not a warning: where warnings are errors, it would break the very import it must not break.
+        print(
+            f"torchport: torch.device('port') is not available: {type(error).__name__}: {error}", file=sys.stderr
+        )

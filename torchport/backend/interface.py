@@ -6,6 +6,7 @@ A working backend defines ``preprocess`` and ``execute``; everything else has a 
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -202,6 +203,11 @@ class Computation:
     fingerprint: str = ""
     graph_ops: int = 0
     compile_seconds: float = 0.0
+
+    def __del__(self) -> None:
+        """Release the handle with the last reference to the computation."""
+        if not sys.is_finalizing():
+            self.backend.destroy(self.handle)
 
 
 class KernelRegistrar(Protocol):

@@ -52,6 +52,8 @@ class Metrics:
         self._lock = threading.RLock()
         self.counters: Counter[str] = Counter()
         self.timers: dict[str, Timer] = {}
+        self.sources: list[Callable[[], Mapping[str, float]]] = []
+        """Functions whose figures the report shows too, such as a backend's own counters."""
 
     def count(self, name: str, amount: int = 1) -> None:
         """Add ``amount`` to a counter."""
@@ -95,6 +97,8 @@ class Metrics:
         """A readable table of every counter and timer."""
         with self._lock:
             lines = [f"{name:<40} {value:>12,}" for name, value in sorted(self.counters.items())]
+            for source in self.sources:
+                lines += [f"{name:<40} {value:>12,}" for name, value in sorted(source().items())]
             for name, t in sorted(self.timers.items()):
                 spread = "  ".join(f"p{p}={t.percentile(p) * 1e3:.3f}" for p in (1, 50, 99))
                 lines.append(f"{name:<40} {t.count:>12,}  total={t.total:.3f}s  {spread} ms")

@@ -65,6 +65,21 @@ def _given(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if value is not None}
 
 
+def seeded(barrier: Callable[..., Any]) -> Callable[..., Any]:
+    """A barrier whose random numbers come from the device's generator: CPU's is seeded with its key, and put back."""
+
+    def run(trace: Trace, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        generator = torch.default_generator
+        before = generator.get_state()
+        generator.manual_seed(trace.runtime.next_key())
+        try:
+            return barrier(trace, node, args, kwargs)
+        finally:
+            generator.set_state(before)
+
+    return run
+
+
 def host(runtime: DeviceRuntime, node: Node, reason: str) -> Callable[..., Any]:
     """The barrier that runs an op on the host. Raises :class:`UnsupportedOp` where the policy forbids it."""
     message = f"backend {runtime.backend.name!r} does not take the operator: {reason}"
@@ -80,7 +95,7 @@ def host(runtime: DeviceRuntime, node: Node, reason: str) -> Callable[..., Any]:
         if config.fallback == "error":
             raise UnsupportedOp(f"{message}, and config.fallback is 'error'", op=str(node.op), source=node.source)
         if config.fallback == "warn":
-            warnings.warn(f"{node.op} runs on the host: {message} (called at {node.source})", stacklevel=2)
+            warnings.warn(f"{node.op} runs on the host: {message} (called at {node.source})", stacklevel=4)
         metrics.count("Fallback")
         metrics.count(node.op.name())
         return on_host(trace, node.op, args, kwargs)

@@ -14,12 +14,14 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils._pytree import tree_leaves
 
 from ..core.specs import TensorSpec
 from .decompositions import DECOMPOSE
 from .infer import DataDependent, Inferred, NoShapeRule, infer
 from .lowering import view_form
+from .random import is_random
 from .trace import Leaf, Node, Value, is_template, single_op
 
 if TYPE_CHECKING:
@@ -41,18 +43,27 @@ def decide(
     kernel = runtime.kernels.kernel(node.op)
     if kernel is not None:
         return barriers.backend_kernel(kernel)
+    if torch.Tag.nondeterministic_seeded in node.op.tags and not is_random(node.op):
+        return barriers.seeded(_at_once(runtime, node, "it draws random numbers of a kind the device has no formula for"))
     try:
         inferred = infer(DECOMPOSE.get(node.op) or view_form(node.op), args, kwargs)
     except (DataDependent, NoShapeRule) as error:
-        boxed = runtime.kernels.boxed
-        if boxed is not None:
-            return barriers.backend_kernel(functools.partial(_boxed, boxed, node.op))
-        return barriers.host(runtime, node, str(error))
+        return _at_once(runtime, node, str(error))
     if not runtime.takes_all:
         reason = runtime.refusal(*_alone(node, inferred, args, kwargs))
         if reason is not None:
             return barriers.host(runtime, node, reason)
     return inferred
+
+
+def _at_once(runtime: DeviceRuntime, node: Node, reason: str) -> Callable[..., Any]:
+    """The backend's boxed kernel, else the host."""
+    from . import barriers
+
+    boxed = runtime.kernels.boxed
+    if boxed is None:
+        return barriers.host(runtime, node, reason)
+    return barriers.backend_kernel(functools.partial(_boxed, boxed, node.op))
 
 
 def _boxed(fn: Callable[..., Any], op: Any, *args: Any, **kwargs: Any) -> Any:

@@ -223,7 +223,7 @@ def flush(trace: Trace, cause: str) -> TorchportError | None:
     failure: TorchportError | None = None
     with lock:
         if trace.cursor.parent is None:
-            if trace.leaves or trace.cursor is not trace.runtime.root:
+            if trace.leaves or trace.generation != trace.runtime.generation:
                 trace.restart()
             return None
         handles = trace.live()
@@ -337,7 +337,10 @@ def host_tensor(tensor: LazyTensor) -> torch.Tensor:
     compute(tensor)
     assert tensor.value is not None
     runtime: DeviceRuntime = tensor.value.info  # type: ignore[assignment]
-    result = runtime.backend.from_device(tensor.value)
+    try:
+        result = runtime.backend.from_device(tensor.value)
+    except Exception as error:
+        raise _transfer_failed(runtime, "to the host", error) from error
     strides = tensor.stride()
     if result.stride() == strides or not result.numel():
         return result
@@ -356,6 +359,12 @@ def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
+def _transfer_failed(runtime: DeviceRuntime, way: str, error: Exception) -> ExecutionError:
+    return ExecutionError(
+        f"backend {runtime.backend.name!r} failed to copy a tensor {way}: {type(error).__name__}: {error}"
+    )
+
+
 def leaf_from_data(runtime: DeviceRuntime, data: BackendData) -> LazyTensor:
     """A handle whose value is there already."""
     handle = make_handle(data.spec, runtime.index)
@@ -367,7 +376,10 @@ def leaf_from_data(runtime: DeviceRuntime, data: BackendData) -> LazyTensor:
 def leaf_from_host(runtime: DeviceRuntime, tensor: torch.Tensor) -> LazyTensor:
     """A handle with a CPU tensor's value. The tensor is the device's from now on; pass a copy if others may write."""
     start = perf_counter()
-    data = runtime.backend.to_device(tensor, runtime.device)
+    try:
+        data = runtime.backend.to_device(tensor, runtime.device)
+    except Exception as error:
+        raise _transfer_failed(runtime, "to the device", error) from error
     metrics.count("TransferToDevice")
     metrics.metrics.add_time("TransferToDeviceTime", perf_counter() - start)
     handle = make_handle(TensorSpec.of(tensor), runtime.index)

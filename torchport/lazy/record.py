@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,8 +28,10 @@ from .trace import (
     RandomKey,
     Trace,
     Value,
+    fill_pool,
     leaf,
     lock,
+    new_handle,
     unwrap,
     wrap,
 )
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 
 __all__ = ["emit", "record", "user_line"]
 
-_ref: Final = weakref.ref
 
 _HIDDEN: Final = tuple(
     f"{path}/" for path in (*torch.__path__, str(__file__).removesuffix("/lazy/record.py"))
@@ -84,7 +84,8 @@ def record(trace: Trace, kernel: Kernel, key: tuple[Any, ...], args: Sequence[An
                 error.add_note(f"torchport: while tracing {kernel.op}")
                 error.add_note(f"torchport: called at {user_line()}")
             raise
-        node = trace.cursor.children.setdefault(key, node)
+        trace.cursor.children[key] = node
+        trace.nodes += 1
     return emit(trace, node, args, kwargs)
 
 
@@ -244,9 +245,11 @@ def _describe_outputs(node: Node, inferred: Inferred, index: int) -> None:
     if index == 0:
         node.templates = tuple(None if spec is None else make_template(spec) for spec in node.specs)
     plain = not node.is_factory and node.depth % CHECKPOINT_EVERY != 0
-    templates = tuple(template for template in node.templates if template is not None)
-    if plain and templates and len(templates) == len(node.specs):
-        node.ready = templates[0] if node.container is None else templates
+    if plain and node.templates and None not in node.specs:
+        if node.container is not None:
+            node.ready = [new_handle(node, offset) for offset in range(len(node.specs))]
+        for offset in range(len(node.specs)):
+            fill_pool(node, offset)
 
 
 # -- emitting ----------------------------------------------------------------------------------------------------
@@ -257,19 +260,13 @@ def emit(trace: Trace, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any
     trace.cursor = node
     base = trace.base + node.number
     results: list[Any] = []
-    if trace.index == 0:
-        keep = trace.keep
-        for offset, template in enumerate(node.templates):
-            if template is None:
-                results.append(None)
-                continue
-            result = template.data
-            result.__class__ = LazyTensor
-            result.number = base + offset  # type: ignore[attr-defined]
-            keep(_ref(result))  # type: ignore[arg-type]
-            results.append(result)
-    else:
-        results = [_indexed(trace, spec, base + offset) for offset, spec in enumerate(node.specs)]
+    for offset, spec in enumerate(node.specs):
+        result = None
+        if spec is not None:
+            result = new_handle(node, offset) if trace.index == 0 else make_handle(spec, trace.index)
+            result.number = base + offset
+            trace.keep(result)
+        results.append(result)
     if node.is_factory:
         results = [wrap(result) for result in results]
     if node.depth % CHECKPOINT_EVERY == 0:
@@ -279,18 +276,9 @@ def emit(trace: Trace, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any
     return node.container(results)
 
 
-def _indexed(trace: Trace, spec: TensorSpec | None, number: int) -> LazyTensor | None:
-    if spec is None:
-        return None
-    handle = make_handle(spec, trace.index)
-    handle.number = number
-    trace.keep(_ref(handle))
-    return handle
-
-
 def checkpoint(trace: Trace) -> None:
     """Now and then: forget dead values, and flush a trace that has grown past the bound."""
-    if len(trace.refs) > trace.limit:
+    if len(trace.made) > trace.limit:
         trace.drop_dead()
     if trace.cursor.depth >= config.max_trace_ops:
         from .executor import flush

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import itertools
 import operator
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -29,6 +32,9 @@ DEFAULT_SEED: Final = 67280421310721
 """PyTorch's default seed (c10::detail ``default_rng_seed_val``)."""
 
 
+_generations = itertools.count(1)
+
+
 def mix64(value: int) -> int:
     """SplitMix64's finaliser (Steele, Lea and Flood 2014) on an unsigned 64-bit integer."""
     value &= _MASK64
@@ -45,7 +51,7 @@ class DeviceRuntime:
         self.backend = backend
         self.device = device
         self.specs = CompileSpecs()
-        self.root = Node.root()
+        self.generation = next(_generations)
         self.seed = DEFAULT_SEED
         self.draws = 0
         self.decompositions: dict[Any, Callable[..., Any]] = dict(backend.decompositions())
@@ -54,8 +60,8 @@ class DeviceRuntime:
         self.kernels.listen(self)
 
     def forget_decisions(self) -> None:
-        """Start from an empty trie: the backend's kernels have changed. Pending traces keep the one they began in."""
-        self.root = Node.root()
+        """The backend's kernels have changed: traces start from an empty trie after what is pending."""
+        self.generation = next(_generations)
 
     def refusal(self, node: Node, specs: Sequence[TensorSpec]) -> str | None:
         """Why the backend cannot have the op in a graph, or ``None`` if it can.
@@ -74,7 +80,7 @@ class DeviceRuntime:
             refused = [(n, support) for n in calls if not (support := self.backend.supports(n))]
             if not refused:
                 return None
-            new = [n.target for n, _ in refused if n.target in core and n.target not in self.decompositions]
+            new = list(dict.fromkeys(n.target for n, _ in refused if n.target in core and n.target not in self.decompositions))
             if not new:
                 for op in added:
                     del self.decompositions[op]
@@ -159,10 +165,24 @@ class Runtimes:
 runtimes: Final = Runtimes()
 
 
+@atexit.register
+def _shut_down() -> None:
+    """Tell every backend that was used that the process ends."""
+    for backend in {runtime.backend for runtime in runtimes.all()}:
+        backend.shutdown()
+
+
+def _backend_metrics() -> dict[str, float]:
+    """The counters of every backend that was used, under its name."""
+    backends = {runtime.backend for runtime in runtimes.all()}
+    return {f"{backend.name}: {name}": value for backend in backends for name, value in backend.metrics().items()}
+
+
+metrics.metrics.sources.append(_backend_metrics)
+
+
 def default_backend() -> tuple[Backend, int]:
     """The backend of port:0 when nobody chose one: ``config.backend``, else inductor, else reference."""
-    import sys
-
     if config.backend:
         return registry.get(config.backend), 0
     try:
@@ -179,6 +199,18 @@ def default_backend() -> tuple[Backend, int]:
     return backend, 0
 
 
+class _ThreadEnd:
+    """Goes with its thread, and computes what the thread leaves pending: others may hold those values."""
+
+    def __init__(self, traces: dict[int, Trace]) -> None:
+        self._traces = traces
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            for trace in self._traces.values():
+                flush(trace, "thread end")
+
+
 class _ThreadTraces(threading.local):
     """The calling thread's traces: index 0 as an attribute, because every kernel starts there."""
 
@@ -186,6 +218,7 @@ class _ThreadTraces(threading.local):
 
     def __init__(self) -> None:
         self._by_index: dict[int, Trace] = {}
+        self._at_end = _ThreadEnd(self._by_index)
 
     def __getattr__(self, name: str) -> Any:
         if name != "trace":

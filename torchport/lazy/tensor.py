@@ -36,6 +36,10 @@ class LazyTensor(torch.Tensor):
     value: BackendData | None = None
     spec: TensorSpec | None = None
     failure: BaseException | None = None
+    pooled: bool = False
+    """Whether the trie node it was made at will hand it out again, once nobody else holds it."""
+    home: tuple[Any, int] | None = None
+    """The trie node and the result it is a handle of, while it is pooled."""
     fresh: bool = False
     """Whether it came from the host and no trace has used it yet."""
     viewed: bool = False

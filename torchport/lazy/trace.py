@@ -12,14 +12,16 @@ Numbers: outputs of ops count up from 0 along the path; leaves (values that exis
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.utils._pytree import tree_map
 
+from ..core.config import config
 from ..core.specs import TensorSpec
 from .tensor import IndexedLazyTensor, LazyTensor
 
@@ -32,11 +34,10 @@ __all__ = ["CHECKPOINT_EVERY", "FLOAT", "LEAF", "SPAN", "HostScalar", "Leaf", "N
 
 LEAF: Final = 1 << 30
 SPAN: Final = 1 << 32
-CHECKPOINT_EVERY: Final = 64
+CHECKPOINT_EVERY: Final = 256
 """Every so many ops the trace forgets dead values and looks at the op bound, so that flushing stays cheap."""
 
 _epochs = itertools.count(1)
-_ref = weakref.ref
 
 
 class _Token:
@@ -126,7 +127,7 @@ class Node:
         self.kwargs: dict[str, Any] = {}
         self.specs: tuple[TensorSpec | None, ...] = ()
         self.templates: tuple[LazyTensor | None, ...] = ()
-        self.ready: LazyTensor | tuple[LazyTensor, ...] | None = None
+        self.ready: LazyTensor | list[LazyTensor] | None = None
         self.container: type | None = None
         self.is_factory = False
         self.source: str | None = None
@@ -176,11 +177,60 @@ def single_op(node: Node, position_of: dict[Any, int]) -> Node:
     return copy
 
 
+# -- handles -------------------------------------------------------------------------------------------------------
+# A handle that died before a flush never had a value, so its node can hand the very same object out on the next step:
+# that costs two reference counts instead of a new tensor. Both counts matter: PyTorch's C++ side holds handles, too.
+def make_alive_filter() -> Callable[[Iterable[LazyTensor]], list[LazyTensor]]:
+    """A function that keeps the handles somebody holds besides the list it is given and their nodes' pools."""
+    count = sys.getrefcount
+
+    def counts(handles: Iterable[Any]) -> list[int]:
+        return [count(h) for h in handles]
+
+    (alone,) = counts([object()])
+
+    def alive(handles: Iterable[LazyTensor]) -> list[LazyTensor]:
+        return [h for h in handles if h._use_count() > 1 or count(h) > alone + h.pooled]  # type: ignore[attr-defined]
+
+    return alive
+
+
+alive: Final = make_alive_filter()
+
+
+def new_handle(node: Node, offset: int) -> LazyTensor:
+    """A handle of a node's result that is in no pool."""
+    template = node.templates[offset]
+    made: Any = template.data  # type: ignore[union-attr]
+    made.__class__ = LazyTensor
+    return made
+
+
+def fill_pool(node: Node, offset: int) -> LazyTensor:
+    """Give a node's pool a new handle for one of its results, and let go of the one it had."""
+    made = new_handle(node, offset)
+    made.pooled, made.home = True, (node, offset)
+    if isinstance(node.ready, list):
+        former = node.ready[offset]
+        node.ready[offset] = made
+    else:
+        former = node.ready
+        node.ready = made
+    if former is not None:
+        former.pooled, former.home = False, None
+    return made
+
+
+def release(handle: LazyTensor) -> None:
+    """Take a handle out of its node's pool: it is about to get a value, or is otherwise no longer like new."""
+    if handle.home is not None:
+        fill_pool(*handle.home)
+
+
 class Trace:
     """One thread's pending ops on one device.
 
-    ``refs`` are weak references to the handles made since the last flush (dead ones are dropped now and then),
-    ``leaves`` the values the trace starts from in order of first use, ``numbers`` its run-time floats and ``keys``
+    ``made`` are the handles made since the last flush (dead ones are dropped now and then), ``leaves`` the values the trace starts from in order of first use, ``numbers`` its run-time floats and ``keys``
     its random keys, in order.
     """
 
@@ -191,24 +241,30 @@ class Trace:
         "fresh",
         "index",
         "keep",
+        "keep_all",
         "keys",
         "leaf_numbers",
         "leaves",
         "limit",
+        "made",
+        "nodes",
         "numbers",
-        "ops_before",
-        "refs",
+        "root",
         "runtime",
+        "generation",
     )
 
     def __init__(self, runtime: DeviceRuntime) -> None:
         self.runtime = runtime
         self.index = runtime.index
-        self.refs: list[weakref.ref[LazyTensor]] = []
-        self.keep: Callable[[weakref.ref[LazyTensor]], None] = self.refs.append
+        self.made: list[LazyTensor] = []
+        self.keep: Callable[[LazyTensor], None] = self.made.append
+        self.keep_all: Callable[[Iterable[LazyTensor]], None] = self.made.extend
         self.limit = CHECKPOINT_EVERY
-        self.ops_before = 0
         self.base = 0
+        self.nodes = 0
+        self.root = Node.root()
+        self.generation = runtime.generation
         self.restart()
 
     def restart(self) -> None:
@@ -216,24 +272,30 @@ class Trace:
         owners.pop(self.base // SPAN, None)
         epoch = next(_epochs)
         self.base = epoch * SPAN
-        self.cursor = self.runtime.root
+        if self.generation != self.runtime.generation or self.nodes > config.max_trace_nodes:
+            self.generation = self.runtime.generation
+            self.root, self.nodes = Node.root(), 0
+        self.cursor = self.root
         self.leaves: list[LazyTensor] = []
         self.leaf_numbers: dict[int, int] = {}
         self.numbers: list[float] = []
         self.keys: list[int] = []
         self.fresh = False
-        self.refs.clear()
+        self.made.clear()
         owners[epoch] = self
 
     def drop_dead(self) -> None:
         """Forget handles nobody holds. Amortised constant per op: runs again only after the list has doubled."""
-        self.refs[:] = [ref for ref in self.refs if ref() is not None]
-        self.limit = 2 * len(self.refs) + CHECKPOINT_EVERY
+        self.made[:] = alive(self.made)
+        self.limit = 2 * len(self.made) + CHECKPOINT_EVERY
 
     def live(self) -> list[LazyTensor]:
-        """The handles of this trace that somebody holds and that have no value yet, oldest first."""
-        handles = [handle for ref in self.refs if (handle := ref()) is not None]
-        return [handle for handle in handles if handle.value is None and handle.failure is None]
+        """The handles that somebody holds and that have no value yet, oldest first; their nodes let go of them."""
+        handles = [handle for handle in alive(self.made) if handle.value is None and handle.failure is None]
+        for handle in handles:
+            if handle.pooled:
+                release(handle)
+        return handles
 
 
 owners: Final[weakref.WeakValueDictionary[int, Trace]] = weakref.WeakValueDictionary()
@@ -333,14 +395,21 @@ def host_scalar(trace: Trace, tensor: torch.Tensor) -> Any:
 def tensors(trace: Trace, values: Sequence[Any]) -> tuple[Any, ...]:
     """Key part of a list of tensors, ``None`` allowed."""
     base = trace.base
-    parts: list[Any] = []
+    if trace.index == 0:
+        try:
+            parts = [value.number - base for value in values]
+        except AttributeError:
+            parts = [-1]
+        if not parts or min(parts) >= 0:
+            return tuple(parts)
+    mixed: list[Any] = []
     for value in values:
         if value.__class__ is LazyTensor and trace.index == 0:
             offset = value.number - base
-            parts.append(leaf(trace, value) if offset < 0 else offset)
+            mixed.append(leaf(trace, value) if offset < 0 else offset)
         else:
-            parts.append(foreign(trace, value))
-    return tuple(parts)
+            mixed.append(foreign(trace, value))
+    return tuple(mixed)
 
 
 def unwrap(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -66,7 +65,10 @@ def _shared_copy(tensor: LazyTensor, dtype: torch.dtype | None) -> torch.Tensor:
     held = host_tensor(tensor)
     if dtype is not None and dtype != held.dtype:
         return held.to(dtype)
-    return torch._lazy_clone(held)
+    try:
+        return torch._lazy_clone(held)
+    except RuntimeError:  # memory PyTorch did not allocate, such as a NumPy array's, has no copy-on-write
+        return held.clone()
 
 
 def _to_copy(
@@ -124,7 +126,7 @@ def _same_value(self: torch.Tensor) -> torch.Tensor:
     handle = make_handle(inner.spec or TensorSpec.of(inner), index)
     handle.number, handle.value, handle.spec, handle.failure = inner.number, inner.value, inner.spec, inner.failure
     if inner.value is None:
-        threads.of(index).keep(weakref.ref(handle))
+        threads.of(index).keep(handle)
     return handle
 
 

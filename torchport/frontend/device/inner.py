@@ -18,7 +18,7 @@ from ...backend.normal_form import is_view
 from ...core.errors import UnsupportedOp
 from ...lazy.record import user_line
 from ...lazy.tensor import DEVICE_TYPE, IndexedLazyTensor, LazyTensor
-from ...lazy.trace import unwrap
+from ...lazy.trace import release, unwrap
 
 __all__ = ["make_fallback"]
 
@@ -80,6 +80,7 @@ def _view(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callabl
     for tensor in (args[0], *(results if isinstance(results, (list, tuple)) else [results])):
         handle = unwrap(tensor)
         if isinstance(handle, LazyTensor):
+            release(handle)
             handle.viewed = True
     return results
 
@@ -117,5 +118,6 @@ def _assign(op: Any, target: Any, result: Any) -> None:
             op=str(op),
             source=user_line(),
         )
+    release(target)
     target.number, target.value, target.spec = result.number, result.value, result.spec
 

@@ -197,7 +197,7 @@ def _load_onto_device() -> None:
 
 
 # -- memory that is not there --------------------------------------------------------------------------------------
-_TENSOR_METHODS = ("share_memory_", "storage", "untyped_storage", "_typed_storage", "data_ptr", "is_shared", "pin_memory")
+_TENSOR_METHODS = ("share_memory_", "storage", "untyped_storage", "_typed_storage", "data_ptr", "is_shared", "pin_memory", "__dlpack__")
 
 
 def _guard_memory() -> None:
