@@ -75,6 +75,20 @@ def test_logging_every_nth_loss_costs_nothing_more(device: torch.device, every: 
     assert len(set(logged)) == len(logged) > 3
 
 
+def test_labels_copied_after_the_forward_do_not_split_the_step(device: torch.device) -> None:
+    net = make_net(device)
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def step(number: int) -> None:
+        opt.zero_grad()
+        nn.functional.cross_entropy(net(torch.randn(8, 4).to(device)), torch.randint(0, 2, (8,)).to(device)).backward()
+        opt.step()
+
+    counts = steady(step)
+    assert counts["UncachedCompile"] == 0
+    assert counts["Execute"] == STEPS
+
+
 def test_losses_kept_and_read_at_the_end(device: torch.device) -> None:
     run = trainer(device)
     losses: list[torch.Tensor] = []

@@ -30,12 +30,16 @@ if TYPE_CHECKING:
     from .executor import Plan
     from .runtime import DeviceRuntime
 
-__all__ = ["CHECKPOINT_EVERY", "FLOAT", "LEAF", "SPAN", "HostScalar", "Leaf", "Node", "Number", "RandomKey", "Trace", "Value"]
+__all__ = ["CHECKPOINT_EVERY", "COPIES_UNDER_GRAD", "FLOAT", "LEAF", "SPAN", "HostScalar", "Leaf", "Node", "Number", "RandomKey", "Trace", "Value"]
 
 LEAF: Final = 1 << 30
 SPAN: Final = 1 << 32
 CHECKPOINT_EVERY: Final = 256
 """Every so many ops the trace forgets dead values and looks at the op bound, so that flushing stays cheap."""
+
+COPIES_UNDER_GRAD: Final = 4
+"""While gradients are recorded the optimizer ends a step, and a copy after the forward is likely the batch's labels: only
+the fourth such copy counts as a new batch. Without gradients the first one does."""
 
 _epochs = itertools.count(1)
 
@@ -237,6 +241,7 @@ class Trace:
     __slots__ = (
         "__weakref__",
         "base",
+        "copies",
         "cursor",
         "fresh",
         "index",
@@ -281,6 +286,7 @@ class Trace:
         self.numbers: list[float] = []
         self.keys: list[int] = []
         self.fresh = False
+        self.copies = 0
         self.made.clear()
         owners[epoch] = self
 
@@ -323,6 +329,8 @@ def leaf(trace: Trace, tensor: LazyTensor) -> Any:
     if tensor.fresh:
         tensor.fresh = False
         trace.fresh = True
+        if not torch.is_grad_enabled():
+            trace.copies = COPIES_UNDER_GRAD
     number = LEAF + len(trace.leaves)
     tensor.number = trace.base + number
     trace.leaves.append(tensor)

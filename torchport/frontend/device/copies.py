@@ -16,7 +16,7 @@ from ...lazy.executor import flush, host_tensor, leaf_from_host
 from ...lazy.record import user_line
 from ...lazy.runtime import runtimes, threads
 from ...lazy.tensor import DEVICE_TYPE, IndexedLazyTensor, LazyTensor, make_handle
-from ...lazy.trace import Trace, unwrap, wrap
+from ...lazy.trace import COPIES_UNDER_GRAD, Trace, unwrap, wrap
 
 __all__ = ["elsewhere", "kernels", "no_kernel", "special_kernels", "with_generator"]
 
@@ -47,7 +47,9 @@ def _host_to_device(tensor: torch.Tensor, index: int, dtype: torch.dtype | None)
     trace = threads.of(index)
     if config.flush_on_copy and trace.fresh and tensor.numel() > 1:
         # A new batch arrives while work on the former one is pending: that work is one computation.
-        flush(trace, "copy")
+        trace.copies += 1
+        if trace.copies >= COPIES_UNDER_GRAD:
+            flush(trace, "copy")
     plain = tensor.detach()
     if plain.layout is not torch.strided:
         raise UnsupportedOp(
