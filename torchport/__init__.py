@@ -72,10 +72,7 @@ _MODULES = {
     "metrics": "torchport.core.metrics",
 }
 
-__all__ = [
-    *sorted(_HOME_OF),
-    *sorted(_MODULES),
-]
+__all__ = [*sorted(_HOME_OF), *sorted(_MODULES)]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
@@ -101,6 +98,4 @@ def _autoload() -> None:
         register_device()
     except Exception as error:
         # Not a warning: where warnings are errors, it would break the very import it must not break.
-        print(
-            f"torchport: torch.device('port') is not available: {type(error).__name__}: {error}", file=sys.stderr
-        )
+        print(f"torchport: torch.device('port') is not available: {type(error).__name__}: {error}", file=sys.stderr)

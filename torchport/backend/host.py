@@ -9,9 +9,59 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ..core.specs import TensorSpec
-from .interface import BackendData, BackendDevice, TensorData
+from .interface import BackendData, BackendDevice, KernelRegistrar, TensorData
 
-__all__ = ["cpu_fallback"]
+__all__ = ["cpu_attention", "cpu_fallback", "register_host_kernels"]
+
+aten = torch.ops.aten
+
+
+def register_host_kernels(registrar: KernelRegistrar) -> None:
+    """What a backend gains whose values are :class:`TensorData` and whose compiler knows CPU's own operators."""
+    registrar.fallback("Dense", cpu_fallback)
+    registrar.impl("aten::scaled_dot_product_attention", "Autograd", cpu_attention)
+
+
+def cpu_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Attention by CPU's fused operator where CPU eager would take it (``sdp_utils_cpp.cpp``), else as PyTorch does.
+
+    PyTorch chooses attention kernels in C++ for the devices it knows, and writes it out in full for all others.
+    """
+    fused = (
+        query.dim() == 4
+        and query.dtype in (torch.float32, torch.float64, torch.bfloat16)
+        and query.shape[-1] == key.shape[-1] == value.shape[-1]
+        and query.shape[:2] == key.shape[:2] == value.shape[:2]
+        and key.shape == value.shape
+        and dropout_p == 0.0
+        and not enable_gqa
+        and min(query.shape) > 0
+        and key.shape[2] > 0
+    )
+    if attn_mask is not None:
+        fused = fused and not is_causal and attn_mask.dim() in (2, 4) and not attn_mask.requires_grad
+        fused = fused and attn_mask.dtype in (torch.bool, query.dtype)
+    if not fused:
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        zeros = torch.zeros(attn_mask.shape, dtype=query.dtype, device=query.device)
+        attn_mask = zeros.masked_fill(~attn_mask, -torch.inf)
+    out, _ = aten._scaled_dot_product_flash_attention_for_cpu.default(
+        query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
+    )
+    return out
 
 
 def cpu_fallback(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

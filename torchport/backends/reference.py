@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchport.backend.host import cpu_fallback
+from torchport.backend.host import register_host_kernels
 from torchport.backend.interface import (
     Backend,
     BackendData,
@@ -32,7 +32,7 @@ class ReferenceBackend(Backend):
     version = "1"
 
     def register_kernels(self, registrar: KernelRegistrar) -> None:
-        registrar.fallback("Dense", cpu_fallback)
+        register_host_kernels(registrar)
 
     def preprocess(self, graph: fx.GraphModule, specs: CompileSpecs) -> Processed:
         return Processed(encode(graph))

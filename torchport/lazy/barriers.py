@@ -127,5 +127,3 @@ def on_host(trace: Trace, op: Callable[..., Any], args: Sequence[Any], kwargs: M
     with default_state():
         outputs = op(*tree_map(argument, tuple(args)), **tree_map(argument, dict(kwargs)))
     return tree_map(result, outputs)
-
-

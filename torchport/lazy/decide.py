@@ -43,8 +43,10 @@ def decide(
     kernel = runtime.kernels.kernel(node.op)
     if kernel is not None:
         return barriers.backend_kernel(kernel)
-    if torch.Tag.nondeterministic_seeded in node.op.tags and not is_random(node.op):
-        return barriers.seeded(_at_once(runtime, node, "it draws random numbers of a kind the device has no formula for"))
+    if _draws_on_the_host(node.op):
+        return barriers.seeded(
+            _at_once(runtime, node, "it draws random numbers of a kind the device has no formula for")
+        )
     try:
         inferred = infer(DECOMPOSE.get(node.op) or view_form(node.op), args, kwargs)
     except (DataDependent, NoShapeRule) as error:
@@ -54,6 +56,16 @@ def decide(
         if reason is not None:
             return barriers.host(runtime, node, reason)
     return inferred
+
+
+def _draws_on_the_host(op: Any) -> bool:
+    """Whether the op draws random numbers of a kind the device has no formula for."""
+    # Fused attention draws only under dropout, which the device never asks of it.
+    return (
+        torch.Tag.nondeterministic_seeded in op.tags
+        and not is_random(op)
+        and not op.name().startswith("aten::_scaled_dot_product")
+    )
 
 
 def _at_once(runtime: DeviceRuntime, node: Node, reason: str) -> Callable[..., Any]:

@@ -75,8 +75,9 @@ def _gru_cell_backward(
     grad_reset = grad_new * hnew * (1 - reset) * reset
     grad_input = torch.cat([grad_reset, grad_update, grad_new], 1)
     grad_hidden = torch.cat([grad_reset, grad_update, grad_new * reset], 1)
-    biases = (grad_input.sum(0), grad_hidden.sum(0)) if has_bias else (None, None)
-    return grad_input, grad_hidden, grad_hy * update, *biases
+    input_bias = grad_input.sum(0) if has_bias else None
+    hidden_bias = grad_hidden.sum(0) if has_bias else None
+    return grad_input, grad_hidden, grad_hy * update, input_bias, hidden_bias
 
 
 def _histc(x: Tensor, bins: int = 100, low: Any = 0, high: Any = 0) -> Tensor:

@@ -333,7 +333,7 @@ def value_of(tensor: LazyTensor, trace: Trace) -> BackendData:
 
 # -- the host ----------------------------------------------------------------------------------------------------
 def host_tensor(tensor: LazyTensor) -> torch.Tensor:
-    """The value as a CPU tensor with the handle's strides. It may share memory with the device's value: do not write."""
+    """The value as a CPU tensor with the handle's strides. It may share the device's memory: do not write."""
     compute(tensor)
     assert tensor.value is not None
     runtime: DeviceRuntime = tensor.value.info  # type: ignore[assignment]
@@ -386,5 +386,3 @@ def leaf_from_host(runtime: DeviceRuntime, tensor: torch.Tensor) -> LazyTensor:
     data.info = runtime
     handle.value = data
     return handle
-
-

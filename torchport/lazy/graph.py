@@ -9,13 +9,14 @@ from typing import Any, Final
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 from torch.utils._pytree import tree_iter, tree_map
 
 from ..backend.normal_form import alias_root
 from ..core.errors import GraphError
 from ..core.specs import TensorSpec
 from .decompositions import DECOMPOSE
-from .infer import fake_mode, fake_tensor
+from .infer import fake_mode, fake_tensor, infer
 from .lowering import LOWER, foreach_target, lower_foreach, lower_varying, view_form
 from .random import RANDOM
 from .trace import HostScalar, Leaf, Node, Number, RandomKey, Value, is_template
@@ -41,6 +42,10 @@ class TraceGraph:
     singles: tuple[int, ...]
     doubles: tuple[int, ...]
     keys: tuple[int, ...]
+
+
+def _spec_of_node(node: fx.Node) -> Any:
+    return TensorSpec.of(node.meta["val"])
 
 
 class GraphBuilder:
@@ -131,9 +136,11 @@ class GraphBuilder:
         return self._describe(self.graph.call_function(op, tuple(args), dict(kwargs)), value)
 
     def _run(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        fake_args, fake_kwargs = fx.node.map_arg((tuple(args), dict(kwargs)), lambda n: n.meta["val"])
-        with fake_mode(), torch.no_grad():
-            return op(*fake_args, **fake_kwargs)
+        """The fake results of an operator, from the specs of its arguments."""
+        spec_args, spec_kwargs = map_arg((tuple(args), dict(kwargs)), _spec_of_node)
+        inferred = infer(op, spec_args, spec_kwargs)
+        values = [None if spec is None else fake_tensor(spec) for spec in inferred.specs]
+        return values[0] if inferred.container is None else inferred.container(values)
 
     def inline(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The nodes that a decomposition written with tensors amounts to, added to the graph."""
@@ -143,7 +150,7 @@ class GraphBuilder:
 
         def flat(*tensors: Any) -> Any:
             table = dict(zip(nodes, tensors, strict=True))
-            real_args, real_kwargs = fx.node.map_arg((tuple(args), dict(kwargs)), lambda n: table[n])
+            real_args, real_kwargs = map_arg((tuple(args), dict(kwargs)), lambda n: table[n])
             return fn(*real_args, **real_kwargs)
 
         with fake_mode(), torch.no_grad():
@@ -154,11 +161,11 @@ class GraphBuilder:
             if node.op == "placeholder":
                 values[node] = next(inputs)
             elif node.op == "output":
-                return fx.node.map_arg(node.args[0], lambda n: values[n])
+                return map_arg(node.args[0], lambda n: values[n])
             elif node.target is _getitem:
                 values[node] = self.item(values[node.args[0]], node.args[1])
             else:
-                inner_args, inner_kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
+                inner_args, inner_kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
                 values[node] = self.call(node.target, inner_args, inner_kwargs)
         raise GraphError("a decomposition returned nothing")
 
@@ -332,5 +339,3 @@ def build_graph(
     builder.graph.eliminate_dead_code()
     made.module = fx.GraphModule(torch.nn.Module(), builder.graph)
     return made
-
-

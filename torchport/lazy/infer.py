@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 import math
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -67,16 +68,46 @@ def _spec(value: Any) -> TensorSpec | None:
         raise NoShapeRule(f"the op returns a {type(value).__name__}")
     if value.layout is not torch.strided:
         raise NoShapeRule(f"the op returns a tensor of layout {value.layout}")
-    if any(not isinstance(size, int) for size in value.shape):
+    sizes: tuple[Any, ...] = tuple(value.shape)
+    if any(not isinstance(size, int) for size in sizes):
         raise DataDependent("the shape of the result depends on values")
     return TensorSpec.of(value)
 
 
+_remembered: OrderedDict[Any, Inferred] = OrderedDict()
+_REMEMBER: Final = 16_384
+
+
+def _key(value: Any) -> Any:
+    """A hashable form of an argument; numbers keep their type, since 1, 1.0 and True mean different dtypes."""
+    if isinstance(value, (list, tuple)):
+        return tuple(_key(item) for item in value)
+    if isinstance(value, (int, float, complex)):
+        return (value.__class__, repr(value))
+    if isinstance(value, torch.Tensor):
+        raise TypeError("a real tensor")
+    return value
+
+
 def infer(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Inferred:
-    """What the op returns for these arguments, specs standing for tensors.
+    """What the op returns for these arguments, specs standing for tensors. Results are remembered.
 
     Raises :class:`DataDependent`, :class:`NoShapeRule`, or what PyTorch raises for wrong arguments.
     """
+    default = torch.get_default_dtype()
+    try:
+        key = (op, default, _key(args), tuple((name, _key(value)) for name, value in kwargs.items()))
+        found = _remembered.get(key)
+    except TypeError:  # something unhashable among the arguments
+        return _infer(op, args, kwargs)
+    if found is None:
+        found = _remembered[key] = _infer(op, args, kwargs)
+        if len(_remembered) > _REMEMBER:
+            _remembered.popitem(last=False)
+    return found
+
+
+def _infer(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Inferred:
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,
@@ -121,9 +152,7 @@ def _quiet() -> Iterator[None]:
 _LARGEST_PROBE = 1 << 24
 
 
-def _ask_the_cpu(
-    op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception
-) -> Inferred:
+def _ask_the_cpu(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> Inferred:
     """Shape inference refused the arguments: raise what CPU eager raises for them, on zeros of the same shapes.
 
     If eager does not refuse, the shape rule was too strict: :class:`NoShapeRule`. Large arguments are not tried.

@@ -33,7 +33,7 @@ class _Replay:
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self.values: dict[tuple[str, int], LazyTensor | TorchportError] = {
+        self.values: dict[tuple[str, int], Any] = {
             ("leaf", position): leaf for position, leaf in enumerate(trace.leaves)
         }
 
@@ -100,6 +100,8 @@ def isolate(trace: Trace, handles: Sequence[LazyTensor], error: TorchportError) 
     if first is None:
         metrics.count("IsolateRecovered")
         warnings.warn(
-            f"a computation failed as a whole and was run op by op, which is slow: {error}", RuntimeWarning, stacklevel=2
+            f"a computation failed as a whole and was run op by op, which is slow: {error}",
+            RuntimeWarning,
+            stacklevel=2,
         )
     return first

@@ -98,7 +98,11 @@ class Kernel:
 def supported_schema(op: torch._ops.OpOverload) -> bool:
     """Whether every argument is of a type a trace key can hold, and every result a tensor."""
     returns = {str(r.type) for r in op._schema.returns}
-    return bool(returns) and returns <= {"Tensor", "List[Tensor]"} and all(_kind(a) in _KNOWN for a in op._schema.arguments)
+    return (
+        bool(returns)
+        and returns <= {"Tensor", "List[Tensor]"}
+        and all(_kind(a) in _KNOWN for a in op._schema.arguments)
+    )
 
 
 def has_tensor_argument(op: torch._ops.OpOverload) -> bool:
@@ -134,7 +138,7 @@ def _key_lines(argument: Argument, part: str, role: str) -> list[str]:
 
 
 def _signature(arguments: Sequence[Argument]) -> tuple[str, str, str, dict[str, Any]]:
-    """``(parameters, positional call, keyword call, defaults)``; PyTorch leaves out arguments that have their default."""
+    """``(parameters, positional call, keyword call, defaults)``; PyTorch leaves out what has its default."""
     parameters: list[str] = []
     positional: list[str] = []
     keywords: list[str] = []
@@ -230,7 +234,7 @@ def _references_alone() -> int:
 
 
 def _device_statements(kernel: Kernel, positional: str, keywords: str) -> list[str]:
-    """Statements for an explicit ``device``: a factory runs on that device's trace, any other op's result moves there."""
+    """Statements for an explicit ``device``: a factory runs on that device's trace, other results move there."""
     if kernel.is_factory:
         call = f"return _K.indexed(_threads.of(device.index), *{positional}, **{keywords})"
         return [f"if device is not None and device.index and device.index != _trace.index: {call}"]
@@ -250,7 +254,9 @@ def _source(kernel: Kernel, fast: bool) -> tuple[str, dict[str, Any]]:
         "if _node is None:",
         f"    return _record(_trace, _K, _key, {call})",
     ]
-    lines += _result_statements(op, call) if fast and not kernel.is_factory else [f"return _emit(_trace, _node, {call})"]
+    lines += (
+        _result_statements(op, call) if fast and not kernel.is_factory else [f"return _emit(_trace, _node, {call})"]
+    )
     if any(argument.is_device for argument in kernel.arguments):
         lines[:0] = _device_statements(kernel, positional, keywords)
     if fast:

@@ -67,7 +67,7 @@ class BackendRegistrar:
         return Handle(self, registration)
 
     def fallback(self, key: str, fn: Callable[..., Any]) -> Handle:
-        """Register a boxed kernel, ``fn(op, args, kwargs)``, for what cannot be captured. ``key`` must be ``"Dense"``."""
+        """Register a boxed kernel, ``fn(op, args, kwargs)``, for what cannot be captured. ``key``: ``"Dense"``."""
         if key != "Dense":
             raise DispatchError(f"a backend's boxed kernel goes to the key 'Dense', not {key!r}")
         registration = dispatch.default.fallback(self._key(Functionality.Dense), fn)
@@ -118,7 +118,9 @@ def resolve_operator(op: str | torch._ops.OpOverload) -> torch._ops.OpOverload:
     base, _, overload = rest.partition(".")
     found = getattr(getattr(getattr(torch.ops, namespace), base, None), overload or "default", None)
     if not isinstance(found, torch._ops.OpOverload):
-        raise DispatchError(f"PyTorch has no operator {op!r}; write it as 'aten::add.Tensor' or torch.ops.aten.add.Tensor")
+        raise DispatchError(
+            f"PyTorch has no operator {op!r}; write it as 'aten::add.Tensor' or torch.ops.aten.add.Tensor"
+        )
     return found
 
 

@@ -19,8 +19,12 @@ __all__ = ["LOWER", "lower_foreach", "lower_varying", "number_role", "view_form"
 
 aten = torch.ops.aten
 
-_IDENTITIES: Final = {aten.detach_copy.default, aten.alias_copy.default, aten.lift_fresh_copy.default, aten.lift.default}
-
+_IDENTITIES: Final = {
+    aten.detach_copy.default,
+    aten.alias_copy.default,
+    aten.lift_fresh_copy.default,
+    aten.lift.default,
+}
 
 
 @functools.cache
@@ -229,7 +233,7 @@ def foreach_target(op: Any) -> Any:
     name = _foreach_name(op)
     if name is None:
         return None
-    overload = {"ScalarList": "Scalar"}.get(op._overloadname, op._overloadname)
+    overload: str = "Scalar" if op._overloadname == "ScalarList" else op._overloadname
     if name in {"addcmul", "addcdiv"} and overload == "Tensor":
         overload = "Scalar"
     target = _FOREACH_OVERLOADS.get((name, overload))

@@ -94,7 +94,9 @@ def _randn(b: GraphBuilder, key: fx.Node, spec: Any, *args: Any, **kwargs: Any) 
     return _normal(b, key, spec.shape, spec.dtype)
 
 
-def _normal_functional(b: GraphBuilder, key: fx.Node, spec: Any, x: Any, mean: float = 0.0, std: float = 1.0) -> fx.Node:
+def _normal_functional(
+    b: GraphBuilder, key: fx.Node, spec: Any, x: Any, mean: float = 0.0, std: float = 1.0
+) -> fx.Node:
     z = _normal(b, key, spec.shape, spec.dtype)
     return b.cast(b(aten.add.Tensor, b(aten.mul.Tensor, z, std), mean), spec.dtype)
 
@@ -132,7 +134,9 @@ _INTEGER_BITS: Final = {torch.float64: 53, torch.float32: 24, torch.float16: 11,
 def _random(b: GraphBuilder, key: fx.Node, spec: Any, x: Any, *bounds: Any) -> fx.Node:
     if not bounds:
         bits = _INTEGER_BITS.get(spec.dtype)
-        high = (1 << bits) + 1 if bits and bits > 1 else 2 if bits else min(torch.iinfo(spec.dtype).max, (1 << 62) - 1) + 1
+        high = (
+            (1 << bits) + 1 if bits and bits > 1 else 2 if bits else min(torch.iinfo(spec.dtype).max, (1 << 62) - 1) + 1
+        )
         return _randint_range(b, key, spec, 0, high)
     if len(bounds) == 1:
         return _randint_range(b, key, spec, 0, bounds[0])

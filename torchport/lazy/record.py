@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ..core.config import config
 from ..core.errors import DeviceMismatch
 from ..core.specs import TensorSpec
 from .decide import Inferred, decide
 from .random import is_random
-from .tensor import IndexedLazyTensor, LazyTensor, intern_spec, make_handle, make_template
+from .tensor import LazyTensor, intern_spec, make_handle, make_template
 from .torch_state import default_state
 from .trace import (
     CHECKPOINT_EVERY,
@@ -42,9 +43,8 @@ if TYPE_CHECKING:
 __all__ = ["emit", "record", "user_line"]
 
 
-_HIDDEN: Final = tuple(
-    f"{path}/" for path in (*torch.__path__, str(__file__).removesuffix("/lazy/record.py"))
-) + ("<torchport kernel",)
+_PACKAGES: Final = (*torch.__path__, str(__file__).removesuffix("/lazy/record.py"))
+_HIDDEN: Final = (*(f"{path}/" for path in _PACKAGES), "<torchport kernel")
 
 
 def user_line() -> str | None:
@@ -105,7 +105,7 @@ def _is_strayed(part: Any) -> bool:
 
 
 def _handles(value: Any) -> list[LazyTensor]:
-    leaves: list[Any] = torch.utils._pytree.tree_leaves(value)
+    leaves: list[Any] = tree_leaves(value)
     return [inner for x in leaves if isinstance(x, torch.Tensor) and isinstance(inner := unwrap(x), LazyTensor)]
 
 
@@ -151,7 +151,13 @@ class _Call:
 
     @classmethod
     def of(
-        cls, trace: Trace, kernel: Kernel, key: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any], mark: _Mark
+        cls,
+        trace: Trace,
+        kernel: Kernel,
+        key: tuple[Any, ...],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        mark: _Mark,
     ) -> _Call:
         """Decode a key. Raises :class:`DeviceMismatch`."""
         call = cls(trace, kernel, mark)

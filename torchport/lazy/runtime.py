@@ -80,7 +80,9 @@ class DeviceRuntime:
             refused = [(n, support) for n in calls if not (support := self.backend.supports(n))]
             if not refused:
                 return None
-            new = list(dict.fromkeys(n.target for n, _ in refused if n.target in core and n.target not in self.decompositions))
+            new = list(
+                dict.fromkeys(n.target for n, _ in refused if n.target in core and n.target not in self.decompositions)
+            )
             if not new:
                 for op in added:
                     del self.decompositions[op]

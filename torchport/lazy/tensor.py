@@ -30,7 +30,7 @@ class LazyTensor(torch.Tensor):
     it is there; ``spec`` its interned spec once it was asked for; ``failure`` the error that its computation ended in.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     number: int = -1
     value: BackendData | None = None
@@ -82,8 +82,9 @@ def make_template(spec: TensorSpec) -> LazyTensor:
             redispatch = torch.ops.aten._reshape_alias.default._handle.redispatch_boxed  # type: ignore[attr-defined]
             tensor = redispatch(_CPU_KEYS, tensor, spec.shape, spec.strides)
     tensor.__class__ = LazyTensor
-    tensor.spec = intern_spec(spec)
-    return tensor  # type: ignore[return-value]
+    handle: Any = tensor
+    handle.spec = intern_spec(spec)
+    return handle
 
 
 def make_handle(spec: TensorSpec, index: int) -> LazyTensor:

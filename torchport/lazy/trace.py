@@ -30,7 +30,20 @@ if TYPE_CHECKING:
     from .executor import Plan
     from .runtime import DeviceRuntime
 
-__all__ = ["CHECKPOINT_EVERY", "COPIES_UNDER_GRAD", "FLOAT", "LEAF", "SPAN", "HostScalar", "Leaf", "Node", "Number", "RandomKey", "Trace", "Value"]
+__all__ = [
+    "CHECKPOINT_EVERY",
+    "COPIES_UNDER_GRAD",
+    "FLOAT",
+    "LEAF",
+    "SPAN",
+    "HostScalar",
+    "Leaf",
+    "Node",
+    "Number",
+    "RandomKey",
+    "Trace",
+    "Value",
+]
 
 LEAF: Final = 1 << 30
 SPAN: Final = 1 << 32
@@ -38,8 +51,8 @@ CHECKPOINT_EVERY: Final = 256
 """Every so many ops the trace forgets dead values and looks at the op bound, so that flushing stays cheap."""
 
 COPIES_UNDER_GRAD: Final = 4
-"""While gradients are recorded the optimizer ends a step, and a copy after the forward is likely the batch's labels: only
-the fourth such copy counts as a new batch. Without gradients the first one does."""
+"""While gradients are recorded the optimizer ends a step, and a copy after the forward is likely the batch's labels:
+only the fourth such copy counts as a new batch. Without gradients the first one does."""
 
 _epochs = itertools.count(1)
 
@@ -234,8 +247,10 @@ def release(handle: LazyTensor) -> None:
 class Trace:
     """One thread's pending ops on one device.
 
-    ``made`` are the handles made since the last flush (dead ones are dropped now and then), ``leaves`` the values the trace starts from in order of first use, ``numbers`` its run-time floats and ``keys``
-    its random keys, in order.
+    ``made`` are the handles made since the last flush (dead ones are dropped now and then), ``leaves`` the values the
+    trace starts from in order of first use, ``numbers`` its run-time floats and ``keys`` its random keys, in order.
+    ``fresh`` tells whether one of the leaves came from the host for this trace, ``copies`` how many copies from the
+    host came after that leaf was used.
     """
 
     __slots__ = (
@@ -244,6 +259,7 @@ class Trace:
         "copies",
         "cursor",
         "fresh",
+        "generation",
         "index",
         "keep",
         "keep_all",
@@ -256,7 +272,6 @@ class Trace:
         "numbers",
         "root",
         "runtime",
-        "generation",
     )
 
     def __init__(self, runtime: DeviceRuntime) -> None:
@@ -382,7 +397,7 @@ def foreign(trace: Trace, value: Any) -> Any:
         return None
     if not isinstance(value, torch.Tensor):  # a Python number: PyTorch hands wrapped numbers to Python as such
         return number(trace, value)
-    tensor = unwrap(value)
+    tensor: Any = unwrap(value)
     cls = tensor.__class__
     if cls is LazyTensor or cls is IndexedLazyTensor:
         if (tensor.get_device() if cls is IndexedLazyTensor else 0) != trace.index:
@@ -395,6 +410,8 @@ def foreign(trace: Trace, value: Any) -> Any:
 
 
 FOREIGN_DEVICE: Final = _Token("FOREIGN_DEVICE")
+
+
 def host_scalar(trace: Trace, tensor: torch.Tensor) -> Any:
     """Key part of a 0-dim CPU tensor: its dtype, which counts in type promotion, and its value as a number."""
     return (tensor.dtype, number(trace, tensor.item()))

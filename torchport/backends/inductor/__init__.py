@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchport.backend.host import cpu_fallback
+from torchport.backend.host import register_host_kernels
 from torchport.backend.interface import (
     Backend,
     BackendData,
@@ -91,7 +91,7 @@ class InductorBackend(Backend):
         return _compiler() is not None
 
     def register_kernels(self, registrar: KernelRegistrar) -> None:
-        registrar.fallback("Dense", cpu_fallback)
+        register_host_kernels(registrar)
 
     def unavailable_reason(self) -> str:
         if self.is_available():

@@ -202,8 +202,16 @@ def _decompose(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.Grap
     """The graph in the operators Inductor lowers, on fresh fake tensors; ``graph`` is not changed."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
+    class Restriding(fx.Interpreter):
+        """Runs the graph; where a decomposition gave other strides than the operator, a view becomes a reshape."""
+
+        def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if target is torch.ops.aten.view.default:
+                return torch.ops.aten.reshape.default(*args)
+            return super().call_function(target, args, kwargs)
+
     def call(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return fx.Interpreter(graph).run(*args)
+        return Restriding(graph).run(*args)
 
     functional = torch.func.functionalize(call, remove="mutations")
     with torch.no_grad():

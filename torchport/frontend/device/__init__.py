@@ -1,1 +1,1 @@
-"""``torch.device("port")``: registered when torch is imported (``register``), filled with kernels on first use (``install``)."""
+"""``torch.device("port")``: registered when torch is imported (``register``), filled on first use (``install``)."""

@@ -10,30 +10,120 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ...lazy.tensor import DEVICE_TYPE
 
 __all__ = ["install"]
 
-_LOWER: Final = """
-_convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
-conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linear addbmm baddbmm bmm chain_matmul
-linalg_multi_dot linalg_vecdot scaled_dot_product_attention
-""".split()
-_FLOAT32: Final = """
-acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
-pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm group_norm norm.Scalar norm.names_ScalarOpt_dim
-nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d
-hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss
-soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm
-logsumexp prod prod.dim_int cumprod cumsum softmax.int log_softmax.int sum sum.dim_IntList linalg_vector_norm
-linalg_matrix_norm upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_bilinear2d upsample_bicubic2d
-upsample_trilinear3d
-""".split()
-_PROMOTE: Final = """
-addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put tensordot scatter_add vdot cat stack
-""".split()
+_LOWER: Final = [
+    "_convolution",
+    "_convolution.deprecated",
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_tbc",
+    "conv_transpose1d",
+    "conv_transpose2d.input",
+    "conv_transpose3d.input",
+    "convolution",
+    "prelu",
+    "addmm",
+    "addmv",
+    "addr",
+    "matmul",
+    "einsum",
+    "mm",
+    "mv",
+    "linear",
+    "addbmm",
+    "baddbmm",
+    "bmm",
+    "chain_matmul",
+    "linalg_multi_dot",
+    "linalg_vecdot",
+    "scaled_dot_product_attention",
+]
+_FLOAT32: Final = [
+    "acos",
+    "asin",
+    "cosh",
+    "erfinv",
+    "exp",
+    "expm1",
+    "log",
+    "log10",
+    "log2",
+    "log1p",
+    "reciprocal",
+    "rsqrt",
+    "sinh",
+    "tan",
+    "pow.Tensor_Scalar",
+    "pow.Tensor_Tensor",
+    "pow.Scalar",
+    "softplus",
+    "layer_norm",
+    "native_layer_norm",
+    "group_norm",
+    "norm.Scalar",
+    "norm.names_ScalarOpt_dim",
+    "nuclear_norm",
+    "nuclear_norm.dim",
+    "cosine_similarity",
+    "poisson_nll_loss",
+    "cosine_embedding_loss",
+    "nll_loss",
+    "nll_loss2d",
+    "hinge_embedding_loss",
+    "kl_div",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "mse_loss",
+    "margin_ranking_loss",
+    "multilabel_margin_loss",
+    "soft_margin_loss",
+    "triplet_margin_loss",
+    "multi_margin_loss",
+    "binary_cross_entropy_with_logits",
+    "dist",
+    "pdist",
+    "cdist",
+    "renorm",
+    "logsumexp",
+    "prod",
+    "prod.dim_int",
+    "cumprod",
+    "cumsum",
+    "softmax.int",
+    "log_softmax.int",
+    "sum",
+    "sum.dim_IntList",
+    "linalg_vector_norm",
+    "linalg_matrix_norm",
+    "upsample_nearest1d",
+    "upsample_nearest2d",
+    "upsample_nearest3d",
+    "upsample_bilinear2d",
+    "upsample_bicubic2d",
+    "upsample_trilinear3d",
+]
+_PROMOTE: Final = [
+    "addcdiv",
+    "addcmul",
+    "atan2",
+    "bilinear",
+    "cross",
+    "dot",
+    "grid_sampler",
+    "index_put",
+    "tensordot",
+    "scatter_add",
+    "vdot",
+    "cat",
+    "stack",
+]
 
 _library: list[torch.library.Library] = []
 
@@ -50,7 +140,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _widest(args: Any) -> torch.dtype:
-    leaves: list[Any] = torch.utils._pytree.tree_leaves(args)
+    leaves: list[Any] = tree_leaves(args)
     wide = any(isinstance(v, torch.Tensor) and v.dtype is torch.float32 for v in leaves)
     return torch.float32 if wide else torch.get_autocast_dtype(DEVICE_TYPE)
 
@@ -67,7 +157,7 @@ def _kernel(op: Any, choose: Callable[[Any], torch.dtype], keys: Any) -> Callabl
 
 def install() -> None:
     """Register the cast policies; operators on no list run as they are."""
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+    keys = torch._C.DispatchKeySet(torch._C._dispatch_key_parse("AutocastPrivateUse1"))
     fallthrough = torch.library.Library("_", "IMPL")
     fallthrough.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     library = torch.library.Library("aten", "IMPL")

@@ -35,6 +35,10 @@ def _call(op: Any, trace: Trace, *args: Any, **kwargs: Any) -> Any:
     return kernel.fast(*args, **kwargs) if trace.index == 0 else kernel.indexed(trace, *args, **kwargs)
 
 
+def _index_of(device: Any) -> int | None:
+    return None if device is None else device.index
+
+
 # -- host ↔ device -----------------------------------------------------------------------------------------------
 def _private_copy(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """A CPU tensor nobody else can write to."""
@@ -86,7 +90,7 @@ def _to_copy(
     # PyTorch's functionalization unwraps the argument of this operator but wraps its result for XLA and Lazy only.
     inner = unwrap(self)
     if not isinstance(inner, LazyTensor):
-        index = 0 if device is None or device.index is None else device.index
+        index = _index_of(device) or 0
         made = _host_to_device(inner, index, dtype)
         if memory_format is not None and memory_format is not torch.preserve_format:
             made = _call(aten.clone.default, threads.of(index), made, memory_format=memory_format)
@@ -97,8 +101,9 @@ def _to_copy(
         if device.type != "cpu":
             result = result.to(device)
         return result if memory_format is None else result.contiguous(memory_format=memory_format)
-    if device is not None and device.index is not None and device.index != here:
-        return torch._to_functional_tensor(_host_to_device(host_tensor(inner), device.index, dtype))
+    asked = _index_of(device)
+    if asked is not None and asked != here:
+        return torch._to_functional_tensor(_host_to_device(host_tensor(inner), asked, dtype))
     made = _call(aten._to_copy.default, _trace_of(inner), inner, dtype=dtype, memory_format=memory_format)
     # A layout without a device is the call functionalization makes itself, when a write changes the dtype
     # (``x.eq_(y)``): it wants the bare value.
@@ -230,6 +235,6 @@ def special_kernels() -> dict[Any, Callable[..., Any]]:
         aten.allclose.default: _allclose,
         **dict.fromkeys((aten.detach_copy.default, aten.alias_copy.default), _same_value),
         **{op: _with_host_indices(op) for op in _INDEXING},
-        getattr(aten.set, "source_Storage_storage_offset"): _set_storage,
+        aten.set.source_Storage_storage_offset: _set_storage,
     }
     return table

@@ -120,4 +120,3 @@ def _assign(op: Any, target: Any, result: Any) -> None:
         )
     release(target)
     target.number, target.value, target.spec = result.number, result.value, result.spec
-

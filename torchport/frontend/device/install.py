@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ...core.errors import UnsupportedOp
 from ...lazy.kernel import Kernel, make_kernel, supported_schema
@@ -12,7 +13,7 @@ from ...lazy.record import user_line
 from ...lazy.runtime import threads
 from ...lazy.tensor import DEVICE_TYPE, IndexedLazyTensor
 from ...lazy.trace import unwrap
-from . import autocast, copies, fork, inner, routes, shims
+from . import autocast, copies, fork, inner, inplace, routes, shims
 
 __all__ = ["install", "kernels"]
 
@@ -59,6 +60,7 @@ def install() -> None:
     _libraries.append(anything)
     anything.fallback(inner.make_fallback(call), "PrivateUse1")
     IndexedLazyTensor.dispatch = staticmethod(_dispatch_indexed)
+    inplace.install(library, {op: special.get(op) or kernel.fast for op, kernel in kernels.items()})
     routes.install()
     autocast.install()
     shims.install()
@@ -94,7 +96,9 @@ def _as_strided(
                 source=user_line(),
             )
         self = self._base  # type: ignore[assignment]
-    return torch.ops.aten.as_strided.default.redispatch(keys | routes.OTHER_AUTOGRAD, self, size, stride, storage_offset)
+    return torch.ops.aten.as_strided.default.redispatch(
+        keys | routes.OTHER_AUTOGRAD, self, size, stride, storage_offset
+    )
 
 
 def _native_batch_norm(keys: Any, *args: Any) -> Any:
@@ -118,7 +122,7 @@ def _dispatch_indexed(func: Any, args: Any, kwargs: Any) -> Any:
     kernel = kernels.get(func)
     if kernel is None:
         return copies.no_kernel(func, args, kwargs)
-    for value in torch.utils._pytree.tree_leaves((args, kwargs)):
+    for value in tree_leaves((args, kwargs)):
         if isinstance(value, torch.Tensor):
             inner = unwrap(value)
             if isinstance(inner, IndexedLazyTensor):

@@ -122,7 +122,7 @@ def _index(device: Any) -> int:
         return _current
     if isinstance(device, int):
         return _current if device < 0 else device
-    index = torch.device(device).index
+    index: Any = torch.device(device).index
     return _current if index is None else index
 
 

@@ -8,6 +8,8 @@ dummies), ``torch._C._get_privateuse1_backend_name``.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from . import module
@@ -29,8 +31,8 @@ class _Hooks(torch._C._acc.PrivateUse1Hooks):  # type: ignore[name-defined,misc]
 
 
 class _Guard(torch._C._acc.DeviceGuard):  # type: ignore[name-defined,misc]
-    def type_(self) -> object:
-        return torch._C._autograd.DeviceType.PrivateUse1  # type: ignore[attr-defined]
+    # Autograd asks about five times per op: an iterator's method is a constant without a Python frame.
+    type_ = itertools.repeat(torch._C._autograd.DeviceType.PrivateUse1).__next__  # type: ignore[attr-defined]
 
 
 _keep: list[object] = []

@@ -1,8 +1,8 @@
 """Backends' kernels at keys above or beside Dense: one PyTorch kernel per operator and key, routed by device index.
 
-PyTorch has one PrivateUse1 key per functionality for all of this device's indices. When a backend registers an Autograd,
-Sparse, SparseCsr, Quantized or NestedTensor kernel, the operator gets a router at that key: it asks the dispatcher for
-the kernel of the backend the tensors live on, and passes other backends' calls on to PyTorch's own kernel.
+PyTorch has one PrivateUse1 key per functionality for all of this device's indices. When a backend registers a kernel
+of Autograd, Sparse, SparseCsr, Quantized or NestedTensor, the operator gets a router at that key: it asks the
+dispatcher for the kernel of the backend the tensors live on, and passes other calls on to PyTorch's own kernel.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ...core.dispatch import Functionality
 from ...core.errors import MissingKernel
@@ -57,7 +58,7 @@ def _route(registrar: BackendRegistrar, op: torch._ops.OpOverload, functionality
 
 def _registrar_for(args: Sequence[Any], kwargs: Mapping[str, Any]) -> BackendRegistrar | None:
     """The registrar of the backend that the first tensor of this device lives on."""
-    for value in torch.utils._pytree.tree_leaves((args, kwargs)):
+    for value in tree_leaves((args, kwargs)):
         if isinstance(value, torch.Tensor) and value.device.type == DEVICE_TYPE:
             return runtimes.get(value.device.index or 0).kernels
     device = kwargs.get("device")

@@ -1,7 +1,8 @@
 """Where PyTorch's Python code assumes memory behind a tensor, or knows devices by name: one contained shim each.
 
 Private torch APIs touched here, each wrapped for ``port`` tensors only and left alone for all others:
-``torch._C._has_storage``, ``torch._tensor_str._str_intern``, ``torch.Tensor._reduce_ex_internal``, ``torch.nn.Module._apply``,
+``torch._C._has_storage``, ``torch._tensor_str._str_intern``, ``torch.Tensor._reduce_ex_internal``,
+``torch.nn.Module._apply``,
 ``torch.serialization.register_package`` (public), ``torch.optim.optimizer.register_optimizer_step_post_hook`` (public),
 storage methods of ``torch.Tensor`` and ``torch.UntypedStorage``.
 """
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._utils import _rebuild_tensor_v2
 
 from ...core.errors import StorageAccess
 from ...lazy.runtime import flush_mine
@@ -45,7 +47,7 @@ def _storage_free_copies() -> None:
 
 
 class _TorchWithoutWrapping:
-    """``torch`` as formatting sees it: functionalization's wrapper, which every tensor of this device has, is no news."""
+    """``torch`` as formatting sees it: without functionalization's wrapper, which every tensor of this device has."""
 
     @staticmethod
     def _is_functional_tensor(tensor: torch.Tensor) -> bool:
@@ -61,6 +63,7 @@ def _print_from_host() -> None:
     Tensors of this device are formatted by a copy of PyTorch's function that sees other globals; all others as before.
     """
     import torch._tensor_str as module
+    from torch._C._functorch import is_functorch_wrapped_tensor
 
     original = module._str_intern
 
@@ -73,7 +76,7 @@ def _print_from_host() -> None:
 
     @functools.wraps(original)
     def str_intern(inp: torch.Tensor, *, tensor_contents: str | None = None) -> str:
-        if _is_port(inp) and not torch._C._functorch.is_functorch_wrapped_tensor(inp):
+        if _is_port(inp) and not is_functorch_wrapped_tensor(inp):
             return ours(inp, tensor_contents=tensor_contents)
         return original(inp, tensor_contents=tensor_contents)
 
@@ -97,7 +100,7 @@ def _pickle_as_storages() -> None:
             wrap_storage=_HostStorage.of(held.untyped_storage(), self.get_device()), dtype=held.dtype, _internal=True
         )
         state = (storage, held.storage_offset(), tuple(held.size()), held.stride(), self.requires_grad, OrderedDict())
-        return torch._utils._rebuild_tensor_v2, state
+        return _rebuild_tensor_v2, state
 
     torch.Tensor._reduce_ex_internal = reduce  # type: ignore[method-assign]
 
@@ -197,7 +200,16 @@ def _load_onto_device() -> None:
 
 
 # -- memory that is not there --------------------------------------------------------------------------------------
-_TENSOR_METHODS = ("share_memory_", "storage", "untyped_storage", "_typed_storage", "data_ptr", "is_shared", "pin_memory", "__dlpack__")
+_TENSOR_METHODS = (
+    "share_memory_",
+    "storage",
+    "untyped_storage",
+    "_typed_storage",
+    "data_ptr",
+    "is_shared",
+    "pin_memory",
+    "__dlpack__",
+)
 
 
 def _guard_memory() -> None:
@@ -222,7 +234,9 @@ def _guard_memory() -> None:
 
     def new_storage(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == DEVICE_TYPE:
-            raise StorageAccess(f"there are no storages on {kwargs['device']}: its tensors have no memory in this process")
+            raise StorageAccess(
+                f"there are no storages on {kwargs['device']}: its tensors have no memory in this process"
+            )
         return torch._C.StorageBase.__new__(cls, *args, **kwargs)
 
     torch.UntypedStorage.__new__ = new_storage  # type: ignore[assignment]
