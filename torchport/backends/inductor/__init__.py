@@ -64,10 +64,19 @@ def _options(specs: CompileSpecs) -> Mapping[str, Any]:
     return options
 
 
+def _shape_depends_on_values(op: Any, node: fx.Node) -> bool:
+    """Whether the result's shape is data; indexing has one that is not, unless an index is a mask."""
+    if not isinstance(op, torch._ops.OpOverload) or torch.Tag.dynamic_output_shape not in op.tags:
+        return False
+    indices = [index.meta.get("val") for index in node.all_input_nodes[1:]]
+    masks = [index for index in indices if isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)]
+    return op is not torch.ops.aten.index.Tensor or bool(masks)
+
+
 def _supports(node: fx.Node) -> Support:
     """Every operator with static shapes on dense CPU tensors: what Inductor has no code for, it calls."""
     op = node.target
-    if isinstance(op, torch._ops.OpOverload) and torch.Tag.dynamic_output_shape in op.tags:
+    if _shape_depends_on_values(op, node):
         return Support.no(f"the shape of {op}'s result depends on values; compiled code has static shapes")
     if op in _BROKEN:
         return Support.no(f"the proxy executor of torch 2.13 cannot call {op}")
