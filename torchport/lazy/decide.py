@@ -54,7 +54,7 @@ def decide(
     if not runtime.takes_all:
         reason = runtime.refusal(*_alone(node, inferred, args, kwargs))
         if reason is not None:
-            return _at_once(runtime, node, reason)
+            return barriers.host(runtime, node, reason)
     return inferred
 
 

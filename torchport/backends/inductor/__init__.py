@@ -73,11 +73,21 @@ def _shape_depends_on_values(op: Any, node: fx.Node) -> bool:
     return op is not torch.ops.aten.index.Tensor or bool(masks)
 
 
+def _bits_of_floats(op: Any, node: fx.Node) -> bool:
+    """Whether a bitwise operator got floating-point tensors, which PyTorch refuses when it runs."""
+    if not isinstance(op, torch._ops.OpOverload) or not op.name().startswith(("aten::bitwise_", "aten::__")):
+        return False
+    values = [value.meta.get("val") for value in node.all_input_nodes]
+    return any(isinstance(value, torch.Tensor) and value.dtype.is_floating_point for value in values)
+
+
 def _supports(node: fx.Node) -> Support:
     """Every operator with static shapes on dense CPU tensors: what Inductor has no code for, it calls."""
     op = node.target
     if _shape_depends_on_values(op, node):
         return Support.no(f"the shape of {op}'s result depends on values; compiled code has static shapes")
+    if _bits_of_floats(op, node):
+        return Support.no(f"{op} is defined for integers only; Inductor would compute with the bits of floats")
     if op in _BROKEN:
         return Support.no(f"the proxy executor of torch 2.13 cannot call {op}")
     values = [node.meta.get("val"), *(value.meta.get("val") for value in node.all_input_nodes)]
