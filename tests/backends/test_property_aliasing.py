@@ -82,6 +82,9 @@ WRITES: list[Callable[[torch.Tensor, torch.Tensor, float], object]] = [
     lambda a, b, f: a.index_add_(0, torch.zeros(1, dtype=torch.int64, device=a.device), a.detach()[:1].clone()),
 ]
 
+LENIENT = ("single memory location", "view size is not compatible")
+"""What the CPU refuses and the device need not: writes to overlapping memory, and views of strides only the CPU has."""
+
 KINDS = {
     "new": 6, "view": 5, "write": 5, "make": 3, "read": 2, "drop": 3, "keep": 2, "item": 1, "sync": 1,
     "to host and back": 1, "host write": 1, "backward": 2, "grad of grad": 1,
@@ -131,8 +134,8 @@ class Machine:
             try:
                 cpu = fn(*(pair.cpu for pair in pairs))
             except (RuntimeError, IndexError) as error:
-                if "single memory location" in str(error):
-                    return None  # CPU kernels look for overlapping memory; functionalization has no such thing
+                if any(text in str(error) for text in LENIENT):
+                    return None
                 with pytest.raises((RuntimeError, IndexError)):
                     fn(*(pair.port for pair in pairs))
                 return None
@@ -188,8 +191,9 @@ class Machine:
         elif kind == "keep":
             self.kept.append(a)
         elif kind == "item":
-            got, want = a.port.sum().item(), a.cpu.sum().item()
-            assert got == pytest.approx(want, rel=1e-4, abs=1e-3, nan_ok=True), where
+            found = self.both(lambda x: x.sum().item(), a)
+            if found is not None:
+                assert found[1] == pytest.approx(found[0], rel=1e-4, abs=1e-3, nan_ok=True), where
         elif kind == "sync":
             torch.port.synchronize()  # type: ignore[attr-defined]
         elif kind == "to host and back":
