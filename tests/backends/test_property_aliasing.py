@@ -298,12 +298,8 @@ def test_threads_with_programs_of_their_own(seed: int) -> None:
 
 
 # -- what such programs and a reading of the core have found, in short ------------------------------------------------
-to_be_fixed = pytest.mark.xfail(strict=True, reason="found by review; take the mark away with the fix")
 
 
-@pytest.mark.xfail(
-    strict=False, reason="found by review: a leaf has one number for all threads; not every seed meets it"
-)
 @pytest.mark.parametrize("seed", [100, *(pytest.param(s, marks=pytest.mark.slow) for s in range(101, 110))])
 def test_threads_that_share_a_value(seed: int) -> None:
     values = torch.tensor([0.5, -1.0, 2.0])
@@ -311,7 +307,6 @@ def test_threads_that_share_a_value(seed: int) -> None:
     in_threads([lambda s=s: run_often(random_program(4 * seed + s), False, shared) for s in range(4)])  # type: ignore[misc]
 
 
-@to_be_fixed
 def test_two_threads_use_one_value_in_turn() -> None:
     """A leaf remembers one number: the younger trace's number must not confuse the older one."""
     shared = torch.ones(3).to(DEVICE)
@@ -339,7 +334,6 @@ def test_two_threads_use_one_value_in_turn() -> None:
         thread.join(60)
 
 
-@to_be_fixed
 def test_a_value_another_thread_has_read_is_not_handed_out_again() -> None:
     for step in range(4):
         value = torch.full((3,), float(step)).to(DEVICE) * 2
@@ -349,7 +343,6 @@ def test_a_value_another_thread_has_read_is_not_handed_out_again() -> None:
         torch.port.synchronize()  # type: ignore[attr-defined]
 
 
-@to_be_fixed
 def test_detach_of_what_another_thread_has_pending() -> None:
     made, done = threading.Event(), threading.Event()
     box: list[torch.Tensor] = []
@@ -372,7 +365,6 @@ def test_detach_of_what_another_thread_has_pending() -> None:
         thread.join(60)
 
 
-@to_be_fixed
 def test_a_view_after_a_transposed_value_was_copied_in() -> None:
     base, other = torch.zeros(2, 3).to(DEVICE), torch.arange(6.0).reshape(3, 2).to(DEVICE)
     base.copy_(other.t())
@@ -380,7 +372,6 @@ def test_a_view_after_a_transposed_value_was_copied_in() -> None:
     assert base.view(-1).tolist() == [0.0, 2.0, 4.0, 1.0, 3.0, 5.0]
 
 
-@to_be_fixed
 def test_a_write_keeps_the_strides_that_reshape_goes_by() -> None:
     results = []
     for device in ("cpu", DEVICE):
@@ -424,7 +415,6 @@ def failed_value(failing: Callable[[BaseException | None], None]) -> torch.Tenso
 
 
 @needs_counters
-@to_be_fixed
 @pytest.mark.parametrize("operand", ["leaf", "number"])
 def test_a_failed_operand_leaves_nothing_of_its_call_in_the_trace(failing: Any, operand: str) -> None:
     failed = failed_value(failing)
@@ -446,7 +436,6 @@ def test_a_failed_operand_leaves_nothing_of_its_call_in_the_trace(failing: Any, 
 
 
 @needs_counters
-@to_be_fixed
 def test_an_interrupted_flush_can_be_repeated(failing: Any) -> None:
     value = torch.ones(2).to(DEVICE) * 3
     failing(KeyboardInterrupt())

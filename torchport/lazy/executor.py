@@ -30,7 +30,7 @@ from ..core.specs import TensorSpec
 from .graph import TraceGraph, build_graph
 from .tensor import LazyTensor, intern_spec, make_handle
 from .torch_state import default_state
-from .trace import SPAN, Node, Trace, lock, owners
+from .trace import SPAN, Node, Trace, lock, owners, release
 
 if TYPE_CHECKING:
     from .runtime import DeviceRuntime
@@ -199,7 +199,7 @@ def _plan(trace: Trace, node: Node, numbers: tuple[int, ...]) -> Plan:
         node.plans[numbers] = plan
     if isinstance(plan, CompileError):
         # What did not compile once is not tried again on every step.
-        raise plan
+        raise plan.with_traceback(None)
     return plan
 
 
@@ -207,7 +207,14 @@ def make_plan(trace: Trace, node: Node, numbers: tuple[int, ...], path: Sequence
     """Build and compile the computation of these values. Raises :class:`CompileError`."""
     specs = [leaf.spec or TensorSpec.of(leaf) for leaf in trace.leaves]
     start = perf_counter()
-    made = build_graph(node.path() if path is None else path, numbers, specs, trace.runtime.decompositions)
+    try:
+        made = build_graph(node.path() if path is None else path, numbers, specs, trace.runtime.decompositions)
+    except Exception as error:
+        raise CompileError(
+            f"the trace could not be written as a graph: {type(error).__name__}: {error}",
+            op=str(node.op),
+            source=node.source,
+        ) from error
     metrics.metrics.add_time("GraphTime", perf_counter() - start)
     computation = computations.get(trace.runtime, made, node.source)
     results = tuple(intern_spec(spec) for spec in computation.results)
@@ -223,7 +230,7 @@ def flush(trace: Trace, cause: str) -> TorchportError | None:
     failure: TorchportError | None = None
     with lock:
         if trace.cursor.parent is None:
-            if trace.leaves or trace.generation != trace.runtime.generation:
+            if trace.leaves or trace.numbers or trace.generation != trace.runtime.generation:
                 trace.restart()
             return None
         handles = trace.live()
@@ -236,8 +243,11 @@ def flush(trace: Trace, cause: str) -> TorchportError | None:
         try:
             with default_state():
                 failure = _run(trace, handles)
-        finally:
+        except Exception:
             trace.restart()
+            raise
+        # Not in a ``finally``: after an interrupt the values are still pending, and the next flush computes them.
+        trace.restart()
     return failure
 
 
@@ -320,6 +330,7 @@ def _compute_alone(owner: Trace, tensor: LazyTensor) -> None:
             plan = make_plan(owner, node, (number,))
             (result,) = execute(plan, owner)
         result.info = owner.runtime
+        release(tensor)
         tensor.value, tensor.spec = result, plan.specs[0]
 
 

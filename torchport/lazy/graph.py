@@ -191,6 +191,12 @@ class _TraceBuilder:
         self.values: dict[int, Any] = {}
         self.leaves: dict[int, fx.Node] = {}
         self.packs: dict[str, tuple[fx.Node, dict[int, int]]] = {}
+        self.contiguous = {
+            node.number + offset: spec.is_contiguous
+            for node in path
+            for offset, spec in enumerate(node.specs)
+            if spec is not None
+        }
 
     # -- which ops and inputs are needed ---------------------------------------------------------------------
     def needed(self, outputs: Sequence[int]) -> list[Node]:
@@ -308,6 +314,9 @@ class _TraceBuilder:
         for number in numbers:
             node = self.values[number]
             root = alias_root(node)
+            if self.contiguous.get(number) and not self.b.val(node).is_contiguous():
+                # A later trace takes the value as a leaf, and may view it as contiguous memory.
+                node = root = self.b(aten.clone.default, node, memory_format=torch.contiguous_format)
             if root.op == "placeholder" or root in taken:
                 node = self.b(aten.clone.default, node)
                 root = node

@@ -127,7 +127,7 @@ def _key_lines(argument: Argument, part: str, role: str) -> list[str]:
     if kind == "List[number]":
         return [f"{part} = {'_constants(' if role == 'constant' else '_numbers(_trace, '}{name})"]
     if kind in _FLOATS:
-        return [f"{part} = {name} if {name} == {name} else _constant({name})"]
+        return [f"{part} = {name} if {name} == {name} and {name} != 0 else _constant({name})"]
     if kind in _TENSORS:
         return [f"{part} = _tensors(_trace, {name})"]
     if kind in _PLAIN_LISTS:

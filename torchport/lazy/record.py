@@ -206,7 +206,7 @@ class _Call:
             self.next_number += 1
             return Number(self.next_number - 1)
         value, kind = part
-        return float(value) if kind is float else value
+        return kind(value) if kind is float or kind is complex else value
 
     def _other(self, part: Any, given: Any) -> Any:
         """The template of an argument that is no tensor: itself, with varying numbers cut out."""

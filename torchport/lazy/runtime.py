@@ -62,6 +62,9 @@ class DeviceRuntime:
     def forget_decisions(self) -> None:
         """The backend's kernels have changed: traces start from an empty trie after what is pending."""
         self.generation = next(_generations)
+        for trace in list(_every_trace):
+            if trace.runtime is self and trace.cursor.parent is None:
+                trace.restart()
 
     def refusal(self, node: Node, specs: Sequence[TensorSpec]) -> str | None:
         """Why the backend cannot have the op in a graph, or ``None`` if it can.

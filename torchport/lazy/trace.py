@@ -331,11 +331,17 @@ def leaf(trace: Trace, tensor: LazyTensor) -> Any:
     """Key part of a value that is not of this trace: its spec on first use, its number afterwards."""
     known = trace.leaf_numbers.get(id(tensor))
     if known is not None:
+        tensor.number = trace.base + known  # another thread may have used it meanwhile and left its own number
         return known
     if tensor.value is None or tensor.value.info is not trace.runtime:
-        from .executor import settle
+        from .executor import flush, settle
 
-        settle(trace, tensor)
+        try:
+            settle(trace, tensor)
+        except BaseException:
+            # The key is half made: the leaves and numbers it has brought so far belong to no op.
+            flush(trace, "failure")
+            raise
     spec = tensor.spec
     if spec is None:
         from .tensor import intern_spec
@@ -374,6 +380,8 @@ def constant(value: Any) -> Any:
         return None
     if value.__class__ is float:
         return (repr(value), float)
+    if value.__class__ is complex:
+        return (repr(value), complex)
     return (value, value.__class__)
 
 

@@ -12,11 +12,11 @@ from ...core.config import config
 from ...core.errors import UnsupportedOp
 from ...core.specs import TensorSpec
 from ...lazy import barriers
-from ...lazy.executor import flush, host_tensor, leaf_from_host
+from ...lazy.executor import flush, host_tensor, leaf_from_host, settle
 from ...lazy.record import user_line
 from ...lazy.runtime import runtimes, threads
 from ...lazy.tensor import DEVICE_TYPE, IndexedLazyTensor, LazyTensor, make_handle
-from ...lazy.trace import COPIES_UNDER_GRAD, Trace, unwrap, wrap
+from ...lazy.trace import COPIES_UNDER_GRAD, SPAN, Trace, unwrap, wrap
 
 __all__ = ["elsewhere", "kernels", "no_kernel", "special_kernels", "with_generator"]
 
@@ -130,10 +130,13 @@ def _same_value(self: torch.Tensor) -> torch.Tensor:
     if not isinstance(inner, LazyTensor):
         raise UnsupportedOp(f"expected a tensor on {DEVICE_TYPE}, got one on {inner.device}", source=user_line())
     index = inner.get_device() if isinstance(inner, IndexedLazyTensor) else 0
+    trace = threads.of(index)
+    if inner.value is None and inner.failure is None and not 0 <= inner.number - trace.base < SPAN:
+        settle(trace, inner)  # pending in another thread's trace, which knows its own handles only
     handle = make_handle(inner.spec or TensorSpec.of(inner), index)
     handle.number, handle.value, handle.spec, handle.failure = inner.number, inner.value, inner.spec, inner.failure
     if inner.value is None:
-        threads.of(index).keep(handle)
+        trace.keep(handle)
     return handle
 
 

@@ -38,7 +38,8 @@ def install(library: torch.library.Library, functional: Mapping[Any, Callable[..
                 op, kernel = found
                 original = torch.library.get_kernel(name, "Functionalize")
                 listed = str(op._schema.arguments[0].real_type) == "List[Tensor]"
-                fn = _of_list(kernel, original) if listed else _of_tensor(op, kernel, original)
+                restride = functional[torch.ops.aten.copy.default]
+                fn = _of_list(kernel, original, restride) if listed else _of_tensor(op, kernel, original, restride)
                 short = name.removeprefix("aten::")
                 library.impl(short, fn, "Functionalize", with_keyset=True, allow_override=True)
 
@@ -87,7 +88,7 @@ def _boxable(op: Any, args: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _of_tensor(op: Any, kernel: Callable[..., Any], original: Any) -> Callable[..., Any]:
+def _of_tensor(op: Any, kernel: Callable[..., Any], original: Any, restride: Callable[..., Any]) -> Callable[..., Any]:
     def inplace(keys: Any, self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         inner = _unwrapped(self)
         if inner.__class__ is not LazyTensor or inner is self:
@@ -95,6 +96,8 @@ def _of_tensor(op: Any, kernel: Callable[..., Any], original: Any) -> Callable[.
         out = kernel(inner, *map(_unwrapped, args), **{name: _unwrapped(value) for name, value in kwargs.items()})
         if out.shape != inner.shape or out.dtype is not inner.dtype:
             return original.call_boxed(keys, self, *_boxable(op, args), **kwargs)
+        if out.stride() != inner.stride():
+            out = restride(inner, out)  # a write never changes the strides, which views and ``reshape`` go by
         _replace(self, out)
         _commit(self)
         _sync(self)
@@ -103,16 +106,21 @@ def _of_tensor(op: Any, kernel: Callable[..., Any], original: Any) -> Callable[.
     return inplace
 
 
-def _of_list(kernel: Callable[..., Any], original: Any) -> Callable[..., Any]:
+def _of_list(kernel: Callable[..., Any], original: Any, restride: Callable[..., Any]) -> Callable[..., Any]:
     def inplace(keys: Any, selfs: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         inner = [_unwrapped(item) for item in selfs]
-        if any(i.__class__ is not LazyTensor or i is s for i, s in zip(inner, selfs, strict=True)) or not inner:
+        twice = len({id(item) for item in selfs}) != len(selfs)
+        if (
+            twice
+            or not inner
+            or any(i.__class__ is not LazyTensor or i is s for i, s in zip(inner, selfs, strict=True))
+        ):
             return original.call_boxed(keys, selfs, *args, **kwargs)
         outs = kernel(inner, *map(_unwrapped, args), **{name: _unwrapped(value) for name, value in kwargs.items()})
         if any(o.shape != i.shape or o.dtype is not i.dtype for o, i in zip(outs, inner, strict=True)):
             return original.call_boxed(keys, selfs, *args, **kwargs)
-        for item, out in zip(selfs, outs, strict=True):
-            _replace(item, out)
+        for item, before, out in zip(selfs, inner, outs, strict=True):
+            _replace(item, out if out.stride() == before.stride() else restride(before, out))
             _commit(item)
             _sync(item)
         return None
