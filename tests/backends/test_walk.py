@@ -96,7 +96,8 @@ def test_no_call_kills_the_process(kind: str) -> None:
     outcomes, culprits = walk(todo)
     assert not culprits, f"{len(culprits)} calls kill or hang the process: {list(culprits)}\n{_first(culprits)}"
     assert set(outcomes) == set(todo)
-    assert sum(outcome == "value" for outcome in outcomes.values()) > 50
+    if kind != "storage":  # nothing about the memory of a device tensor has a value
+        assert sum(outcome == "value" for outcome in outcomes.values()) > 50
 
 
 def _first(culprits: dict[str, str]) -> str:

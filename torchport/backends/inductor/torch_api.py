@@ -171,6 +171,20 @@ def _fast() -> Iterator[None]:
             gc.enable()
 
 
+@contextmanager
+def _outside_ci() -> Iterator[None]:
+    """Inductor turns a fallback it would rather decompose into an error where the variable ``CI`` is set.
+
+    That check is for PyTorch's own continuous integration; everybody else's sets the same variable.
+    """
+    before = os.environ.pop("CI", None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ["CI"] = before
+
+
 def _fake_inputs(graph: fx.GraphModule, mode: Any) -> list[torch.Tensor]:
     with mode:
         return [
@@ -366,6 +380,7 @@ def generate(graph: fx.GraphModule, options: Mapping[str, Any]) -> Generated:
         stack.enter_context(_compile_lock)
         stack.enter_context(_quiet())
         stack.enter_context(_fast())
+        stack.enter_context(_outside_ci())
         from torch._guards import TracingContext, tracing
         from torch._inductor import config, list_options
         from torch._inductor.debug import DebugContext

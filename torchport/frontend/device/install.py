@@ -89,13 +89,16 @@ def _as_strided(
 ) -> torch.Tensor:
     """``as_strided`` counts from the start of the memory a tensor is a view of, so it is taken of the base."""
     if self._is_view() and self.device.type == DEVICE_TYPE:
-        if storage_offset is None:
+        extent = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        if storage_offset is not None:
+            self = self._base  # type: ignore[assignment]
+        elif not self.is_contiguous() or extent > self.numel():
+            # A contiguous view holds what it shows in one piece, which serves as well; any other would need its offset.
             raise UnsupportedOp(
                 "where a view begins in its base is not known on this device; pass storage_offset, or index the base",
                 op="aten.as_strided.default",
                 source=user_line(),
             )
-        self = self._base  # type: ignore[assignment]
     return torch.ops.aten.as_strided.default.redispatch(
         keys | routes.OTHER_AUTOGRAD, self, size, stride, storage_offset
     )
