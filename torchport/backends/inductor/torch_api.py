@@ -384,11 +384,13 @@ def generate(graph: fx.GraphModule, options: Mapping[str, Any]) -> Generated:
         from torch._guards import TracingContext, tracing
         from torch._inductor import config, list_options
         from torch._inductor.debug import DebugContext
+        from torch._inductor.lowering import lowerings  # decompositions look the module up without importing it
         from torch._inductor.virtualized import V
         from torch._subclasses import FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
         from torch.utils._python_dispatch import _disable_current_modes
 
+        assert lowerings
         unknown = sorted(set(options).difference(list_options()))
         if unknown:
             raise ConfigError(f'"inductor.options" names no option of torch._inductor.config: {", ".join(unknown)}')
