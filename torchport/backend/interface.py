@@ -204,9 +204,9 @@ class Computation:
     graph_ops: int = 0
     compile_seconds: float = 0.0
 
-    def __del__(self) -> None:
-        """Release the handle with the last reference to the computation."""
-        if not sys.is_finalizing():
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Release the handle with the last reference to the computation; not while the interpreter ends."""
+        if not is_finalizing():
             self.backend.destroy(self.handle)
 
 

@@ -210,8 +210,9 @@ class _ThreadEnd:
     def __init__(self, traces: dict[int, Trace]) -> None:
         self._traces = traces
 
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # A default argument, because this module's names may be gone when the interpreter ends.
+        if not is_finalizing():
             for trace in self._traces.values():
                 flush(trace, "thread end")
 
