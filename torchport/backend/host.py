@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from ..core.errors import UnsupportedOp
 from ..core.specs import TensorSpec
 from .interface import BackendData, BackendDevice, KernelRegistrar, TensorData
 
@@ -78,7 +79,13 @@ def cpu_fallback(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping
         return torch.device("cpu") if isinstance(value, torch.device) else value
 
     def to_data(value: Any) -> Any:
-        return TensorData(device, TensorSpec.of(value), value) if isinstance(value, torch.Tensor) else value
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.layout is not torch.strided:
+            raise UnsupportedOp(
+                f"the result has layout {value.layout}; the device holds strided tensors only", op=str(op)
+            )
+        return TensorData(device, TensorSpec.of(value), value)
 
     call_args, call_kwargs = tree_map(
         to_tensor, (list(args), dict(kwargs)), is_leaf=lambda value: isinstance(value, BackendData)
