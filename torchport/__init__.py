@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .backend.interface import (
+        ArrayData,
         Backend,
         BackendData,
         BackendDevice,
@@ -37,8 +38,10 @@ if TYPE_CHECKING:
         DelegateError,
         DeviceMismatch,
         DispatchError,
+        ErrorCode,
         ExecutionError,
         GraphError,
+        MethodError,
         MissingKernel,
         ProgramError,
         StorageAccess,
@@ -51,15 +54,16 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "torchport.backend.interface": (
-        "Backend BackendData BackendDevice Computation ExecutionContext FreeableBuffer InitContext Processed Support "
-        "TensorData"
+        "ArrayData Backend BackendData BackendDevice Computation ExecutionContext FreeableBuffer InitContext Processed "
+        "Support TensorData"
     ),
     "torchport.backend.normal_form": "verify_graph",
     "torchport.backend.registry": "BackendInfo Registry registry",
     "torchport.core.config": "config",
     "torchport.core.errors": (
         "AmbiguousKernel BackendNotFound BackendUnavailable CompileError ConfigError DelegateError DeviceMismatch "
-        "DispatchError ExecutionError GraphError MissingKernel ProgramError StorageAccess TorchportError UnsupportedOp"
+        "DispatchError ErrorCode ExecutionError GraphError MethodError MissingKernel ProgramError StorageAccess "
+        "TorchportError UnsupportedOp"
     ),
     "torchport.core.specs": "CompileSpec CompileSpecs TensorSpec",
     "torchport.debug.explain": "explain",

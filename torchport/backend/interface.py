@@ -12,14 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-import torch
-
 from ..core.specs import CompileSpecs, TensorSpec
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the runtime of program files runs without PyTorch where no delegate needs it
+    import numpy as np
+    import torch
     from torch import fx
 
 __all__ = [
+    "ArrayData",
     "Backend",
     "BackendData",
     "BackendDevice",
@@ -30,7 +31,9 @@ __all__ = [
     "KernelRegistrar",
     "Processed",
     "Support",
+    "TemporaryMemory",
     "TensorData",
+    "Tracer",
 ]
 
 
@@ -97,6 +100,20 @@ class TensorData(BackendData):
         self.tensor = other.tensor
 
 
+class ArrayData(BackendData):
+    """A value held as a NumPy array: what a backend works on that needs no PyTorch (:attr:`Backend.torch_free`)."""
+
+    __slots__ = ("array",)
+
+    def __init__(self, device: BackendDevice, spec: TensorSpec, array: np.ndarray[Any, Any]) -> None:
+        super().__init__(device, spec)
+        self.array = array
+
+    @property
+    def handle(self) -> object:
+        return self.array
+
+
 @dataclass(frozen=True, slots=True)
 class Support:
     """Whether a backend takes a node, with the reason where it does not."""
@@ -123,10 +140,15 @@ _YES = Support(True)
 
 @dataclass(frozen=True, slots=True)
 class Processed:
-    """What ``preprocess`` returns: opaque bytes, and a map from the backend's own ids to debug handles."""
+    """What ``preprocess`` returns: opaque bytes, and a map from the backend's own ids to debug handles.
+
+    ``named_data`` is stored once per key and program, apart from the bytes, for all delegates of the backend to share;
+    two delegates that give one key different bytes are an error.
+    """
 
     data: bytes
-    debug_map: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    debug_map: Mapping[int | str, tuple[int, ...]] = field(default_factory=dict[int | str, tuple[int, ...]])
+    named_data: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
 
 
 class FreeableBuffer:
@@ -160,12 +182,56 @@ class FreeableBuffer:
         self._data = None
 
 
+class Tracer(Protocol):
+    """Where a delegate reports what it did, while somebody is profiling (ExecuTorch's ``EventTracer``)."""
+
+    def event(self, name: str, start: float, end: float, ident: int | str | None = None, metadata: str = "") -> None:
+        """One operator, ``start`` and ``end`` as ``time.perf_counter()``; ``ident`` is a key of the debug map."""
+        ...
+
+    def memory(self, name: str, nbytes: int) -> None:
+        """The delegate allocated memory (or, with a negative number, released it)."""
+        ...
+
+    def value(self, ident: int | str, value: object) -> None:
+        """An intermediate result (a tensor or an array), for numerical comparison."""
+        ...
+
+
+class TemporaryMemory:
+    """Scratch memory of a program's delegates: given back, all at once, before and after every instruction."""
+
+    __slots__ = ("_blocks", "limit", "used")
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit
+        self.used = 0
+        self._blocks: list[bytearray] = []
+
+    def allocate(self, nbytes: int) -> memoryview:
+        """Zeroed bytes, valid until the delegate returns. Raises ``MemoryError`` beyond :attr:`limit`."""
+        if nbytes < 0 or (self.limit is not None and self.used + nbytes > self.limit):
+            raise MemoryError(f"{nbytes} bytes of temporary memory asked for; {self.used} of {self.limit} are in use")
+        block = bytearray(nbytes)
+        self.used += nbytes
+        self._blocks.append(block)
+        return memoryview(block)
+
+    def reset(self) -> None:
+        """Give everything back."""
+        if self._blocks:
+            self._blocks.clear()
+            self.used = 0
+
+
 @dataclass(slots=True)
 class InitContext:
     """What ``init`` may know besides the bytes.
 
     ``inputs`` and ``outputs`` are the computation's specs in order; ``method`` names the program's method;
-    ``options`` are run-time options given by whoever loads the program.
+    ``options`` are run-time options given by whoever loads the program. ``constants`` holds the values of constant
+    inputs by position, for a backend that :attr:`~Backend.binds_constants`; ``named_data`` what
+    :attr:`Processed.named_data` was; ``tracer`` is there while somebody is profiling.
     """
 
     device: BackendDevice
@@ -173,6 +239,9 @@ class InitContext:
     outputs: Sequence[TensorSpec] = ()
     method: str = "forward"
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    constants: Mapping[int, BackendData] = field(default_factory=dict[int, BackendData])
+    named_data: Mapping[str, memoryview] = field(default_factory=dict[str, memoryview])
+    tracer: Tracer | None = None
 
 
 @dataclass(slots=True)
@@ -180,13 +249,17 @@ class ExecutionContext:
     """What ``execute`` may know besides its arguments.
 
     ``outputs`` are the specs the caller expects, in order; ``donated`` the positions of arguments nobody else will
-    read again, whose memory the backend may reuse.
+    read again, whose memory the backend may reuse. In a program, ``options`` are the run-time options as they are now,
+    ``tracer`` is there while somebody is profiling, and ``temporary`` is scratch memory.
     """
 
     device: BackendDevice
     outputs: Sequence[TensorSpec] = ()
     donated: frozenset[int] = frozenset()
     method: str = "forward"
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    tracer: Tracer | None = None
+    temporary: TemporaryMemory = field(default_factory=TemporaryMemory)
 
 
 @dataclass(slots=True, eq=False)
@@ -235,6 +308,12 @@ class Backend(ABC):
     name: ClassVar[str]
     version: ClassVar[str] = "0"
     """Part of the compile cache's key: change it whenever ``preprocess`` would produce other bytes."""
+    torch_free: ClassVar[bool] = False
+    """``init``, ``execute`` and ``destroy`` need no PyTorch: in a program they get :class:`ArrayData`, and specs with
+    dtype names (``"float32"``) where PyTorch is not loaded."""
+    binds_constants: ClassVar[bool] = False
+    """In a program, inputs that are constants (``meta["constant"]`` on the placeholder in ``preprocess``) are given
+    to ``init`` (:attr:`InitContext.constants`) and not to ``execute``."""
 
     # -- identity ----------------------------------------------------------------------------------------------
     def is_available(self) -> bool:
@@ -280,6 +359,18 @@ class Backend(ABC):
     @abstractmethod
     def preprocess(self, graph: fx.GraphModule, specs: CompileSpecs) -> Processed:
         """Compile a graph in normal form to bytes that :meth:`init` of another process could load."""
+
+    def preprocess_methods(
+        self, graphs: Mapping[str, Sequence[fx.GraphModule]], specs: Mapping[str, Sequence[CompileSpecs]]
+    ) -> Mapping[str, Sequence[Processed]]:
+        """All graphs of a program that are this backend's, by method: to share work or data among them.
+
+        Default: :meth:`preprocess` for each (ExecuTorch's ``preprocess_multimethod``).
+        """
+        return {
+            method: [self.preprocess(graph, spec) for graph, spec in zip(given, specs[method], strict=True)]
+            for method, given in graphs.items()
+        }
 
     def init(self, processed: FreeableBuffer, specs: CompileSpecs, context: InitContext) -> Any:
         """Make compiled bytes runnable; the result is the handle given to :meth:`execute`. Default: the bytes."""

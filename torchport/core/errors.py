@@ -14,6 +14,7 @@
     ├── ConfigError          a configuration value or environment variable is malformed
     ├── DelegateError        a delegate failed (with code, debug handle, source line)
     ├── ProgramError         a program file is broken (with the entry that failed)
+    ├── MethodError          a program's method was called wrongly (inputs, state, options)
     └── DispatchError
         ├── MissingKernel    no kernel for the operator at the key it was dispatched to
         └── AmbiguousKernel  several kernels claim the key and none may win
@@ -25,6 +26,7 @@ catches PyTorch's errors keeps working. An engine's own exception is mapped at t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 
 __all__ = [
     "AmbiguousKernel",
@@ -35,8 +37,10 @@ __all__ = [
     "DelegateError",
     "DeviceMismatch",
     "DispatchError",
+    "ErrorCode",
     "ExecutionError",
     "GraphError",
+    "MethodError",
     "MissingKernel",
     "ProgramError",
     "StorageAccess",
@@ -100,27 +104,81 @@ class ConfigError(TorchportError):
     """A configuration value or environment variable is malformed; the message lists what is accepted."""
 
 
+class ErrorCode(IntEnum):
+    """Numbers of errors of programs and delegates: those of ExecuTorch's ``Error`` (``runtime/core/error.h``)."""
+
+    INTERNAL = 0x01
+    INVALID_STATE = 0x02
+    END_OF_METHOD = 0x03
+    ALREADY_LOADED = 0x04
+    NOT_SUPPORTED = 0x10
+    NOT_IMPLEMENTED = 0x11
+    INVALID_ARGUMENT = 0x12
+    INVALID_TYPE = 0x13
+    OPERATOR_MISSING = 0x14
+    NOT_FOUND = 0x20
+    MEMORY_ALLOCATION_FAILED = 0x21
+    ACCESS_FAILED = 0x22
+    INVALID_PROGRAM = 0x23
+    INVALID_EXTERNAL_DATA = 0x24
+    OUT_OF_RESOURCES = 0x25
+    DELEGATE_INVALID_COMPATIBILITY = 0x30
+    DELEGATE_MEMORY_ALLOCATION_FAILED = 0x31
+    DELEGATE_INVALID_HANDLE = 0x32
+
+
 class DelegateError(TorchportError):
     """A delegate failed.
 
-    Attributes: ``code`` (numeric, as in ExecuTorch's ``Error``), ``debug_handles`` and ``source`` (the user's line).
+    A backend raises it with ``code`` and, where it knows, the debug handles (or its own ``ident``s of the debug map) of
+    what failed; the runtime adds the rest.
+
+    Attributes: ``code`` (an :class:`ErrorCode`), ``debug_handles``, ``source`` (the user's line), ``method``,
+    ``delegate`` (backend and index), ``module`` (the path of the ``nn.Module``).
     """
 
     def __init__(
-        self, message: str, *, code: int = 1, debug_handles: Sequence[int] = (), source: str | None = None
+        self,
+        message: str,
+        *,
+        code: int = ErrorCode.INTERNAL,
+        debug_handles: Sequence[int] = (),
+        ident: int | str | None = None,
+        source: str | None = None,
+        method: str | None = None,
+        delegate: str | None = None,
+        module: str | None = None,
     ) -> None:
-        super().__init__(message if source is None else f"{message}\n  line: {source}")
+        self.message = message
         self.code = code
         self.debug_handles = tuple(debug_handles)
+        self.ident = ident
         self.source = source
+        self.method = method
+        self.delegate = delegate
+        self.module = module
+        parts = [message]
+        handles = ", ".join(map(str, self.debug_handles))
+        rows = {"method": method, "delegate": delegate, "debug handle": handles, "module": module, "line": source}
+        parts += [f"  {name}: {value}" for name, value in rows.items() if value]
+        super().__init__("\n".join(parts))
 
 
 class ProgramError(TorchportError):
-    """A program file is broken; ``entry`` names the part that failed."""
+    """A program file is broken; ``entry`` names the part that failed, ``code`` is an :class:`ErrorCode`."""
 
-    def __init__(self, message: str, *, entry: str | None = None) -> None:
+    def __init__(self, message: str, *, entry: str | None = None, code: int = ErrorCode.INVALID_PROGRAM) -> None:
         super().__init__(message)
         self.entry = entry
+        self.code = code
+
+
+class MethodError(TorchportError):
+    """A program's method was called wrongly: inputs, order of calls, options. ``code`` is an :class:`ErrorCode`."""
+
+    def __init__(self, message: str, *, code: int = ErrorCode.INVALID_ARGUMENT) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class DispatchError(TorchportError):
