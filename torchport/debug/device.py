@@ -50,8 +50,8 @@ def device_lines(op: str, device: str | None) -> Sequence[str]:
     runtime = None if device is None else _runtime(device)
     if runtime is None:
         return ()
+    from ..backend.decompositions import DECOMPOSE
     from ..frontend.device import copies, install
-    from ..lazy.decompositions import DECOMPOSE
     from ..lazy.kernels import resolve_operator
     from ..lazy.random import is_random
 
@@ -67,9 +67,9 @@ def device_lines(op: str, device: str | None) -> Sequence[str]:
     else:
         how = "as integer arithmetic on the generator's key" if is_random(overload) else "as it is"
         how = "by the device's decomposition" if overload in DECOMPOSE else how
-        limit = "" if runtime.takes_all else f", where {backend}.supports() says yes"
+        limit = "" if runtime.capture.takes_all else f", where {backend}.supports() says yes"
         lines.append(f"  2. capture into the graph: {how}{limit}")
-    decomposed = "yes" if overload in runtime.decompositions else "none in use"
+    decomposed = "yes" if overload in runtime.capture.decompositions else "none in use"
     lines.append(f"  3. a decomposition of {backend} or core ATen: {decomposed}")
     boxed = "registered" if runtime.kernels.boxed else "none registered"
     lines.append(f"  4. {backend}'s boxed kernel, for results whose shape depends on data: {boxed}")

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from ..backend.decompositions import DECOMPOSE
+from ..backend.infer import DataDependent, Inferred, NoShapeRule, infer
+from ..backend.lowering import view_form
 from ..core.specs import TensorSpec
-from .decompositions import DECOMPOSE
-from .infer import DataDependent, Inferred, NoShapeRule, infer
-from .lowering import view_form
 from .random import is_random
 from .trace import Leaf, Node, Value, is_template, single_op
 
@@ -51,7 +51,7 @@ def decide(
         inferred = infer(DECOMPOSE.get(node.op) or view_form(node.op), args, kwargs)
     except (DataDependent, NoShapeRule) as error:
         return _at_once(runtime, node, str(error))
-    if not runtime.takes_all:
+    if not runtime.capture.takes_all:
         reason = runtime.refusal(*_alone(node, inferred, args, kwargs))
         if reason is not None:
             return barriers.host(runtime, node, reason)

@@ -6,28 +6,19 @@ arguments and one call of the backend. Everything else here runs once per new co
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..backend.interface import (
-    BackendData,
-    Computation,
-    ExecutionContext,
-    FreeableBuffer,
-    InitContext,
-)
-from ..backend.normal_form import input_specs, output_specs, verify_graph
-from ..backend.serialize import fingerprint
+from ..backend.compiler import computations
+from ..backend.interface import BackendData, Computation
 from ..core import metrics
-from ..core.config import config
 from ..core.errors import CompileError, ExecutionError, TorchportError
 from ..core.specs import TensorSpec
-from .graph import TraceGraph, build_graph
+from .graph import build_graph
 from .tensor import LazyTensor, intern_spec, make_handle
 from .torch_state import default_state
 from .trace import SPAN, Node, Trace, lock, owners, release
@@ -37,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Plan",
-    "computations",
     "flush",
     "host_tensor",
     "leaf_from_data",
@@ -63,77 +53,6 @@ class Plan:
     specs: tuple[TensorSpec, ...]
     checked: bool = False
     """Whether the backend's results were once seen to be what they should be."""
-
-
-# -- computations ------------------------------------------------------------------------------------------------
-class _Computations:
-    """Compiled computations in memory, least recently used first, by what they compute and for whom."""
-
-    def __init__(self) -> None:
-        self._cache: OrderedDict[tuple[str, str, str, str], Computation] = OrderedDict()
-
-    def get(self, runtime: DeviceRuntime, made: TraceGraph, source: str | None) -> Computation:
-        """The computation of a graph, compiled if need be. Raises :class:`CompileError`."""
-        backend = runtime.backend
-        mark = fingerprint(made.module)
-        key = (backend.name, str(runtime.device), runtime.specs.fingerprint(), f"{backend.version} {mark}")
-        found = self._cache.get(key)
-        if found is not None and found.backend is backend:
-            self._cache.move_to_end(key)
-            metrics.count("CachedCompile")
-            return found
-        computation = compile_graph(runtime, made, mark, source)
-        self._cache[key] = computation
-        while len(self._cache) > config.max_computations:
-            self._cache.popitem(last=False)
-        return computation
-
-    def __len__(self) -> int:
-        return len(self._cache)
-
-    def clear(self) -> None:
-        """Forget everything; plans keep the computations they hold."""
-        self._cache.clear()
-
-
-computations: Final = _Computations()
-
-
-def compile_graph(runtime: DeviceRuntime, made: TraceGraph, mark: str, source: str | None) -> Computation:
-    """``init(preprocess(graph))``. Raises :class:`CompileError` with the backend's own exception chained."""
-    backend, graph = runtime.backend, made.module
-    if config.verify_graphs:
-        verify_graph(graph)
-    inputs, outputs = input_specs(graph), output_specs(graph)
-    calls = [node for node in graph.graph.nodes if node.op == "call_function"]
-    names = tuple(node.name for node in graph.graph.nodes if node.op == "placeholder")
-    start = perf_counter()
-    try:
-        processed = backend.preprocess(graph, runtime.specs)
-        context = InitContext(runtime.device, inputs, outputs)
-        handle = backend.init(FreeableBuffer(processed.data), runtime.specs, context)
-    except Exception as error:
-        op = str(calls[-1].target) if len(calls) == 1 else f"a graph of {len(calls)} operators"
-        raise CompileError(
-            f"backend {backend.name!r} failed to compile: {type(error).__name__}: {error}",
-            op=op,
-            source=(calls[-1].meta.get("source") if calls else None) or source,
-        ) from error
-    seconds = perf_counter() - start
-    metrics.count("UncachedCompile")
-    metrics.metrics.add_time("CompileTime", seconds)
-    return Computation(
-        backend,
-        runtime.device,
-        inputs,
-        names,
-        outputs,
-        handle,
-        ExecutionContext(runtime.device, outputs),
-        mark,
-        len(calls),
-        seconds,
-    )
 
 
 def execute(plan: Plan, trace: Trace) -> Sequence[BackendData]:
@@ -208,7 +127,7 @@ def make_plan(trace: Trace, node: Node, numbers: tuple[int, ...], path: Sequence
     specs = [leaf.spec or TensorSpec.of(leaf) for leaf in trace.leaves]
     start = perf_counter()
     try:
-        made = build_graph(node.path() if path is None else path, numbers, specs, trace.runtime.decompositions)
+        made = build_graph(node.path() if path is None else path, numbers, specs, trace.runtime.capture)
     except Exception as error:
         raise CompileError(
             f"the trace could not be written as a graph: {type(error).__name__}: {error}",
@@ -216,7 +135,8 @@ def make_plan(trace: Trace, node: Node, numbers: tuple[int, ...], path: Sequence
             source=node.source,
         ) from error
     metrics.metrics.add_time("GraphTime", perf_counter() - start)
-    computation = computations.get(trace.runtime, made, node.source)
+    runtime = trace.runtime
+    computation = computations.get(runtime.backend, runtime.device, runtime.specs, made.module, node.source)
     results = tuple(intern_spec(spec) for spec in computation.results)
     return Plan(computation, made.leaves, made.singles, made.doubles, made.keys, numbers, results)
 

@@ -17,8 +17,8 @@ from typing import Any, Final
 
 import torch
 
+from ..backend.lowering import number_role
 from . import trace
-from .lowering import number_role
 from .random import is_random
 from .record import emit, record
 from .tensor import IndexedLazyTensor, LazyTensor

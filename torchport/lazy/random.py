@@ -16,7 +16,7 @@ import torch
 if TYPE_CHECKING:
     from torch import fx
 
-    from .graph import GraphBuilder
+    from ..backend.builder import GraphBuilder
 
 __all__ = ["RANDOM", "is_random"]
 

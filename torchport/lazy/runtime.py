@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import operator
 import sys
 import threading
 import weakref
@@ -13,6 +12,7 @@ from typing import Any, Final
 
 import torch
 
+from ..backend.builder import Refused, capture_of
 from ..backend.interface import Backend, BackendDevice
 from ..backend.registry import registry, resolve_device
 from ..core import metrics
@@ -54,8 +54,7 @@ class DeviceRuntime:
         self.generation = next(_generations)
         self.seed = DEFAULT_SEED
         self.draws = 0
-        self.decompositions: dict[Any, Callable[..., Any]] = dict(backend.decompositions())
-        self.takes_all = type(backend).supports is Backend.supports
+        self.capture = capture_of(backend)
         self.kernels = registrar_of(backend)
         self.kernels.listen(self)
 
@@ -72,26 +71,12 @@ class DeviceRuntime:
         ``node`` is a path of its own whose leaves have these specs. An unsupported operator is replaced by its
         decomposition, the backend's own or PyTorch's core ATen one, if what that gives is supported.
         """
-        from torch._decomp import core_aten_decompositions
-
-        core = core_aten_decompositions()
-        added: list[Any] = []
         outputs = [number for number, spec in enumerate(node.specs) if spec is not None]
-        while True:
-            graph = build_graph([node], outputs, specs, self.decompositions).module
-            calls = [n for n in graph.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
-            refused = [(n, support) for n in calls if not (support := self.backend.supports(n))]
-            if not refused:
-                return None
-            new = list(
-                dict.fromkeys(n.target for n, _ in refused if n.target in core and n.target not in self.decompositions)
-            )
-            if not new:
-                for op in added:
-                    del self.decompositions[op]
-                return f"{refused[0][0].target}: {refused[0][1].reason or 'not supported'}"
-            added += new
-            self.decompositions.update({op: core[op] for op in new})
+        try:
+            build_graph([node], outputs, specs, self.capture, strict=True)
+        except Refused as refused:
+            return refused.reason
+        return None
 
     def next_key(self) -> int:
         """The key of the next random operator, a signed 64-bit integer: a function of the seed and of the count."""

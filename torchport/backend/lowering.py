@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from ..backend.normal_form import is_view
+from .normal_form import is_view
 
 if TYPE_CHECKING:
     from torch import fx
 
-    from .graph import GraphBuilder
+    from .builder import GraphBuilder
 
 __all__ = ["LOWER", "lower_foreach", "lower_varying", "number_role", "view_form"]
 

@@ -1,0 +1,276 @@
+"""What a backend takes into a graph, and the builder that brings operators there in normal form."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_iter
+
+from ..core.errors import GraphError
+from ..core.specs import TensorSpec
+from .decompositions import DECOMPOSE
+from .infer import fake_mode, fake_tensor, infer
+from .lowering import LOWER, foreach_target, lower_foreach, lower_varying, view_form
+from .normal_form import alias_root
+
+if TYPE_CHECKING:
+    from .interface import Backend, Support
+
+__all__ = ["Capture", "GraphBuilder", "Refused", "capture_of"]
+
+aten = torch.ops.aten
+_CPU: Final = torch.device("cpu")
+_getitem: Any = operator.getitem
+
+
+def _spec_of_node(node: fx.Node) -> Any:
+    return TensorSpec.of(node.meta["val"])
+
+
+class Refused(Exception):
+    """The backend takes neither an operator nor what it decomposes to; ``reason`` says what was tried."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Capture:
+    """What a backend takes into its graphs, asked for once: its decompositions, and which operators it supports."""
+
+    def __init__(self, backend: Backend) -> None:
+        from .interface import Backend
+
+        self.decompositions: Mapping[Any, Callable[..., Any]] = dict(backend.decompositions())
+        self.takes_all = type(backend).supports is Backend.supports
+        self._backend = weakref.ref(backend)
+
+    def supports(self, node: fx.Node) -> Support:
+        """The backend's own answer for a node of a graph in normal form."""
+        from .interface import Support
+
+        backend = self._backend()
+        return Support.yes() if self.takes_all or backend is None else backend.supports(node)
+
+
+_captures: Final[weakref.WeakKeyDictionary[Backend, Capture]] = weakref.WeakKeyDictionary()
+
+
+def capture_of(backend: Backend) -> Capture:
+    """The backend's :class:`Capture`, made once per backend."""
+    found = _captures.get(backend)
+    if found is None:
+        found = _captures[backend] = Capture(backend)
+    return found
+
+
+@functools.cache
+def _core_decompositions() -> Mapping[Any, Callable[..., Any]]:
+    from torch._decomp import core_aten_decompositions
+
+    return dict(core_aten_decompositions())
+
+
+_DEEPEST: Final = 16
+"""How many decompositions may lie inside each other; a table that goes round in circles ends here."""
+
+
+def is_factory(op: Any) -> bool:
+    """Whether an operator's schema has no tensor anywhere among its arguments."""
+    return not any("Tensor" in str(argument.real_type) for argument in op._schema.arguments)
+
+
+class GraphBuilder:
+    """Adds operators to an FX graph, inferring ``meta["val"]``, on behalf of one operator of a program at a time.
+
+    What the backend does not support is replaced by PyTorch's core ATen decomposition, as deep as need be. Where there
+    is none, a ``strict`` builder raises :class:`Refused`; any other leaves the operator to the backend's own error.
+    """
+
+    def __init__(self, capture: Capture | None = None, strict: bool = False) -> None:
+        self.graph = fx.Graph()
+        self.debug_handle = 0
+        self.source: str | None = None
+        self.origin: Mapping[str, Any] = {}
+        """More ``meta`` for the nodes of the present operator, such as its place in the user's modules."""
+        self.capture = capture
+        self.strict = strict
+        self._depth = 0
+
+    # -- what lowerings use ----------------------------------------------------------------------------------
+    def __call__(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.call(op, args, kwargs)
+
+    @staticmethod
+    def is_node(value: Any) -> bool:
+        """Whether an argument is a node of the graph, rather than a Python number."""
+        return isinstance(value, fx.Node)
+
+    @staticmethod
+    def val(node: fx.Node) -> torch.Tensor:
+        """The fake tensor of a node that holds one tensor."""
+        return node.meta["val"]
+
+    def call(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A node that calls ``op``; goes through the backend's decompositions and through varying numbers' rewrites."""
+        if _has_node_as_scalar(op, args, kwargs):
+            lower = lower_varying(op)
+            if lower is None:
+                raise GraphError(f"{op} was given a number that varies, but has no form that takes one")
+            return lower(self, *args, **kwargs)
+        if self.capture is not None and op in self.capture.decompositions:
+            return self.inline(self.capture.decompositions[op], args, kwargs)
+        return self._add(op, args, kwargs)
+
+    def lower(self, op: Any, specs: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The nodes of a functional operator as a frontend recorded it, with these result specs, in normal form."""
+        kwargs = {name: value for name, value in kwargs.items() if name not in {"generator", "pin_memory"}}
+        if op in LOWER:
+            return LOWER[op](self, specs, *args, **kwargs)
+        if op in DECOMPOSE:
+            return self.inline(DECOMPOSE[op], args, kwargs)
+        if foreach_target(op) is not None:
+            return lower_foreach(self, op, specs, args, kwargs)
+        if is_factory(op) and any(argument.name == "device" for argument in op._schema.arguments):
+            kwargs["device"] = _CPU
+        elif "device" in kwargs:
+            del kwargs["device"]
+        return self.call(view_form(op), args, kwargs)
+
+    def cast(self, value: Any, dtype: torch.dtype) -> fx.Node:
+        """A node of this dtype: a number becomes a 0-dim tensor."""
+        if not self.is_node(value):
+            return self(aten.full.default, [], value, dtype=dtype, device=_CPU)
+        if self.val(value).dtype == dtype:
+            return value
+        return self(aten._to_copy.default, value, dtype=dtype)
+
+    def times(self, factor: Any, value: Any) -> Any:
+        """The product of two things of which ``value`` is a Python number."""
+        return self(aten.mul.Tensor, factor, value) if self.is_node(factor) else factor * value
+
+    def item(self, node: Any, position: int) -> Any:
+        """One result of an op that returns several."""
+        if isinstance(node, (list, tuple)):
+            return node[position]
+        value = node.meta["val"][position]
+        if value is None:
+            return None
+        made = self.graph.call_function(_getitem, (node, position))
+        return self._describe(made, value)
+
+    def filled(self, spec: TensorSpec, value: Any) -> fx.Node:
+        """A constant tensor with this spec's shape and, where they are those of a permuted dense tensor, strides."""
+        order = sorted(range(len(spec.shape)), key=lambda d: (-spec.strides[d], d))
+        shape = [spec.shape[d] for d in order]
+        node = self(aten.full.default, shape, value, dtype=spec.dtype, device=_CPU)
+        if order == list(range(len(order))):
+            return node
+        return self(aten.permute.default, node, [order.index(d) for d in range(len(order))])
+
+    # -- adding nodes ----------------------------------------------------------------------------------------
+    def placeholder(self, name: str, spec: TensorSpec) -> fx.Node:
+        """An input."""
+        node = self.graph.placeholder(name)
+        node.meta["val"] = fake_tensor(spec)
+        return node
+
+    def _describe(self, node: fx.Node, value: Any) -> fx.Node:
+        node.meta.update(self.origin, val=value, debug_handle=self.debug_handle, source=self.source)
+        return node
+
+    def _add(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Node:
+        try:
+            value = self._run(op, args, kwargs)
+        except (RuntimeError, ValueError):
+            if op is not aten.view.default:
+                raise
+            # A rewrite gave the input other strides than the trace saw; a contiguous copy always has a view.
+            contiguous = self._add(aten.clone.default, [args[0]], {"memory_format": torch.contiguous_format})
+            return self._add(op, [contiguous, *args[1:]], kwargs)
+        node = self._describe(self.graph.call_function(op, tuple(args), dict(kwargs)), value)
+        return node if self.capture is None or self.capture.takes_all else self._supported(node)
+
+    def _supported(self, node: fx.Node) -> Any:
+        """The node if the backend takes it, else the nodes it decomposes to."""
+        assert self.capture is not None
+        support = self.capture.supports(node)
+        if support:
+            return node
+        rewrite = _core_decompositions().get(node.target)
+        if rewrite is None or self._depth >= _DEEPEST:
+            if not self.strict:
+                return node
+            raise Refused(f"{node.target}: {support.reason or 'not supported'}")
+        args, kwargs = node.args, node.kwargs
+        self.graph.erase_node(node)
+        self._depth += 1
+        try:
+            return self.inline(rewrite, args, kwargs)
+        finally:
+            self._depth -= 1
+
+    def _run(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The fake results of an operator, from the specs of its arguments."""
+        spec_args, spec_kwargs = map_arg((tuple(args), dict(kwargs)), _spec_of_node)
+        inferred = infer(op, spec_args, spec_kwargs)
+        values = [None if spec is None else fake_tensor(spec) for spec in inferred.specs]
+        return values[0] if inferred.container is None else inferred.container(values)
+
+    def inline(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The nodes that a decomposition written with tensors amounts to, added to the graph."""
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        nodes = [leaf for leaf in tree_iter((list(args), dict(kwargs))) if isinstance(leaf, fx.Node)]
+
+        def flat(*tensors: Any) -> Any:
+            table = dict(zip(nodes, tensors, strict=True))
+            real_args, real_kwargs = map_arg((tuple(args), dict(kwargs)), lambda n: table[n])
+            return fn(*real_args, **real_kwargs)
+
+        with fake_mode(), torch.no_grad():
+            traced = make_fx(flat, tracing_mode="real")(*(n.meta["val"] for n in nodes))
+        values: dict[fx.Node, Any] = {}
+        inputs = iter(nodes)
+        for node in traced.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = next(inputs)
+            elif node.op == "output":
+                return map_arg(node.args[0], lambda n: values[n])
+            elif node.target is _getitem:
+                values[node] = self.item(values[node.args[0]], node.args[1])
+            else:
+                inner_args, inner_kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
+                values[node] = self.call(node.target, inner_args, inner_kwargs)
+        raise GraphError("a decomposition returned nothing")
+
+    # -- outputs ---------------------------------------------------------------------------------------------
+    def separate(self, values: Sequence[fx.Node]) -> list[fx.Node]:
+        """The values as outputs: what would share memory with an input or an earlier one is cloned."""
+        taken: set[fx.Node] = set()
+        results: list[fx.Node] = []
+        for node in values:
+            root = alias_root(node)
+            if root.op != "call_function" or root in taken:
+                node = root = self(aten.clone.default, node)
+            taken.add(root)
+            results.append(node)
+        return results
+
+
+def _has_node_as_scalar(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    if not isinstance(op, torch._ops.OpOverload):
+        return False
+    for position, argument in enumerate(op._schema.arguments):
+        if str(argument.real_type) in {"number", "Optional[number]"}:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            if isinstance(value, fx.Node):
+                return True
+    return False
