@@ -1,0 +1,328 @@
+"""From a graph of ATen operators by PyTorch's own front ends (AOTAutograd, ``torch.export``) to the normal form.
+
+What comes out is in normal form but for three things, which :func:`~torchport.backend.partition.partition` takes care
+of: tensor constants are ``get_attr`` nodes; operators that no backend takes in any form stay as they are, with the
+reason in ``meta["refusal"]``; and the output is as it was, which may hold inputs, ``None`` and numbers.
+
+Per operator, in this order: dropped if it is an identity, else lowered as a trace's operators are
+(:meth:`~torchport.backend.builder.GraphBuilder.lower`), by the first backend that takes all of what it becomes: itself,
+the backend's own decomposition, or PyTorch's core ATen one. Sizes that were symbols are numbers here: one graph in
+normal form is for one set of shapes.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_any, tree_map
+
+from ..core.errors import GraphError
+from ..core.specs import TensorSpec
+from .builder import Capture, GraphBuilder, Refused, capture_of
+from .decompositions import DECOMPOSE
+from .infer import DataDependent, Inferred, NoShapeRule, fake_tensor, infer
+from .interface import Backend
+from .lowering import view_form
+from .partition import REFUSAL
+
+__all__ = ["Lowering", "has_symbols", "normalise", "source_line"]
+
+aten = torch.ops.aten
+_getitem: Any = operator.getitem
+_CPU: Final = torch.device("cpu")
+_SymbolicNumber: Final = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+Lowering: TypeAlias = Callable[..., Any]
+"""``(builder, key, result spec, *args, **kwargs) -> node``: a random operator as arithmetic on a key."""
+
+_IDENTITIES: Final = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
+_CHECKS: Final = {"_assert_tensor_metadata", "sym_constrain_range", "sym_constrain_range_for_size", "_assert_scalar"}
+"""Operators that check what holds already, the shapes being numbers; without results."""
+
+_PLACE: Final = re.compile(r'File "(.*?)", line (\d+), in (\S+)')
+_HIDDEN: Final = tuple(f"{path}/" for path in (*torch.__path__, __file__.removesuffix("/backend/fx_normalise.py")))
+
+
+def source_line(node: fx.Node) -> str | None:
+    """``file:line in function`` of the user's innermost frame, from the stack trace that PyTorch notes on nodes."""
+    known = node.meta.get("source")
+    if isinstance(known, str):
+        return known
+    places = _PLACE.findall(node.meta.get("stack_trace") or "")
+    for file, line, function in reversed(places):
+        if not file.startswith(_HIDDEN):
+            return f"{file}:{line} in {function}"
+    return None
+
+
+def has_symbols(value: Any) -> bool:
+    """Whether a node's ``meta["val"]`` has a size, stride or number that is a symbol."""
+    if isinstance(value, torch.Tensor):
+        return any(n.__class__ is not int for n in (*value.shape, *value.stride()))
+    return isinstance(value, _SymbolicNumber)
+
+
+def _mutates(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _functional(graph: fx.GraphModule, specs: Sequence[Any]) -> fx.GraphModule:
+    """The graph without writes. Raises :class:`GraphError` if it writes to an input: the caller has to do that."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.traceback import preserve_node_meta
+
+    fakes = [fake_tensor(spec) if isinstance(spec, TensorSpec) else spec for spec in specs]
+
+    def run(*args: Any) -> Any:
+        return fx.Interpreter(graph).run(*args)
+
+    with preserve_node_meta(), torch.no_grad():
+        traced = make_fx(torch.func.functionalize(run, remove="mutations"), tracing_mode="fake")(*fakes)
+    for node in traced.graph.find_nodes(op="call_function", target=aten.copy_.default):
+        raise GraphError(
+            f"the graph writes to its input {node.args[0]}; give it to AOTAutograd or to "
+            "ExportedProgram.run_decompositions() first, which return the new value instead"
+        )
+    return traced
+
+
+class _Normaliser:
+    """Writes one graph. ``values`` maps nodes of the original to nodes or numbers, or lists of nodes."""
+
+    def __init__(
+        self, original: fx.GraphModule, captures: Sequence[Capture], random: Mapping[Any, Lowering], always: bool
+    ) -> None:
+        self.original = original
+        self.captures = captures
+        self.random = random
+        self.always = always
+        self.builder = GraphBuilder(strict=True)
+        self.values: dict[fx.Node, Any] = {}
+        self.root = torch.nn.Module()
+        self.keys: fx.Node | None = None
+        self.drawn = 0
+
+    # -- inputs and constants --------------------------------------------------------------------------------
+    def placeholder(self, node: fx.Node, spec: Any) -> None:
+        """An input; a number among the inputs keeps its place, but its uses are the number itself."""
+        made = self.builder.graph.placeholder(str(node.target))
+        made.name = node.name  # front ends refer to inputs by name; FX would rename one that is called ``input``
+        made.meta.update({name: node.meta[name] for name in ("constant", "tensor_dict") if name in node.meta})
+        if isinstance(spec, TensorSpec):
+            made.meta["val"] = fake_tensor(spec)
+            self.values[node] = made
+        else:
+            made.meta["val"] = spec
+            self.values[node] = made if spec is None or not isinstance(spec, (int, float, bool)) else spec
+
+    def attribute(self, node: fx.Node) -> None:
+        """A tensor the graph holds, or a graph that a higher-order operator calls."""
+        name = str(node.target).replace(".", "_")
+        held: Any = operator.attrgetter(str(node.target))(self.original)
+        setattr(self.root, name, held)
+        made = self.builder.graph.get_attr(name)
+        made.meta.update(node.meta)
+        if isinstance(held, torch.Tensor):
+            made.meta["val"] = fake_tensor(TensorSpec.of(held))
+        self.values[node] = made
+
+    # -- operators -------------------------------------------------------------------------------------------
+    def call(self, node: fx.Node, number: int) -> None:
+        """One operator of the original."""
+        handle = node.meta.get("debug_handle")
+        b = self.builder
+        b.debug_handle = handle if isinstance(handle, int) else number
+        b.source = source_line(node)
+        b.origin = {name: node.meta[name] for name in ("stack_trace", "nn_module_stack") if name in node.meta}
+        known: tuple[Any, Any] = map_arg((node.args, node.kwargs), lambda n: self.values[n])
+        args, kwargs = known
+        if node.target is _getitem:
+            self.values[node] = b.item(args[0], args[1]) if isinstance(args[0], fx.Node) else args[0][args[1]]
+        elif node.target in _IDENTITIES:
+            self.values[node] = args[0]
+        elif not isinstance(node.target, torch._ops.OpOverload):
+            self.values[node] = self._python(node, args, kwargs)
+        elif node.target._schema.name.removeprefix("aten::").split(".")[0] in _CHECKS:
+            self.values[node] = None
+        else:
+            self.values[node] = self._operator(node, node.target, args, kwargs)
+
+    def _python(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        """Arithmetic on sizes, which are numbers here; anything else is left to whoever runs the outer graph."""
+        higher_order = isinstance(node.target, torch._ops.HigherOrderOperator)
+        if not higher_order and not tree_any(lambda v: isinstance(v, fx.Node), (args, kwargs)):
+            assert callable(node.target)
+            return node.target(*args, **kwargs)
+        what = "a higher-order operator" if higher_order else "a Python function"
+        return self._left(node, args, kwargs, f"{node.target} is {what}; graphs of backends hold ATen operators")
+
+    def _operator(self, node: fx.Node, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+        if op._schema.name.startswith("aten::sym_"):
+            value = args[0].meta["val"]
+            if not has_symbols(value):
+                return op(value, *args[1:], **kwargs)
+        if tree_any(_is_data_dependent, (args, kwargs)):
+            return self._left(node, args, kwargs, "a shape or number it gets depends on values")
+        kwargs = {k: _CPU if isinstance(v, torch.device) else v for k, v in kwargs.items()}
+        specs = map_arg((tuple(args), dict(kwargs)), _spec)
+        try:
+            inferred = infer(DECOMPOSE.get(op) or view_form(op), *specs)
+        except (DataDependent, NoShapeRule) as error:
+            return self._left(node, args, kwargs, str(error))
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            return self._left(node, args, kwargs, f"PyTorch's shape inference refused it: {error}")
+        if op in self.random and self.always:
+            return self._draw(op, inferred, args, kwargs)
+        refused: list[str] = []
+        for capture in self.captures:
+            try:
+                return self._attempt(capture, lambda: self.builder.lower(op, inferred.specs, args, kwargs), inferred)
+            except Refused as error:
+                refused.append(error.reason)
+        if op in self.random:
+            return self._draw(op, inferred, args, kwargs)
+        return self._left(node, args, kwargs, "; ".join(dict.fromkeys(refused)) or "there is no backend to ask")
+
+    def _attempt(self, capture: Capture | None, lower: Callable[[], Any], inferred: Inferred) -> Any:
+        """The nodes of an operator on behalf of a backend; on :class:`Refused` the graph is as before."""
+        graph = self.builder.graph
+        last = next(reversed(graph.nodes), None)
+        self.builder.capture = capture
+        try:
+            made = lower()
+            if inferred.container is not None:
+                return made
+            (spec,) = inferred.specs
+            return self._checked(made, spec) if spec is not None else made
+        except Refused:
+            for node in reversed(graph.nodes):
+                if node is last:
+                    break
+                graph.erase_node(node)
+            raise
+        finally:
+            self.builder.capture = None
+
+    def _checked(self, made: fx.Node, spec: TensorSpec) -> fx.Node:
+        value = self.builder.val(made)
+        if tuple(value.shape) != spec.shape:
+            raise GraphError(f"an operator that gives {spec} was lowered to {TensorSpec.of(value)}")
+        return self.builder.cast(made, spec.dtype)
+
+    def _draw(self, op: Any, inferred: Inferred, args: Any, kwargs: Any) -> Any:
+        """A random operator as arithmetic on the next key."""
+        dropped = {"device", "layout", "pin_memory", "generator"}
+        kwargs = {name: value for name, value in kwargs.items() if name not in dropped}
+        assert self.keys is not None
+        key = self.builder(aten.select.int, self.keys, 0, self.drawn)
+        self.drawn += 1
+        return self._attempt(
+            self.captures[0], lambda: self.random[op](self.builder, key, inferred.specs[0], *args, **kwargs), inferred
+        )
+
+    def _left(self, node: fx.Node, args: Any, kwargs: Any, reason: str) -> fx.Node:
+        """The operator as it was, for whoever runs the outer graph."""
+        made = self.builder.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        made.meta.update(node.meta)
+        made.meta.update(debug_handle=self.builder.debug_handle, source=self.builder.source)
+        made.meta[REFUSAL] = reason
+        made.meta["val"] = tree_map(_on_cpu, node.meta.get("val"))
+        if isinstance(node.target, torch._ops.OpOverload):
+            try:
+                inferred = infer(node.target, *map_arg((tuple(args), dict(kwargs)), _spec))
+                values = [None if spec is None else fake_tensor(spec) for spec in inferred.specs]
+                made.meta["val"] = values[0] if inferred.container is None else inferred.container(values)
+            except Exception:  # what was recorded stands: a shape that depends on values, or symbols
+                pass
+        return made
+
+    # -- the whole -------------------------------------------------------------------------------------------
+    def run(self, inputs: Sequence[Any]) -> fx.GraphModule:
+        """The graph in normal form."""
+        given = iter(inputs)
+        nodes = list(self.original.graph.nodes)
+        for node in nodes:
+            if node.op == "placeholder":
+                self.placeholder(node, next(given))
+        count = sum(node.op == "call_function" and node.target in self.random for node in nodes)
+        if count:
+            self.keys = self.builder.placeholder("keys", TensorSpec((count,), torch.int64, (1,)))
+        for number, node in enumerate(nodes):
+            if node.op == "get_attr":
+                self.attribute(node)
+            elif node.op == "call_function":
+                self.call(node, number)
+            elif node.op == "output":
+                results = map_arg(node.args[0], lambda n: self.values[n])
+                output = self.builder.graph.output(results)
+                output.meta.update(node.meta)
+            elif node.op != "placeholder":
+                raise GraphError(f"a {node.op} node ({node.format_node()}); expected a graph of ATen operators")
+        if self.keys is not None and not self.keys.users:
+            self.builder.graph.erase_node(self.keys)
+        self.builder.graph.eliminate_dead_code()
+        made = fx.GraphModule(self.root, self.builder.graph)
+        made.meta["random_ops"] = self.drawn
+        return made
+
+
+def _spec(node: fx.Node) -> Any:
+    return TensorSpec.of(node.meta["val"])
+
+
+def _is_data_dependent(value: Any) -> bool:
+    """Whether an argument is a number that an operator computes, or a tensor whose shape is not known."""
+    if not isinstance(value, fx.Node):
+        return False
+    val = value.meta.get("val")
+    return not isinstance(val, torch.Tensor) or has_symbols(val) or val.layout is not torch.strided
+
+
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and not has_symbols(value) and value.layout is torch.strided:
+        return fake_tensor(TensorSpec.of(value))
+    return value
+
+
+def _inputs_of(graph: fx.GraphModule) -> list[Any]:
+    found: list[Any] = []
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            value = node.meta.get("val")
+            if has_symbols(value):
+                raise GraphError(
+                    f"input {node.target} has symbolic sizes ({value}), and a graph in normal form is for one set of "
+                    "shapes: pass inputs=[...] with a TensorSpec per tensor and a number per symbolic number"
+                )
+            found.append(TensorSpec.of(value) if isinstance(value, torch.Tensor) else value)
+    return found
+
+
+def normalise(
+    graph: fx.GraphModule,
+    backends: Backend | Sequence[Backend],
+    inputs: Sequence[Any] | None = None,
+    *,
+    random: Mapping[Any, Lowering] | None = None,
+    always_draw: bool = False,
+) -> fx.GraphModule:
+    """The graph in normal form for these backends, first choice first (see the module for what is left open).
+
+    ``inputs``: a :class:`TensorSpec`, a number or ``None`` per placeholder; needed where sizes are symbols. ``random``:
+    operators that may be written as arithmetic on a key; they are where no backend takes them, or ``always_draw``. The
+    result then has one more input, ``keys`` (int64, 1-D), of as many keys as its ``meta["random_ops"]`` says.
+    ``graph`` is not changed. Raises :class:`GraphError` for a graph that is not one of ATen operators, or that writes
+    to its inputs.
+    """
+    specs = _inputs_of(graph) if inputs is None else list(inputs)
+    if any(node.op == "call_function" and _mutates(node) for node in graph.graph.nodes):
+        graph = _functional(graph, specs)
+    chosen = [backends] if isinstance(backends, Backend) else list(backends)
+    captures = [capture_of(backend) for backend in chosen]
+    return _Normaliser(graph, captures, random or {}, always_draw).run(specs)

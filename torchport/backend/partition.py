@@ -1,0 +1,352 @@
+"""Split a graph between backends, in order of preference; what none takes stays in the outer graph as it is.
+
+A *group* is a set of operators that one backend compiles as one graph. Groups are as large as they can be: no two of
+one backend could be joined without a cycle. There is never a cycle, by construction: groups begin as layers in which
+every edge between two layers goes up, and are joined only where no path leads out of the two and back.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from ..core.errors import UnsupportedOp
+from .builder import GraphBuilder, capture_of
+from .interface import Backend
+from .normal_form import is_view, source_of
+
+__all__ = ["Delegate", "Leftover", "Partitioned", "group", "partition"]
+
+_getitem: Any = operator.getitem
+REFUSAL: Final = "refusal"
+"""``meta`` of a node that normalisation found no backend for: the reason, in words."""
+
+
+@dataclass(slots=True)
+class Delegate:
+    """One group: ``module`` is its graph in normal form, called by the outer graph's node ``name``."""
+
+    name: str
+    backend: Any
+    module: fx.GraphModule
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """An operator that stays in the outer graph, and why."""
+
+    node: fx.Node
+    reason: str
+
+    @property
+    def source(self) -> str | None:
+        """The user's line."""
+        return source_of(self.node)
+
+
+@dataclass(slots=True)
+class Partitioned:
+    """The outer graph, whose ``call_module`` nodes are the delegates, and the operators that are left in it.
+
+    Each ``call_module`` node gives a tuple of tensors. The outer graph's inputs and outputs are the original's.
+    """
+
+    module: fx.GraphModule
+    delegates: list[Delegate] = field(default_factory=list[Delegate])
+    leftovers: list[Leftover] = field(default_factory=list[Leftover])
+
+    def report(self) -> str:
+        """One line per reason: how many operators are left for it, which, and where the first comes from."""
+        rows: dict[tuple[str, str], list[Leftover]] = {}
+        for left in self.leftovers:
+            rows.setdefault((str(left.node.target), left.reason), []).append(left)
+        lines = [
+            f"{len(found):>5} × {op}: {reason}" + (f" (first at {found[0].source})" if found[0].source else "")
+            for (op, reason), found in sorted(rows.items(), key=lambda row: -len(row[1]))
+        ]
+        return "\n".join(lines) or "every operator is taken"
+
+    def require_all(self) -> None:
+        """Raise :class:`UnsupportedOp` if an operator is left over, listing each with its reason."""
+        if self.leftovers:
+            first = self.leftovers[0]
+            raise UnsupportedOp(
+                f"{len(self.leftovers)} operators are taken by no backend:\n{self.report()}",
+                op=str(first.node.target),
+                source=first.source,
+            )
+
+
+# -- grouping ------------------------------------------------------------------------------------------------------
+class _Units:
+    """What cannot be taken apart: an operator with the ``getitem`` nodes of its results. Edges are dependencies."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.nodes: list[list[fx.Node]] = []
+        self.of: dict[fx.Node, int] = {}
+        self.before: list[set[int]] = []
+        for node in graph.nodes:
+            if node.op in ("placeholder", "get_attr", "output"):
+                continue
+            unit = self.of.get(node.args[0]) if node.target is _getitem else None  # type: ignore[arg-type]
+            if unit is None:
+                unit = len(self.nodes)
+                self.nodes.append([])
+                self.before.append(set())
+            self.nodes[unit].append(node)
+            self.of[node] = unit
+            self.before[unit].update(self.of[n] for n in node.all_input_nodes if n in self.of and self.of[n] != unit)
+
+
+def _layers(units: _Units, colours: Sequence[Hashable | None]) -> list[int]:
+    """A group number per unit. Along an edge the layer rises unless the colour stays, so groups have no cycle."""
+    layer: list[int] = []
+    groups: dict[Any, int] = {}
+    found: list[int] = []
+    for unit, colour in enumerate(colours):
+        height = max(
+            (layer[p] + (colour is None or colours[p] != colour) for p in units.before[unit]),
+            default=0,
+        )
+        layer.append(height)
+        key = ("alone", unit) if colour is None else (height, colour)
+        found.append(groups.setdefault(key, len(groups)))
+    return found
+
+
+class _Joining:
+    """Joins groups of a colour pairwise while no path leads out of the pair and back. Sets of groups are bit masks."""
+
+    def __init__(self, units: _Units, colours: Sequence[Hashable | None], groups: list[int]) -> None:
+        self.members: dict[int, list[int]] = {}
+        self.colour: dict[int, Hashable | None] = {}
+        for unit, group_of in enumerate(groups):
+            self.members.setdefault(group_of, []).append(unit)
+            self.colour[group_of] = colours[unit]
+        self.after: dict[int, set[int]] = {g: set() for g in self.members}
+        for unit, group_of in enumerate(groups):
+            for before in units.before[unit]:
+                if groups[before] != group_of:
+                    self.after[groups[before]].add(group_of)
+
+    def order(self) -> list[int]:
+        """The groups, each after those it depends on; otherwise by their first operator."""
+        waiting = dict.fromkeys(self.members, 0)
+        for following in self.after.values():
+            for g in following:
+                waiting[g] += 1
+        ready = sorted((g for g, count in waiting.items() if not count), key=lambda g: -self.members[g][0])
+        done: list[int] = []
+        while ready:
+            g = ready.pop()
+            done.append(g)
+            released = [h for h in self.after[g] if not (waiting.__setitem__(h, waiting[h] - 1) or waiting[h])]
+            ready = sorted([*ready, *released], key=lambda h: -self.members[h][0]) if released else ready
+        return done
+
+    def _beyond(self) -> dict[int, int]:
+        """For each group, the groups that a path through at least one other group leads to."""
+        reach: dict[int, int] = {}
+        beyond: dict[int, int] = {}
+        for g in reversed(self.order()):
+            beyond[g] = direct = 0
+            for h in self.after[g]:
+                direct |= 1 << h
+                beyond[g] |= reach[h]
+            reach[g] = direct | beyond[g]
+        return beyond
+
+    def _join(self, kept: int, gone: int) -> None:
+        self.members[kept] = sorted([*self.members[kept], *self.members.pop(gone)])
+        self.after[kept] = (self.after[kept] | self.after.pop(gone)) - {kept, gone}
+        del self.colour[gone]
+        for following in self.after.values():
+            if gone in following:
+                following.discard(gone)
+                following.add(kept)
+        self.after[kept].discard(kept)
+
+    def run(self) -> None:
+        """Join until no pair can be joined."""
+        beyond = self._beyond()
+        joined = True
+        while joined:
+            joined = False
+            mine = [g for g in self.order() if self.colour[g] is not None]
+            for position, g in enumerate(mine):
+                for h in mine[position + 1 :]:
+                    if h not in self.members or self.colour[h] != self.colour[g]:
+                        continue
+                    if not (beyond[g] >> h & 1 or beyond[h] >> g & 1):
+                        self._join(g, h)
+                        beyond = self._beyond()
+                        joined = True
+                if joined:
+                    break
+
+
+def group(graph: fx.Graph, colour_of: Callable[[fx.Node], Hashable | None]) -> list[tuple[Hashable, list[fx.Node]]]:
+    """The groups of a graph, in an order they can run in: ``(colour, nodes)``; colour ``None`` is one operator alone.
+
+    ``colour_of`` is asked for every call but ``getitem``, which goes with the operator whose result it takes.
+    """
+    units = _Units(graph)
+    colours = [colour_of(nodes[0]) for nodes in units.nodes]
+    joining = _Joining(units, colours, _layers(units, colours))
+    joining.run()
+    return [(joining.colour[g], [n for unit in joining.members[g] for n in units.nodes[unit]]) for g in joining.order()]
+
+
+# -- building ------------------------------------------------------------------------------------------------------
+class _Splitter:
+    """Writes the outer graph and one module per group. The original graph is not changed."""
+
+    def __init__(self, original: fx.GraphModule, views_outside: bool) -> None:
+        self.original = original
+        self.views_outside = views_outside
+        self.outer = fx.Graph()
+        self.values: dict[fx.Node, fx.Node] = {}
+        self.root = torch.nn.Module()
+        self.delegates: list[Delegate] = []
+        self.leftovers: list[Leftover] = []
+
+    def copy(self, node: fx.Node) -> fx.Node:
+        """A node of the original in the outer graph."""
+        if node.op == "get_attr":
+            setattr(self.root, str(node.target), getattr(self.original, str(node.target)))
+        made = self.outer.node_copy(node, lambda n: self.values[n])
+        if node.op == "placeholder":
+            made.name = node.name
+        self.values[node] = made
+        return made
+
+    def _outputs(self, members: set[fx.Node], nodes: Sequence[fx.Node]) -> list[fx.Node]:
+        """Tensors of the group that others use."""
+        return [
+            node
+            for node in nodes
+            if isinstance(node.meta.get("val"), torch.Tensor) and any(user not in members for user in node.users)
+        ]
+
+    def _views(self, node: fx.Node, members: set[fx.Node]) -> list[fx.Node]:
+        """The view operators of the group between a value and where its memory comes from, first to last."""
+        chain: list[fx.Node] = []
+        while node in members and (
+            is_view(node.target) or (node.target is _getitem and is_view(node.args[0].target))  # type: ignore[union-attr]
+        ):
+            chain.append(node)
+            node = node.args[0]  # type: ignore[assignment]
+        return chain[::-1]
+
+    def delegate(self, backend: Any, nodes: Sequence[fx.Node]) -> None:
+        """Add one group."""
+        members = set(nodes)
+        wanted = self._outputs(members, nodes)
+        outside: dict[fx.Node, None] = {}
+        if self.views_outside:
+            # A view is not computed: the group gives what it is a view of, and the view is taken of that.
+            roots: dict[fx.Node, None] = {}
+            for node in wanted:
+                chain = self._views(node, members)
+                outside.update(dict.fromkeys(chain))
+                root = chain[0].args[0] if chain else node
+                if root in members:
+                    roots[root] = None  # type: ignore[index]
+            wanted = list(roots)
+        if wanted:
+            self._call(backend, nodes, wanted)
+        for node in outside:
+            self.copy(node)
+
+    def _call(self, backend: Any, nodes: Sequence[fx.Node], wanted: Sequence[fx.Node]) -> None:
+        name = f"delegate_{len(self.delegates)}"
+        needed = _needed(nodes, wanted)
+        inputs = list(dict.fromkeys(n for node in needed for n in node.all_input_nodes if n not in set(needed)))
+        builder = GraphBuilder()
+        inside: dict[fx.Node, fx.Node] = {}
+        for node in inputs:
+            inside[node] = builder.graph.placeholder(node.name)
+            inside[node].meta.update(node.meta)
+        for node in needed:
+            inside[node] = builder.graph.node_copy(node, lambda n: inside[n])
+        last = needed[-1].meta
+        builder.debug_handle, builder.source = last.get("debug_handle", 0), last.get("source")
+        results = builder.separate([inside[node] for node in wanted])
+        builder.graph.output(tuple(results)).meta["val"] = tuple(builder.val(node) for node in results)
+        module = fx.GraphModule(torch.nn.Module(), builder.graph)
+        self.delegates.append(Delegate(name, backend, module))
+        self.root.add_module(name, module)
+        call = self.outer.call_module(name, tuple(self.values[node] for node in inputs))
+        call.meta.update(val=tuple(builder.val(node) for node in results), debug_handle=builder.debug_handle)
+        for position, node in enumerate(wanted):
+            item = self.outer.call_function(_getitem, (call, position))
+            item.meta.update(node.meta, val=builder.val(results[position]))
+            self.values[node] = item
+
+    def finish(self) -> Partitioned:
+        """The result, once every group was added."""
+        self.copy(self.original.graph.output_node())
+        self.outer.lint()
+        return Partitioned(fx.GraphModule(self.root, self.outer), self.delegates, self.leftovers)
+
+
+def _needed(nodes: Sequence[fx.Node], wanted: Sequence[fx.Node]) -> list[fx.Node]:
+    """The nodes of a group that its results depend on, in order."""
+    found = set(wanted)
+    for node in reversed(nodes):
+        if node in found:
+            found.update(node.all_input_nodes)
+    return [node for node in nodes if node in found]
+
+
+def partition(
+    graph: fx.GraphModule,
+    backends: Sequence[Backend] = (),
+    *,
+    tags: Mapping[fx.Node, Hashable] | None = None,
+    kernel: Callable[[fx.Node], str | None] | None = None,
+    views_outside: bool = False,
+) -> Partitioned:
+    """Split a graph that :func:`~torchport.backend.fx_normalise.normalise` made; ``graph`` is not changed.
+
+    ``backends`` are asked in order what they support. With ``tags`` they are not asked: each tag is a group's (or,
+    where one group would be a cycle, several groups') and becomes :attr:`Delegate.backend`. ``kernel(node)`` may
+    say why an operator must run alone although a backend supports it. ``views_outside``: results that are views of
+    other results or of inputs are taken in the outer graph, which copies nothing; else the group copies them.
+    """
+    reasons: dict[fx.Node, str] = {}
+
+    def colour(node: fx.Node) -> Hashable | None:
+        if tags is not None:
+            if node not in tags:
+                reasons[node] = node.meta.get(REFUSAL) or "no partitioner took it"
+            return tags.get(node)
+        why = node.meta.get(REFUSAL) or (kernel(node) if kernel is not None else None)
+        if why is None:
+            refused: list[str] = []
+            for position, backend in enumerate(backends):
+                support = capture_of(backend).supports(node)
+                if support:
+                    return position
+                refused.append(f"{backend.name}: {support.reason or 'not supported'}")
+            why = "; ".join(refused) or "there is no backend to ask"
+        reasons[node] = why
+        return None
+
+    groups = group(graph.graph, colour)
+    splitter = _Splitter(graph, views_outside)
+    for node in graph.graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            splitter.copy(node)
+    for taker, nodes in groups:
+        if taker is None:
+            copies = [splitter.copy(node) for node in nodes]
+            splitter.leftovers.append(Leftover(copies[0], reasons[nodes[0]]))
+        else:
+            splitter.delegate(backends[taker] if tags is None else taker, nodes)  # type: ignore[index]
+    return splitter.finish()
