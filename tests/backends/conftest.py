@@ -21,7 +21,7 @@ def _backends() -> list[str]:
         return ["cpu"]
     import torchport
 
-    installed = [row.name for row in torchport.list_backends() if row.available and row.name == "inductor"]
+    installed = [row.name for row in torchport.list_backends() if row.available and row.name in ("inductor", "xla")]
     return ["reference", *installed]
 
 
@@ -29,7 +29,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "backend" not in metafunc.fixturenames:
         return
     slow = () if any(mark.name == "everywhere" for mark in metafunc.definition.iter_markers()) else (pytest.mark.slow,)
-    params = [pytest.param(name, marks=slow if name == "inductor" else ()) for name in _backends()]
+    params = [pytest.param(name, marks=slow if name != "reference" else ()) for name in _backends()]
     metafunc.parametrize("backend", params, indirect=True)
 
 

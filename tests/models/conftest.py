@@ -1,4 +1,4 @@
-"""Fixtures of the model tests: each backend in turn, ``inductor`` as slow tests."""
+"""Fixtures of the model tests: each backend in turn, ``inductor`` and ``xla`` as slow tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _backends() -> list[object]:
     import torchport
 
     names = [row.name for row in torchport.list_backends() if row.available]
-    return ["reference", *(pytest.param(n, marks=pytest.mark.slow) for n in names if n == "inductor")]
+    return ["reference", *(pytest.param(n, marks=pytest.mark.slow) for n in names if n in ("inductor", "xla"))]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

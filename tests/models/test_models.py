@@ -29,7 +29,7 @@ def _fallbacks(before: dict[str, int]) -> dict[str, int]:
 
 def _tolerance(backend: str) -> dict[str, float]:
     """The required rtol, with room for the rounding of values near zero."""
-    return {"rtol": 1e-4, "atol": 1e-5} if backend == "inductor" else {"rtol": 1e-6, "atol": 1e-6}
+    return {"rtol": 1e-4, "atol": 1e-5} if backend != "reference" else {"rtol": 1e-6, "atol": 1e-6}
 
 
 def _close(actual: torch.Tensor, expected: torch.Tensor, **tolerance: float) -> None:

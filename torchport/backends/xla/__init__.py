@@ -1,0 +1,170 @@
+"""``xla``: lowers a graph to StableHLO through JAX and runs it with PJRT, on whatever devices JAX has.
+
+The parts: :mod:`.ops` is the lowering table, :mod:`.lowering` turns a graph into a function of JAX arrays,
+:mod:`.jax_api` compiles it, :mod:`.container` frames the bytes, :mod:`.values` holds the values. JAX is imported when
+the backend is first used; without it the backend is unavailable and says what to install.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from torchport.backend.interface import (
+    Backend,
+    BackendData,
+    BackendDevice,
+    ExecutionContext,
+    FreeableBuffer,
+    InitContext,
+    KernelRegistrar,
+    Processed,
+    Support,
+)
+from torchport.backend.normal_form import input_specs, output_specs
+from torchport.core.errors import ExecutionError
+from torchport.core.specs import CompileSpecs, TensorSpec
+
+from . import container
+from .settings import Settings
+
+if TYPE_CHECKING:
+    from .program import XlaProgram
+
+__all__ = ["XlaBackend"]
+
+_NEEDED = ("jax", "jaxlib", "flatbuffers")
+
+
+def _missing() -> list[str]:
+    """The packages that are needed and cannot be found."""
+
+    def found(name: str) -> bool:
+        try:
+            return importlib.util.find_spec(name) is not None
+        except (ImportError, ValueError):
+            return False
+
+    return [name for name in _NEEDED if not found(name)]
+
+
+class XlaBackend(Backend):
+    """XLA through JAX. Compile specs: see :mod:`.settings`."""
+
+    name = "xla"
+    version = "1"
+
+    # -- identity ------------------------------------------------------------------------------------------------
+    def is_available(self) -> bool:
+        return not _missing()
+
+    def unavailable_reason(self) -> str:
+        missing = _missing()
+        if not missing:
+            return ""
+        return f"{', '.join(missing)} not found; install what it needs with: pip install 'torchport[xla]'"
+
+    def devices(self) -> Sequence[BackendDevice]:
+        import jax
+
+        return tuple(BackendDevice(device.platform, ordinal) for ordinal, device in enumerate(jax.devices()))
+
+    # -- data ----------------------------------------------------------------------------------------------------
+    def to_device(self, tensor: torch.Tensor, device: BackendDevice) -> BackendData:
+        from .jax_api import x64
+        from .program import jax_device
+        from .values import XlaData, to_array
+
+        place = jax_device(device)
+        with x64():
+            array = to_array(tensor, place, device.type == "cpu" and device.ordinal == 0)
+        return XlaData(device, TensorSpec.of(tensor), array)
+
+    def from_device(self, data: BackendData) -> torch.Tensor:
+        from .values import XlaData, from_array
+
+        if not isinstance(data, XlaData) or data.array is None:
+            raise ExecutionError("a value is not an XlaData with a value")
+        return from_array(data.array, data.spec.dtype)
+
+    def placeholder(self, spec: TensorSpec, device: BackendDevice) -> BackendData:
+        from .values import XlaData
+
+        return XlaData(device, spec, None)
+
+    # -- what it can take ----------------------------------------------------------------------------------------
+    def supports(self, node: fx.Node) -> Support:
+        from .coverage import supports
+
+        return supports(node)
+
+    def decompositions(self) -> Mapping[torch._ops.OpOverload, Any]:
+        from .coverage import decompositions
+
+        return decompositions()
+
+    def register_kernels(self, registrar: KernelRegistrar) -> None:
+        from .kernels import register
+
+        register(self, registrar)
+
+    # -- compile and run -----------------------------------------------------------------------------------------
+    def preprocess(self, graph: fx.GraphModule, specs: CompileSpecs) -> Processed:
+        import jax
+
+        from . import jax_api, lowering
+
+        settings = Settings.of(specs)
+        module = jax_api.export_function(lowering.as_function(graph), lowering.shapes_of(graph), settings)
+        artifact = container.Artifact(
+            module=module,
+            inputs=input_specs(graph),
+            outputs=output_specs(graph),
+            settings=settings.to_json(),
+            made_by={"jax": jax.__version__, "platforms": jax_api.platforms()},
+        )
+        return Processed(container.encode(artifact))
+
+    def init(self, processed: FreeableBuffer, specs: CompileSpecs, context: InitContext) -> XlaProgram:
+        from .program import XlaProgram
+
+        artifact = container.decode(processed.data)
+        processed.free()
+        return XlaProgram(artifact, context.device)
+
+    def execute(
+        self, handle: XlaProgram, args: Sequence[BackendData], context: ExecutionContext
+    ) -> Sequence[BackendData]:
+        return handle.run(args, context.donated)
+
+    def destroy(self, handle: XlaProgram | None) -> None:
+        if handle is not None:
+            handle.close()
+
+    # -- housekeeping --------------------------------------------------------------------------------------------
+    def synchronize(self, device: BackendDevice) -> None:
+        from .program import wait
+
+        wait(device)
+
+    def memory_info(self, device: BackendDevice) -> Mapping[str, int]:
+        from .program import jax_device
+
+        stats = jax_device(device).memory_stats()
+        if stats and "bytes_limit" in stats:
+            total, used = stats["bytes_limit"], stats.get("bytes_in_use", 0)
+            return {"free": total - used, "total": total}
+        if device.type == "cpu" and hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
+            page = os.sysconf("SC_PAGE_SIZE")
+            return {"free": os.sysconf("SC_AVPHYS_PAGES") * page, "total": os.sysconf("SC_PHYS_PAGES") * page}
+        return {}
+
+    def text(self, processed: Processed) -> str:
+        from .jax_api import module_text
+
+        return module_text(container.decode(processed.data).module)

@@ -1,0 +1,70 @@
+"""A graph in normal form as a function of JAX arrays, to be traced by ``jax.jit``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from torchport.backend.lowering_context import Call, LoweringContext
+from torchport.backend.normal_form import input_specs
+from torchport.core.errors import CompileError
+from torchport.core.specs import TensorSpec
+
+from .dtypes import jax_dtype
+from .ops import TABLE
+from .ops.support import Array, cast, jnp
+
+__all__ = ["as_function", "shapes_of"]
+
+
+class JaxLowering(LoweringContext[Array, tuple[Array, ...]]):
+    """Lowers inside a trace of JAX: parameters are the traced function's arguments, ``build`` gives its results."""
+
+    def __init__(self, arguments: Sequence[Array], name: str = "forward") -> None:
+        super().__init__(TABLE, name)
+        self._arguments = arguments
+
+    def parameter(self, position: int, spec: TensorSpec, name: str) -> Array:
+        return self._arguments[position]
+
+    def build(self) -> tuple[Array, ...]:
+        return tuple(self.results)
+
+    def finish(self, call: Call, value: Any) -> Any:
+        """Dtypes as ``meta["val"]`` says, and shapes checked against it: a lowering that is wrong must not go on."""
+        val = call.val
+        if not isinstance(val, (list, tuple)):
+            return _finished(call, value, val)
+        if len(value) != len(val):
+            raise CompileError(f"{call.node.target} gives {len(val)} results, its lowering {len(value)}")
+        return [None if v is None else _finished(call, one, v) for one, v in zip(value, val, strict=True)]
+
+
+def _finished(call: Call, value: Any, val: Any) -> Array:
+    value = cast(value, jax_dtype(val.dtype))
+    if tuple(value.shape) != tuple(val.shape):
+        raise CompileError(f"{call.node.target} gives {tuple(val.shape)}, its lowering {tuple(value.shape)}")
+    return jnp.asarray(value)
+
+
+def as_function(graph: fx.GraphModule) -> Callable[..., tuple[Array, ...]]:
+    """The graph as a function of its inputs; results in order."""
+
+    def program(*arguments: Array) -> tuple[Array, ...]:
+        context = JaxLowering(arguments)
+        context.lower_graph(graph)
+        return context.build()
+
+    return program
+
+
+def shapes_of(graph: fx.GraphModule) -> list[tuple[tuple[int, ...], Any]]:
+    """Shape and dtype of every input. Raises :class:`CompileError` for a dtype that XLA does not have."""
+    try:
+        return [(spec.shape, jax_dtype(spec.dtype)) for spec in input_specs(graph)]
+    except KeyError as error:
+        raise CompileError(
+            f"XLA has no dtype {error.args[0]}; convert the tensor before it goes to the device"
+        ) from error

@@ -1,0 +1,25 @@
+"""The lowering table: aten overload → a function of ``jax.lax``, one module per topic. Importing this imports JAX."""
+
+from . import (
+    activations,
+    binary,
+    convolution,
+    factories,
+    fourier,
+    histograms,
+    indexing,
+    losses,
+    matmul,
+    normalization,
+    pointwise,
+    pooling,
+    reductions,
+    sorting,
+    views,
+)
+from .support import TABLE
+
+__all__ = ["TABLE"]
+
+del activations, binary, convolution, factories, fourier, histograms, indexing, losses, matmul, normalization
+del pointwise, pooling, reductions, sorting, views

@@ -1,0 +1,301 @@
+"""Gathering and scattering.
+
+XLA cannot raise: an index that is out of range reads NaN (integers: 0), and writes nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .support import (
+    Any,
+    Array,
+    Call,
+    Sequence,
+    broadcast,
+    cast,
+    fx,
+    jnp,
+    lax,
+    literal,
+    lowers,
+    normalise_dim,
+    np,
+    out_shape,
+    wide,
+)
+
+aten = torch.ops.aten
+
+_INT32_MAX = (1 << 31) - 1
+
+
+def _fill(dtype: np.dtype[Any]) -> Any:
+    """What reading out of range gives."""
+    return np.nan if dtype.kind in "fcV" else 0
+
+
+def _small(index: Array, size: int) -> Array:
+    """Indices as int32 where the dimension allows: half the memory traffic. Out of range stays out of range."""
+    if index.dtype == np.int32 or size > _INT32_MAX or index.dtype.kind != "i" or index.dtype.itemsize < 8:
+        return index
+    return cast(
+        lax.clamp(literal(-_INT32_MAX, index.dtype), index, literal(_INT32_MAX, index.dtype)), np.dtype(np.int32)
+    )
+
+
+def take(x: Array, index: Array, axis: int) -> Array:
+    """Whole slices of ``x`` along ``axis``; negative indices are out of range."""
+    index = _small(index, x.shape[axis])
+    offset = tuple(d if d < axis else d + index.ndim - 1 for d in range(x.ndim) if d != axis)
+    numbers = lax.GatherDimensionNumbers(offset_dims=offset, collapsed_slice_dims=(axis,), start_index_map=(axis,))
+    sizes = tuple(1 if d == axis else s for d, s in enumerate(x.shape))
+    return lax.gather(
+        x, index[..., None], numbers, sizes, mode=lax.GatherScatterMode.FILL_OR_DROP, fill_value=_fill(x.dtype)
+    )
+
+
+@lowers(aten.embedding.default)
+def embedding(call: Call, weight: Array, indices: Array, *rest: Any, **kwargs: Any) -> Array:
+    return take(weight, indices, 0)
+
+
+@lowers(aten.embedding_dense_backward.default)
+def embedding_dense_backward(
+    call: Call, grad: Array, indices: Array, count: int, padding_idx: int, scale_by_frequency: bool
+) -> Array:
+    flat = _small(lax.reshape(indices, (indices.size,)), count)
+    width = grad.shape[-1]
+    values = lax.reshape(wide(grad), (indices.size, width))
+    if scale_by_frequency:
+        seen = jnp.zeros((count,), values.dtype).at[flat].add(1, mode="drop")
+        values = values / seen[flat][:, None]
+    if padding_idx >= 0:
+        values = jnp.where((flat == padding_idx)[:, None], jnp.zeros((), values.dtype), values)
+    return jnp.zeros((count, width), values.dtype).at[flat].add(values, mode="drop")
+
+
+@lowers(aten.index_select.default)
+def index_select(call: Call, x: Array, dim: int, index: Array) -> Array:
+    if not x.ndim:
+        return x
+    return take(x, lax.reshape(index, (index.size,)), normalise_dim(dim, x.ndim))
+
+
+# -- advanced indexing -----------------------------------------------------------------------------
+def _masks(node: fx.Node) -> list[Any]:
+    indices: Any = node.args[1]
+    vals = [index.meta["val"] for index in indices if index is not None]
+    return [val for val in vals if val.dtype in (torch.bool, torch.uint8)]
+
+
+def _refuse_masks(node: fx.Node) -> str | None:
+    return "indexing with a mask: the shape of the result depends on values" if _masks(node) else None
+
+
+def _refuse_masks_unless_fill(node: fx.Node) -> str | None:
+    value: Any = node.args[2]
+    if not _masks(node):
+        return None
+    indices: Any = node.args[1]
+    fills = value.meta["val"].numel() == 1 and len([i for i in indices if i is not None]) == 1
+    return None if fills else "writing several values where a mask is set: which goes where depends on values"
+
+
+def _index(x: Array, indices: Sequence[Any]) -> tuple[Any, ...]:
+    """Negative indices count from the end; what is out of range stays so."""
+    places: list[Any] = []
+    for axis, index in enumerate(indices):
+        if index is None:
+            places.append(slice(None))
+            continue
+        size = x.shape[axis]
+        wrapped = lax.select(index < 0, index + literal(size, index.dtype), index)
+        places.append(jnp.where(wrapped < 0, literal(size, index.dtype), wrapped))
+    return tuple(places)
+
+
+@lowers(aten.index.Tensor, aten._unsafe_index.Tensor, refuses=_refuse_masks)
+def index(call: Call, x: Array, indices: Sequence[Any]) -> Array:
+    given = [position for position, one in enumerate(indices) if one is not None]
+    if len(given) == 1:
+        (axis,) = given
+        return take(x, _index(x, indices)[axis], axis)
+    return x.at[_index(x, indices)].get(mode="fill", fill_value=_fill(x.dtype), wrap_negative_indices=False)
+
+
+@lowers(aten.index_put.default, aten._unsafe_index_put.default, refuses=_refuse_masks_unless_fill)
+def index_put(call: Call, x: Array, indices: Sequence[Any], values: Array, accumulate: bool = False) -> Array:
+    masks = [one for one in indices if one is not None and one.dtype.kind in "bu"]
+    source = cast(values, x.dtype)
+    if masks:
+        axis = next(position for position, one in enumerate(indices) if one is not None)
+        mask = cast(masks[0], np.dtype(np.bool_))
+        mask = lax.reshape(mask, ([1] * axis) + [*mask.shape] + [1] * (x.ndim - axis - mask.ndim))
+        new = lax.reshape(source, ())
+        return jnp.where(mask, x + new if accumulate else new, x)
+    places = _index(x, indices)
+    if not accumulate:
+        return x.at[places].set(source, mode="drop", wrap_negative_indices=False)
+    return wide(x).at[places].add(wide(source), mode="drop", wrap_negative_indices=False)
+
+
+# -- gather and scatter ----------------------------------------------------------------------------
+def _along(index: Array, axis: int) -> tuple[Any, ...]:
+    """Index arrays that address one element per element of ``index``, which gives the place along ``axis``."""
+    places: list[Any] = []
+    for dim, size in enumerate(index.shape):
+        if dim == axis:
+            places.append(jnp.where(index < 0, literal(np.iinfo(index.dtype).max, index.dtype), index))
+        else:
+            shape = [size if d == dim else 1 for d in range(index.ndim)]
+            places.append(lax.reshape(lax.iota(index.dtype, size), shape))
+    return tuple(places)
+
+
+@lowers(aten.gather.default)
+def gather(call: Call, x: Array, dim: int, index: Array, **kwargs: Any) -> Array:
+    if not x.ndim:
+        return broadcast(x, index.shape)
+    if not index.ndim:
+        return lax.reshape(take(x, lax.reshape(index, (1,)), 0), ())
+    if not index.size:
+        return lax.full(out_shape(call), literal(0, x.dtype))
+    axis = normalise_dim(dim, x.ndim)
+    index = _small(index, x.shape[axis])
+    return x.at[_along(index, axis)].get(mode="fill", fill_value=_fill(x.dtype), wrap_negative_indices=False)
+
+
+_REDUCE = {"sum": "add", "add": "add", "prod": "multiply", "multiply": "multiply", "amax": "max", "amin": "min"}
+
+
+def _scatter(x: Array, dim: int, index: Array, source: Any, method: str) -> Array:
+    """``x`` with ``source`` written (``set``) or combined at the places along ``dim`` that ``index`` gives."""
+    if not index.size:
+        return x
+    if isinstance(source, (bool, int, float, complex)):
+        source = lax.full(index.shape, literal(source, x.dtype))
+    shape = x.shape
+    if not x.ndim:
+        x = lax.reshape(x, (1,))
+    if not index.ndim:
+        index, source = lax.reshape(index, (1,)), lax.reshape(source, (source.size,))
+    axis = normalise_dim(dim, x.ndim)
+    index = _small(index, x.shape[axis])
+    source = cast(source[tuple(slice(size) for size in index.shape)], x.dtype)
+    if index.size == 1 or x.ndim != index.ndim:
+        source = lax.reshape(source, index.shape)
+    at = x.at[_along(index, axis)]
+    return lax.reshape(getattr(at, method)(source, mode="drop", wrap_negative_indices=False), shape)
+
+
+@lowers(aten.scatter.src, aten.scatter.value)
+def scatter(call: Call, x: Array, dim: int, index: Array, source: Any) -> Array:
+    return _scatter(x, dim, index, source, "set")
+
+
+@lowers(aten.scatter.reduce, aten.scatter.value_reduce)
+def scatter_reduce_name(call: Call, x: Array, dim: int, index: Array, source: Any, *, reduce: str) -> Array:
+    return _scatter(wide(x), dim, index, source if isinstance(source, (int, float)) else wide(source), _REDUCE[reduce])
+
+
+@lowers(aten.scatter_add.default)
+def scatter_add(call: Call, x: Array, dim: int, index: Array, source: Array) -> Array:
+    if x.dtype.kind == "b":
+        return _scatter(x, dim, index, source, "max")
+    return _scatter(wide(x), dim, index, wide(source), "add")
+
+
+@lowers(aten.scatter_reduce.two)
+def scatter_reduce(
+    call: Call, x: Array, dim: int, index: Array, source: Array, reduce: str, *, include_self: bool = True
+) -> Array:
+    value, src = wide(x), wide(source)
+    if not include_self:
+        neutral = _neutral(reduce, value.dtype)
+        value = _scatter(value, dim, index, neutral, "set")
+    if reduce != "mean":
+        return _scatter(value, dim, index, src, _REDUCE[reduce])
+    total = _scatter(value, dim, index, src, "add")
+    ones = lax.full(source.shape, literal(1, total.dtype))
+    counts = _scatter(lax.full(x.shape, literal(1 if include_self else 0, total.dtype)), dim, index, ones, "add")
+    counts = lax.max(counts, lax.full_like(counts, 1))
+    return jnp.floor_divide(total, counts) if total.dtype.kind in "iu" else lax.div(total, counts)
+
+
+def _neutral(reduce: str, dtype: np.dtype[Any]) -> Any:
+    """The value that a reduction leaves as it is."""
+    if reduce in ("sum", "mean"):
+        return 0
+    if reduce == "prod":
+        return 1
+    if dtype.kind == "b":
+        return reduce == "amin"
+    if dtype.kind in "iu":
+        info = np.iinfo(dtype)
+        return int(info.min if reduce == "amax" else info.max)
+    return -np.inf if reduce == "amax" else np.inf
+
+
+# -- whole slices ----------------------------------------------------------------------------------
+def _slices(x: Array, dim: int, index: Array) -> tuple[Array, Any]:
+    """``x`` with at least one dimension, and the places of the slices that ``index`` lists."""
+    value = x if x.ndim else lax.reshape(x, (1,))
+    axis = normalise_dim(dim, value.ndim)
+    flat = lax.reshape(index, (index.size,))
+    flat = lax.select(flat < 0, flat + literal(value.shape[axis], flat.dtype), flat)
+    return value, (*[slice(None)] * axis, flat)
+
+
+@lowers(aten.index_add.default)
+def index_add(call: Call, x: Array, dim: int, index: Array, source: Array, *, alpha: Any = 1) -> Array:
+    value, places = _slices(wide(x), dim, index)
+    added = wide(source) if alpha == 1 else wide(source) * literal(alpha, value.dtype)
+    added = lax.reshape(added, (1,)) if not added.ndim else added
+    if value.dtype.kind == "b":
+        return lax.reshape(value.at[places].max(added, mode="drop"), x.shape)
+    return lax.reshape(value.at[places].add(added, mode="drop"), x.shape)
+
+
+@lowers(aten.index_copy.default)
+def index_copy(call: Call, x: Array, dim: int, index: Array, source: Array) -> Array:
+    value, places = _slices(x, dim, index)
+    source = lax.reshape(source, (1,)) if not source.ndim else source
+    return lax.reshape(value.at[places].set(cast(source, x.dtype), mode="drop"), x.shape)
+
+
+@lowers(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
+def index_fill(call: Call, x: Array, dim: int, index: Array, filler: Any) -> Array:
+    value, places = _slices(x, dim, index)
+    return lax.reshape(value.at[places].set(cast(filler, x.dtype), mode="drop"), x.shape)
+
+
+@lowers(aten.take.default)
+def take_flat(call: Call, x: Array, index: Array) -> Array:
+    flat = lax.reshape(x, (x.size,))
+    wrapped = lax.select(index < 0, index + literal(x.size, index.dtype), index)
+    return take(flat, wrapped, 0) if index.size else lax.full(index.shape, literal(0, x.dtype))
+
+
+@lowers(aten.put.default)
+def put(call: Call, x: Array, index: Array, source: Array, accumulate: bool = False) -> Array:
+    flat = lax.reshape(wide(x), (x.size,))
+    places, values = lax.reshape(index, (index.size,)), lax.reshape(wide(source), (source.size,))
+    at = flat.at[places]
+    return lax.reshape(at.add(values, mode="drop") if accumulate else at.set(values, mode="drop"), x.shape)
+
+
+@lowers(aten.masked_scatter.default)
+def masked_scatter(call: Call, x: Array, mask: Array, source: Array) -> Array:
+    shape = out_shape(call)
+    value, chosen = broadcast(x, shape), broadcast(cast(mask, np.dtype(np.bool_)), shape)
+    if not value.size or not source.size:
+        return value
+    order = jnp.cumsum(lax.reshape(chosen, (chosen.size,)).astype(np.int64)) - 1
+    taken = lax.reshape(source, (source.size,))[jnp.maximum(order, 0)]
+    return lax.select(chosen, cast(lax.reshape(taken, shape), value.dtype), value)
+
+
+@lowers(aten.repeat_interleave.self_int)
+def repeat_interleave(call: Call, x: Array, repeats: int, dim: int | None = None, **kwargs: Any) -> Array:
+    return jnp.repeat(x, repeats, axis=dim)
