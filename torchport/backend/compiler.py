@@ -6,6 +6,7 @@ computation whichever door they came by.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from time import perf_counter
 from typing import Final
@@ -27,7 +28,8 @@ class Computations:
     """Compiled computations in memory, least recently used first, by what they compute and for whom."""
 
     def __init__(self) -> None:
-        self._cache: OrderedDict[tuple[str, str, str, str], Computation] = OrderedDict()
+        self._lock = threading.RLock()
+        self._cache: OrderedDict[tuple[str, ...], Computation] = OrderedDict()
 
     def get(
         self, backend: Backend, device: BackendDevice, specs: CompileSpecs, graph: fx.GraphModule, source: str | None
@@ -38,23 +40,36 @@ class Computations:
         """
         mark = fingerprint(graph)
         key = (backend.name, str(device), specs.fingerprint(), f"{backend.version} {mark}")
-        found = self._cache.get(key)
-        if found is not None and found.backend is backend:
-            self._cache.move_to_end(key)
-            metrics.count("CachedCompile")
-            return found
+        with self._lock:
+            found = self._cache.get(key)
+            if found is not None and found.backend is backend:
+                self._cache.move_to_end(key)
+                metrics.count("CachedCompile")
+                return found
         computation = compile_graph(backend, device, specs, graph, mark, source)
-        self._cache[key] = computation
-        while len(self._cache) > config.max_computations:
-            self._cache.popitem(last=False)
+        computation.key = key
+        with self._lock:
+            self._cache[key] = computation
+            dropped = [self._cache.popitem(last=False)[1] for _ in range(len(self._cache) - config.max_computations)]
+        for old in dropped:
+            metrics.count("DroppedComputation")
+            for user in list(old.users):
+                user.computation = None
         return computation
+
+    def touch(self, computation: Computation) -> None:
+        """Note that a computation is used by somebody who holds it and so does not come by :meth:`get`."""
+        with self._lock:
+            if computation.key in self._cache:
+                self._cache.move_to_end(computation.key)
 
     def __len__(self) -> int:
         return len(self._cache)
 
     def clear(self) -> None:
-        """Forget everything; plans keep the computations they hold."""
-        self._cache.clear()
+        """Forget everything; who holds a computation keeps it."""
+        with self._lock:
+            self._cache.clear()
 
 
 computations: Final = Computations()

@@ -7,6 +7,7 @@ A working backend defines ``preprocess`` and ``execute``; everything else has a 
 from __future__ import annotations
 
 import sys
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,16 +52,18 @@ class BackendDevice:
 class BackendData:
     """A tensor's value on a backend, in the backend's own form (``torch::lazy::BackendData``).
 
-    ``device`` and ``spec`` are fixed; ``info`` is a slot for the executor's own notes. A subclass adds the value.
+    ``device`` and ``spec`` are fixed; ``info`` and ``exported`` are for the executor's own notes: the latter says that
+    somebody else may see the value's memory. A subclass adds the value.
     A value is immutable once it has been handed out: torchport never writes into it.
     """
 
-    __slots__ = ("__weakref__", "device", "info", "spec")
+    __slots__ = ("__weakref__", "device", "exported", "info", "spec")
 
     def __init__(self, device: BackendDevice, spec: TensorSpec) -> None:
         self.device = device
         self.spec = spec
         self.info: object = None
+        self.exported = False
 
     @property
     def handle(self) -> object:
@@ -249,7 +252,7 @@ class ExecutionContext:
     """What ``execute`` may know besides its arguments.
 
     ``outputs`` are the specs the caller expects, in order; ``donated`` the positions of arguments nobody else will
-    read again, whose memory the backend may reuse. In a program, ``options`` are the run-time options as they are now,
+    read again, whose memory the backend may reuse or free early, whether or not the call succeeds. In a program, ``options`` are the run-time options as they are now,
     ``tracer`` is there while somebody is profiling, and ``temporary`` is scratch memory.
     """
 
@@ -276,6 +279,10 @@ class Computation:
     fingerprint: str = ""
     graph_ops: int = 0
     compile_seconds: float = 0.0
+    key: tuple[str, ...] = ()
+    """Under which it is kept in memory."""
+    users: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet[Any])
+    """Objects that hold it as their ``computation``, which becomes ``None`` when it is dropped from memory."""
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """Release the handle with the last reference to the computation; not while the interpreter ends."""
@@ -314,6 +321,11 @@ class Backend(ABC):
     binds_constants: ClassVar[bool] = False
     """In a program, inputs that are constants (``meta["constant"]`` on the placeholder in ``preprocess``) are given
     to ``init`` (:attr:`InitContext.constants`) and not to ``execute``."""
+    releases_gil: ClassVar[bool] = False
+    """Whether ``execute`` spends its time outside Python's global lock: longer computations then run on a thread of
+    their own while the program traces the next. Where it holds the lock, a second thread only gets in the way."""
+    donation: ClassVar[bool] = False
+    """Whether ``execute`` makes use of :attr:`ExecutionContext.donated`; finding them out costs a little per call."""
 
     # -- identity ----------------------------------------------------------------------------------------------
     def is_available(self) -> bool:

@@ -10,6 +10,8 @@ attribute              environment variable        meaning
 ``max_computations``   ``TORCHPORT_MAX_COMPUTATIONS`` compiled computations kept in memory per backend
 ``verify_graphs``      ``TORCHPORT_VERIFY_GRAPHS`` check the FX normal form of every graph before it is compiled
 ``flush_on_copy``      ``TORCHPORT_FLUSH_ON_COPY`` a host-to-device copy of more than one element ends the trace
+``mode``               ``TORCHPORT_MODE``          ``lazy`` | ``eager``: what threads start in (``torchport.mode``)
+``execution``          ``TORCHPORT_EXECUTION``     ``auto`` | ``inline`` | ``worker``: which thread computations run on
 =====================  ==========================  =========================================================
 """
 
@@ -72,6 +74,8 @@ _FIELDS: Final[dict[str, tuple[Callable[[object], Any], Any]]] = {
     "max_computations": (_count(1), 1_024),
     "verify_graphs": (_flag, False),
     "flush_on_copy": (_flag, True),
+    "mode": (_choice("lazy", "eager"), "lazy"),
+    "execution": (_choice("auto", "inline", "worker"), "auto"),
 }
 
 
@@ -85,6 +89,8 @@ class Config:
     max_computations: int
     verify_graphs: bool
     flush_on_copy: bool
+    mode: str
+    execution: str
 
     def __init__(self, environ: dict[str, str] | None = None) -> None:
         env = os.environ if environ is None else environ

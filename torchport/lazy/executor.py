@@ -1,4 +1,4 @@
-"""Flush: (cursor, live values) → plan → computation → values; and how values get in from and out to the host.
+"""Flush: (cursor, live values) → plan → job → values; and how values get in from and out to the host.
 
 The steady state of a flush is a dictionary look-up of the live values' numbers at the cursor's node, one list of
 arguments and one call of the backend. Everything else here runs once per new computation, or when something fails.
@@ -6,20 +6,21 @@ arguments and one call of the backend. Everything else here runs once per new co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from ..backend.compiler import computations
-from ..backend.interface import BackendData, Computation
+from ..backend.interface import BackendData
 from ..core import metrics
 from ..core.errors import CompileError, ExecutionError, TorchportError
 from ..core.specs import TensorSpec
-from .graph import build_graph
-from .tensor import LazyTensor, intern_spec, make_handle
+from .isolate import isolate
+from .jobs import Job, on_worker, resolve
+from .plans import Plan, make_plan
+from .tensor import LazyTensor, make_handle
 from .torch_state import default_state
 from .trace import SPAN, Node, Trace, lock, owners, release
 
@@ -36,68 +37,8 @@ __all__ = [
     "value_of",
 ]
 
-
-@dataclass(slots=True, eq=False)
-class Plan:
-    """How to bring some values of a trace about: which computation, on what, and whose values come out.
-
-    ``numbers`` are the values' numbers in output order; ``specs`` theirs, interned, ready for the handles.
-    """
-
-    computation: Computation
-    leaves: tuple[int, ...]
-    singles: tuple[int, ...]
-    doubles: tuple[int, ...]
-    keys: tuple[int, ...]
-    numbers: tuple[int, ...]
-    specs: tuple[TensorSpec, ...]
-    checked: bool = False
-    """Whether the backend's results were once seen to be what they should be."""
-
-
-def execute(plan: Plan, trace: Trace) -> Sequence[BackendData]:
-    """Run a plan on the trace's present leaves, numbers and keys. Raises :class:`ExecutionError`."""
-    computation = plan.computation
-    leaves = trace.leaves
-    args: list[Any] = [leaves[position].value for position in plan.leaves]
-    runtime = trace.runtime
-    backend, device = runtime.backend, runtime.device
-    if plan.singles:
-        numbers = [trace.numbers[position] for position in plan.singles]
-        args.append(backend.to_device(torch.tensor(numbers, dtype=torch.float32), device))
-    if plan.doubles:
-        numbers = [trace.numbers[position] for position in plan.doubles]
-        args.append(backend.to_device(torch.tensor(numbers, dtype=torch.float64), device))
-    if plan.keys:
-        keys = [trace.keys[position] for position in plan.keys]
-        args.append(backend.to_device(torch.tensor(keys, dtype=torch.int64), device))
-    start = perf_counter()
-    try:
-        results = backend.execute(computation.handle, args, computation.context)
-        if not plan.checked:
-            _check_results(results, plan.specs)
-            plan.checked = True
-    except Exception as error:
-        raise ExecutionError(
-            f"backend {backend.name!r} failed to execute: {type(error).__name__}: {error}",
-            op=f"a computation of {computation.graph_ops} operators",
-        ) from error
-    metrics.count("Execute")
-    metrics.metrics.add_time("ExecuteTime", perf_counter() - start)
-    return results
-
-
-def _check_results(results: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
-    """Raise ``TypeError`` or ``ValueError`` unless a backend returned what its computation's outputs are."""
-    if not isinstance(results, (list, tuple)):
-        raise TypeError(f"execute() returned a {type(results).__name__}; return a list of BackendData")
-    if len(results) != len(specs):
-        raise ValueError(f"execute() returned {len(results)} values for {len(specs)} outputs")
-    for position, (result, spec) in enumerate(zip(results, specs, strict=True)):
-        if not isinstance(result, BackendData):
-            raise TypeError(f"output {position} is a {type(result).__name__}; return BackendData")
-        if result.spec.shape != spec.shape or result.spec.dtype != spec.dtype:
-            raise ValueError(f"output {position} is {result.spec}, but the graph says {spec}")
+NOW: Final = frozenset({"read", "eager", "host", "kernel"})
+"""Causes of a flush after which the calling thread needs a value at once."""
 
 
 # -- flushing ----------------------------------------------------------------------------------------------------
@@ -106,49 +47,36 @@ def _plan(trace: Trace, node: Node, numbers: tuple[int, ...]) -> Plan:
     if node.plans is None:
         node.plans = {}
     plan = node.plans.get(numbers)
-    if plan is None:
+    if plan is None or (plan.__class__ is Plan and plan.computation is None):  # type: ignore[union-attr]
         wanted = set(numbers)
-        known = (p for p in node.plans.values() if isinstance(p, Plan))
+        known = (p for p in node.plans.values() if isinstance(p, Plan) and p.computation is not None)
         plan = next((p for p in known if wanted.issubset(p.numbers)), None)
         if plan is None:
+            specs = [leaf.spec or TensorSpec.of(leaf) for leaf in trace.leaves]
             try:
-                plan = make_plan(trace, node, numbers)
+                plan = make_plan(trace.runtime, node.path(), numbers, specs, alone=trace.eager)
             except CompileError as error:
                 plan = error
         node.plans[numbers] = plan
     if isinstance(plan, CompileError):
         # What did not compile once is not tried again on every step.
         raise plan.with_traceback(None)
+    assert plan.computation is not None
+    computations.touch(plan.computation)
     return plan
-
-
-def make_plan(trace: Trace, node: Node, numbers: tuple[int, ...], path: Sequence[Node] | None = None) -> Plan:
-    """Build and compile the computation of these values. Raises :class:`CompileError`."""
-    specs = [leaf.spec or TensorSpec.of(leaf) for leaf in trace.leaves]
-    start = perf_counter()
-    try:
-        made = build_graph(node.path() if path is None else path, numbers, specs, trace.runtime.capture)
-    except Exception as error:
-        raise CompileError(
-            f"the trace could not be written as a graph: {type(error).__name__}: {error}",
-            op=str(node.op),
-            source=node.source,
-        ) from error
-    metrics.metrics.add_time("GraphTime", perf_counter() - start)
-    runtime = trace.runtime
-    computation = computations.get(runtime.backend, runtime.device, runtime.specs, made.module, node.source)
-    results = tuple(intern_spec(spec) for spec in computation.results)
-    return Plan(computation, made.leaves, made.singles, made.doubles, made.keys, numbers, results)
 
 
 def flush(trace: Trace, cause: str) -> TorchportError | None:
     """Compute every live value of the trace and begin an empty one.
 
     If the computation fails, its ops are run one by one: values that do not depend on the failing op get computed,
-    the others remember the error and raise it when they are used. Returns the first such error.
+    the others remember the error and raise it when they are used. Returns the first such error, unless the computation
+    runs on the device's own thread: then whoever uses a value gets it.
     """
-    failure: TorchportError | None = None
+    worker = trace.runtime.worker
     with lock:
+        if worker.failed:
+            worker.settle_failures()
         if trace.cursor.parent is None:
             if trace.leaves or trace.numbers or trace.generation != trace.runtime.generation:
                 trace.restart()
@@ -157,41 +85,66 @@ def flush(trace: Trace, cause: str) -> TorchportError | None:
         if not handles:
             trace.restart()
             return None
+        kind = cause.split()[0]
         metrics.count("Flush")
-        metrics.count(f"Flush: {cause.split()[0]}")
+        metrics.count(f"Flush: {kind}")
         metrics.count("TracedOps", trace.cursor.depth)
-        try:
-            with default_state():
-                failure = _run(trace, handles)
-        except Exception:
-            trace.restart()
-            raise
-        # Not in a ``finally``: after an interrupt the values are still pending, and the next flush computes them.
-        trace.restart()
+        with default_state():
+            failure = _run(trace, handles, kind)
+    worker.wait_for_room()
     return failure
 
 
-def _run(trace: Trace, handles: Sequence[LazyTensor]) -> TorchportError | None:
+def _run(trace: Trace, handles: Sequence[LazyTensor], kind: str) -> TorchportError | None:
     """Compute the handles' values; returns the first error where some could not be computed."""
     base = trace.base
     numbers = tuple([handle.number - base for handle in handles])
+    specs = [handle.spec for handle in handles]
+    runtime = trace.runtime
+    # After an interrupt in here the values are still pending in the trace, and the next flush computes them.
     try:
         plan = _plan(trace, trace.cursor, numbers)
-        results = execute(plan, trace)
     except TorchportError as error:
-        from .isolate import isolate
-
-        return isolate(trace, handles, error)
-    _assign(trace, plan, handles, numbers, results)
+        job = Job.of_trace(trace, None, numbers)
+        trace.restart()
+        job.fail(error)
+        return _isolate(job, handles, specs)
+    except Exception:
+        trace.restart()
+        raise
+    job = Job.of_trace(trace, plan, numbers)
+    trace.restart()
+    if kind != "eager" and runtime.worker.takes(plan, runtime.backend, kind in NOW):
+        job.promise(handles, specs if plan.numbers != numbers else plan.specs)
+        runtime.worker.submit(job)
+        return None
+    try:
+        results = job.run()
+    except TorchportError as error:
+        job.fail(error)
+        return _isolate(job, handles, specs)
+    except BaseException:
+        # An interrupt: whoever needs one of the values has the job run again.
+        job.promise(handles, specs)
+        raise
+    _assign(plan, handles, numbers, results)
     return None
 
 
+def _isolate(job: Job, handles: Sequence[LazyTensor], specs: Iterable[TensorSpec | None]) -> TorchportError | None:
+    job.promise(handles, specs)
+    error = isolate(job)
+    for handle in handles:
+        pending: Any = handle.value
+        handle.value, handle.failure = pending.data, pending.error
+        if pending.data is not None:
+            handle.spec = TensorSpec.of(handle)
+    return error
+
+
 def _assign(
-    trace: Trace, plan: Plan, handles: Sequence[LazyTensor], numbers: tuple[int, ...], results: Sequence[BackendData]
+    plan: Plan, handles: Sequence[LazyTensor], numbers: tuple[int, ...], results: Sequence[BackendData]
 ) -> None:
-    runtime = trace.runtime
-    for result in results:
-        result.info = runtime
     if plan.numbers == numbers:
         for handle, result, spec in zip(handles, results, plan.specs, strict=True):
             handle.value = result
@@ -207,21 +160,26 @@ def settle(trace: Trace, tensor: LazyTensor) -> None:
 
     Raises the error its computation ended in, if it did.
     """
-    with lock:
-        if tensor.value is None:
-            compute(tensor)
-        assert tensor.value is not None
-        if tensor.value.info is not trace.runtime:
-            former: DeviceRuntime = tensor.value.info  # type: ignore[assignment]
-            if former.backend is not trace.runtime.backend or former.device != trace.runtime.device:
-                metrics.count("Moved")
-                moved = former.backend.from_device(tensor.value)
-                tensor.value = trace.runtime.backend.to_device(moved, trace.runtime.device)
-            tensor.value.info = trace.runtime
+    compute(tensor)
+    value = tensor.value
+    assert value is not None
+    if value.info is trace.runtime:
+        return
+    value = resolve(tensor)
+    if value.info is not trace.runtime:
+        former: DeviceRuntime = value.info  # type: ignore[assignment]
+        if former.backend is trace.runtime.backend and former.device == trace.runtime.device:
+            value.info = trace.runtime
+            return
+        metrics.count("Moved")
+        value.exported = True
+        moved = trace.runtime.backend.to_device(former.backend.from_device(value), trace.runtime.device)
+        moved.info, moved.exported = trace.runtime, True
+        tensor.value = moved
 
 
 def compute(tensor: LazyTensor) -> None:
-    """Bring a pending value about. Raises the error its computation ended in."""
+    """Have a value on its way that is pending in a trace. Raises the error its computation ended in, if known."""
     if tensor.value is not None:
         return
     if tensor.failure is not None:
@@ -229,6 +187,8 @@ def compute(tensor: LazyTensor) -> None:
     owner = owners.get(tensor.number // SPAN)
     if owner is None:
         raise ExecutionError("the value was lost: the thread that traced it has ended before it was computed")
+    if on_worker():
+        raise ExecutionError("a finalizer on the device's own thread cannot compute values that are pending")
     from .runtime import threads
 
     if threads.owns(owner):
@@ -247,9 +207,9 @@ def _compute_alone(owner: Trace, tensor: LazyTensor) -> None:
         node, number = owner.cursor, tensor.number - owner.base
         metrics.count("Flush: thread")
         with default_state():
-            plan = make_plan(owner, node, (number,))
-            (result,) = execute(plan, owner)
-        result.info = owner.runtime
+            specs = [leaf.spec or TensorSpec.of(leaf) for leaf in owner.leaves]
+            plan = make_plan(owner.runtime, node.path(), (number,), specs)
+            (result,) = Job.of_trace(owner, plan, (number,)).run()
         release(tensor)
         tensor.value, tensor.spec = result, plan.specs[0]
 
@@ -258,18 +218,18 @@ def value_of(tensor: LazyTensor, trace: Trace) -> BackendData:
     """The data of a handle on the trace's runtime, computed if pending."""
     if tensor.value is None or tensor.value.info is not trace.runtime:
         settle(trace, tensor)
-    assert tensor.value is not None
-    return tensor.value
+    return resolve(tensor)
 
 
 # -- the host ----------------------------------------------------------------------------------------------------
 def host_tensor(tensor: LazyTensor) -> torch.Tensor:
     """The value as a CPU tensor with the handle's strides. It may share the device's memory: do not write."""
     compute(tensor)
-    assert tensor.value is not None
-    runtime: DeviceRuntime = tensor.value.info  # type: ignore[assignment]
+    value = resolve(tensor)
+    runtime: DeviceRuntime = value.info  # type: ignore[assignment]
+    value.exported = True
     try:
-        result = runtime.backend.from_device(tensor.value)
+        result = runtime.backend.from_device(value)
     except Exception as error:
         raise _transfer_failed(runtime, "to the host", error) from error
     strides = tensor.stride()
@@ -299,13 +259,16 @@ def _transfer_failed(runtime: DeviceRuntime, way: str, error: Exception) -> Exec
 def leaf_from_data(runtime: DeviceRuntime, data: BackendData) -> LazyTensor:
     """A handle whose value is there already."""
     handle = make_handle(data.spec, runtime.index)
-    data.info = runtime
+    data.info, data.exported = runtime, True
     handle.value = data
     return handle
 
 
-def leaf_from_host(runtime: DeviceRuntime, tensor: torch.Tensor) -> LazyTensor:
-    """A handle with a CPU tensor's value. The tensor is the device's from now on; pass a copy if others may write."""
+def leaf_from_host(runtime: DeviceRuntime, tensor: torch.Tensor, private: bool = False) -> LazyTensor:
+    """A handle with a CPU tensor's value. The tensor is the device's from now on; pass a copy if others may write.
+
+    ``private``: nobody else can read its memory either, so it may be donated.
+    """
     start = perf_counter()
     try:
         data = runtime.backend.to_device(tensor, runtime.device)
@@ -314,6 +277,6 @@ def leaf_from_host(runtime: DeviceRuntime, tensor: torch.Tensor) -> LazyTensor:
     metrics.count("TransferToDevice")
     metrics.metrics.add_time("TransferToDeviceTime", perf_counter() - start)
     handle = make_handle(TensorSpec.of(tensor), runtime.index)
-    data.info = runtime
+    data.info, data.exported = runtime, not private
     handle.value = data
     return handle

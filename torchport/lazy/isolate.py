@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from torch.utils._pytree import tree_iter
 
+from ..backend.interface import BackendData
 from ..core import metrics
 from ..core.errors import ExecutionError, TorchportError
-from ..core.specs import TensorSpec
-from .executor import execute, make_plan
-from .tensor import LazyTensor, make_handle
-from .trace import Leaf, Node, Trace, Value, is_template, single_op
+from .jobs import Job, Pending, State
+from .plans import make_plan
+from .torch_state import default_state
+from .trace import Leaf, Node, Value, is_template, single_op
 
 __all__ = ["isolate"]
+
+Outcome = BackendData | TorchportError
+
+COMPILED_AT_MOST: Final = 32
+"""Operators that are compiled one by one to find the one that fails. Where there are more, the backend's boxed kernels,
+if it has them, run in their place: compiling hundreds takes a compiler many minutes."""
 
 
 def _inputs(node: Node) -> list[tuple[str, int]]:
@@ -29,13 +36,25 @@ def _inputs(node: Node) -> list[tuple[str, int]]:
 
 
 class _Replay:
-    """The values of a failed trace, op by op: each a handle with its data, or the error that stands in for it."""
+    """The values of a failed job, op by op: each its data, or the error that stands in for it."""
 
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
+    def __init__(self, job: Job, walk: bool) -> None:
+        self.job = job
+        self.walk = walk
+        places = range(len(job.args)) if job.plan is None else job.plan.leaves
         self.values: dict[tuple[str, int], Any] = {
-            ("leaf", position): leaf for position, leaf in enumerate(trace.leaves)
+            ("leaf", place): self._leaf(at, value) for at, (place, value) in enumerate(zip(places, job.args, strict=True))
         }
+
+    def _leaf(self, at: int, value: Any) -> Outcome:
+        if at in self.job.donated:
+            return ExecutionError("its memory was given to the computation that failed (it was donated)")
+        if value.__class__ is not Pending:
+            return value
+        try:
+            return value.result()
+        except TorchportError as error:
+            return error
 
     def run(self, node: Node) -> None:
         """Run one op; its results, or its error, become values."""
@@ -54,54 +73,48 @@ class _Replay:
         for offset, result in enumerate(results):
             self.values["value", node.number + offset] = result
 
-    def _execute(self, node: Node, inputs: Sequence[tuple[str, int]]) -> list[LazyTensor]:
-        scratch = Trace(self.trace.runtime)
-        scratch.numbers, scratch.keys = self.trace.numbers, self.trace.keys
-        scratch.leaves = [self.values[key] for key in inputs]  # type: ignore[misc]
+    def _execute(self, node: Node, inputs: Sequence[tuple[str, int]]) -> list[Any]:
+        runtime = self.job.runtime
         copy = single_op(node, {key: position for position, key in enumerate(inputs)})
-        plan = make_plan(scratch, copy, tuple(n for n, spec in enumerate(node.specs) if spec is not None), [copy])
-        outputs = dict(zip(plan.numbers, execute(plan, scratch), strict=True))
-        handles: list[Any] = []
-        for offset, spec in enumerate(node.specs):
-            handle = make_handle(spec, self.trace.index) if spec is not None else None
-            if handle is not None:
-                outputs[offset].info = self.trace.runtime
-                handle.value = outputs[offset]
-            handles.append(handle)
-        return handles
+        given = [self.values[key] for key in inputs]
+        wanted = tuple(n for n, spec in enumerate(node.specs) if spec is not None)
+        plan = make_plan(runtime, [copy], wanted, [value.spec for value in given], alone=self.walk)
+        results = Job.of(runtime, plan, given, self.job.numbers, self.job.keys).run()
+        outputs = dict(zip(plan.numbers, results, strict=True))
+        return [outputs.get(offset) for offset in range(len(node.specs))]
 
 
-def isolate(trace: Trace, handles: Sequence[LazyTensor], error: TorchportError) -> TorchportError | None:
-    """Compute the handles' values op by op; returns the first error among them, if there is one.
+def isolate(job: Job) -> TorchportError | None:
+    """Bring a failed job's values op by op, as far as they can be brought; returns the first error among them.
 
-    ``error`` is what the whole computation ended in; it is chained to the errors of the single ops.
+    The error of the whole computation is chained to the errors of the single ops.
     """
+    error = job.error
+    assert error is not None
     metrics.count("Isolate")
-    replay = _Replay(trace)
-    wanted = {handle.number - trace.base for handle in handles}
-    path = trace.cursor.path()
+    wanted = set(job.wanted)
     kept: list[Node] = []
-    for node in reversed(path):
+    for node in reversed(job.cursor.path()):
         if any(number in wanted for number in range(node.number, node.end)):
             kept.append(node)
             wanted.update(number for kind, number in _inputs(node) if kind == "value")
-    for node in reversed(kept):
-        replay.run(node)
-    first: TorchportError | None = None
-    for handle in handles:
-        result = replay.values["value", handle.number - trace.base]
-        if isinstance(result, TorchportError):
-            if result.__context__ is None and result is not error:
-                result.__context__ = error
-            handle.failure = result
-            first = first or result
-        else:
-            handle.value, handle.spec = result.value, TensorSpec.of(handle)
-    if first is None:
+    with default_state():
+        replay = _Replay(job, walk=len(kept) > COMPILED_AT_MOST)
+        for node in reversed(kept):
+            replay.run(node)
+    outcomes: Mapping[int, Outcome] = {number: replay.values["value", number] for number in job.wanted}
+    errors = [outcome for outcome in outcomes.values() if isinstance(outcome, TorchportError)]
+    for single in errors:
+        if single.__context__ is None and single is not error:
+            single.__context__ = error
+    job.error = errors[0] if errors else None
+    job.state = State.DONE
+    job.deliver(outcomes)
+    if not errors:
         metrics.count("IsolateRecovered")
         warnings.warn(
             f"a computation failed as a whole and was run op by op, which is slow: {error}",
             RuntimeWarning,
             stacklevel=2,
         )
-    return first
+    return job.error

@@ -65,6 +65,16 @@ def record(trace: Trace, kernel: Kernel, key: tuple[Any, ...], args: Sequence[An
     Raises what PyTorch's own shape inference raises for wrong arguments, and :class:`DeviceMismatch`,
     with the operator and the user's line as notes; the trace is then as if the op had not been called.
     """
+    if trace.eager:
+        from .eager import at_once
+
+        return at_once(
+            trace, key, lambda node: emit(trace, node, args, kwargs), lambda: _record(trace, kernel, key, args, kwargs)
+        )
+    return _record(trace, kernel, key, args, kwargs)
+
+
+def _record(trace: Trace, kernel: Kernel, key: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     with lock:
         mark = _Mark(trace, key, is_random(kernel.op))
         if any(_is_strayed(key[a.part]) for a in kernel.arguments if a.holds_tensors and a.part is not None):

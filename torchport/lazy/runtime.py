@@ -19,8 +19,10 @@ from ..core import metrics
 from ..core.config import config
 from ..core.errors import BackendUnavailable, TorchportError
 from ..core.specs import CompileSpecs, TensorSpec
+from .eager import EagerTrace
 from .executor import flush
 from .graph import build_graph
+from .jobs import worker_of, workers
 from .kernels import registrar_of
 from .trace import Node, Trace, lock
 
@@ -55,6 +57,8 @@ class DeviceRuntime:
         self.seed = DEFAULT_SEED
         self.draws = 0
         self.capture = capture_of(backend)
+        self._drawing = threading.Lock()
+        self.worker = worker_of(backend, device)
         self.kernels = registrar_of(backend)
         self.kernels.listen(self)
 
@@ -80,8 +84,9 @@ class DeviceRuntime:
 
     def next_key(self) -> int:
         """The key of the next random operator, a signed 64-bit integer: a function of the seed and of the count."""
-        key = mix64(mix64(self.seed + _SPLITMIX) + self.draws * _SPLITMIX)
-        self.draws += 1
+        with self._drawing:
+            draw, self.draws = self.draws, self.draws + 1
+        key = mix64(mix64(self.seed + _SPLITMIX) + draw * _SPLITMIX)
         return key - (1 << 64) if key >> 63 else key
 
     def __repr__(self) -> str:
@@ -157,7 +162,9 @@ runtimes: Final = Runtimes()
 
 @atexit.register
 def _shut_down() -> None:
-    """Tell every backend that was used that the process ends."""
+    """Let every device end what it was given, then tell every backend that was used that the process ends."""
+    for worker in workers():
+        worker.stop()
     for backend in {runtime.backend for runtime in runtimes.all()}:
         backend.shutdown()
 
@@ -208,8 +215,10 @@ class _ThreadTraces(threading.local):
     trace: Trace
 
     def __init__(self) -> None:
+        self.eager = config.mode == "eager"
         self._by_index: dict[int, Trace] = {}
-        self._at_end = _ThreadEnd(self._by_index)
+        self._of_other_mode: dict[int, Trace] = {}
+        self._at_end = [_ThreadEnd(self._by_index), _ThreadEnd(self._of_other_mode)]
 
     def __getattr__(self, name: str) -> Any:
         if name != "trace":
@@ -223,9 +232,20 @@ class _ThreadTraces(threading.local):
         if trace is None:
             # Backward runs on the calling thread, so that it continues the trace of the forward.
             torch.autograd.set_multithreading_enabled(False)
-            trace = self._by_index[index] = Trace(runtimes.get(index))
+            kind = EagerTrace if self.eager else Trace
+            trace = self._by_index[index] = kind(runtimes.get(index))
             _every_trace.add(trace)
         return trace
+
+    def switch(self, eager: bool) -> None:
+        """Trace in the other mode from now on; what is pending is computed. Errors stay with their values."""
+        if eager == self.eager:
+            return
+        for trace in self.mine():
+            flush(trace, "mode")
+        self._by_index, self._of_other_mode = self._of_other_mode, self._by_index
+        self.eager = eager
+        self.__dict__.pop("trace", None)
 
     def owns(self, trace: Trace) -> bool:
         """Whether a trace is the calling thread's."""

@@ -253,6 +253,9 @@ class Trace:
     host came after that leaf was used.
     """
 
+    eager = False
+    """Whether each op is computed at once."""
+
     __slots__ = (
         "__weakref__",
         "base",

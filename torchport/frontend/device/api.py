@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from ...backend.interface import Backend
 from ...backend.registry import BackendInfo, registry
+from ...core.errors import ConfigError
 from . import module
 
-__all__ = ["device", "get_backend", "list_backends", "register", "sync", "use"]
+__all__ = ["device", "get_backend", "list_backends", "mode", "register", "sync", "use"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def device(name: str, ordinal: int = 0) -> torch.device:
@@ -55,10 +61,59 @@ def list_backends() -> list[BackendInfo]:
     return registry.list()
 
 
-def sync(device: Any = None) -> None:
-    """Compute everything the calling thread has pending, on one device or on all, and wait for it.
+class mode:
+    """``mode("eager")``: each op of the calling thread is computed at once; ``mode("lazy")``: when a value is needed.
 
-    Raises the first error among the pending values.
+    A call sets the mode; as a context manager it is set back at the end, and as a decorator it holds inside the
+    function (as ``torch.set_grad_enabled`` does). Eager ops run through the backend's own kernels, or as computations of
+    one op each; random numbers are the same in both modes. What is pending when the mode changes is computed. Threads
+    start in ``config.mode``. Raises :class:`ConfigError` for any other name.
+    """
+
+    def __init__(self, name: str) -> None:
+        if name not in ("lazy", "eager"):
+            raise ConfigError(f"there is no mode {name!r}; write torchport.mode('lazy') or torchport.mode('eager')")
+        self.name = name
+        self._before = self.current()
+        self._set(name)
+
+    @staticmethod
+    def current() -> str:
+        """The calling thread's mode."""
+        from ...lazy.runtime import threads
+
+        return "eager" if threads.eager else "lazy"
+
+    @staticmethod
+    def _set(name: str) -> None:
+        from ...lazy.runtime import threads
+
+        threads.switch(name == "eager")
+
+    def __enter__(self) -> None:
+        self._set(self.name)
+
+    def __exit__(self, *exc: object) -> None:
+        self._set(self._before)
+
+    def __call__(self, fn: Callable[_P, _R]) -> Callable[_P, _R]:
+        self._set(self._before)
+
+        @functools.wraps(fn)
+        def inside(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            with type(self)(self.name):
+                return fn(*args, **kwargs)
+
+        return inside
+
+    def __repr__(self) -> str:
+        return f"torchport.mode({self.name!r})"
+
+
+def sync(device: Any = None, wait: bool = True) -> None:
+    """Have everything computed that the calling thread has pending, on one device or on all.
+
+    ``wait``: return when it is done, and raise the first error among the pending values and those that nobody has read.
     """
     if not module.is_initialized():
         return
@@ -67,9 +122,12 @@ def sync(device: Any = None) -> None:
 
     wanted = None if device is None else torch.device(device).index or 0
     errors = [flush(trace, "sync") for trace in threads.mine() if wanted is None or trace.index == wanted]
-    for runtime in runtimes.all():
-        if wanted is None or runtime.index == wanted:
-            runtime.backend.synchronize(runtime.device)
+    if wait:
+        for runtime in runtimes.all():
+            if wanted is None or runtime.index == wanted:
+                runtime.worker.drain()
+                errors.append(runtime.worker.take_unseen())
+                runtime.backend.synchronize(runtime.device)
     for error in errors:
         if error is not None:
             raise error

@@ -61,7 +61,7 @@ def _host_to_device(tensor: torch.Tensor, index: int, dtype: torch.dtype | None)
             op="aten._to_copy.default",
             source=user_line(),
         )
-    made = leaf_from_host(trace.runtime, _private_copy(plain, dtype))
+    made = leaf_from_host(trace.runtime, _private_copy(plain, dtype), private=True)
     made.fresh = tensor.numel() > 1
     return made
 
@@ -147,7 +147,8 @@ def _with_host_indices(op: Any) -> Callable[..., Any]:
         target = _handle(self)
         trace = _trace_of(target)
         moved = [
-            leaf_from_host(trace.runtime, i.clone()) if i is not None and i.device.type == "cpu" else i for i in indices
+            leaf_from_host(trace.runtime, i.clone(), private=True) if i is not None and i.device.type == "cpu" else i
+            for i in indices
         ]
         return _call(op, trace, self, moved, *args)
 
@@ -199,7 +200,7 @@ def _set_storage(
     target = _handle(self)
     index = target.get_device() if isinstance(target, IndexedLazyTensor) else 0
     held = torch.empty(0, dtype=target.dtype).set_(source, storage_offset, tuple(size), tuple(stride))
-    return leaf_from_host(runtimes.get(index), held.clone())
+    return leaf_from_host(runtimes.get(index), held.clone(), private=True)
 
 
 def with_generator(trace: Trace, kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -1,0 +1,92 @@
+"""Plans: how to bring some values of a trace about. A plan belongs to a place in a trie and to the values wanted there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from ..backend.compiler import computations
+from ..backend.interface import Computation, ExecutionContext
+from ..core import metrics
+from ..core.errors import CompileError
+from ..core.specs import TensorSpec
+from .alone import walked
+from .graph import build_graph
+from .tensor import intern_spec
+
+if TYPE_CHECKING:
+    from .runtime import DeviceRuntime
+    from .trace import Node
+
+__all__ = ["Plan", "make_plan"]
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Plan:
+    """How to bring some values of a trace about: which computation, on what, and whose values come out.
+
+    ``numbers`` are the values' numbers in output order; ``specs`` theirs, interned, ready for the handles. The
+    computation is ``None`` once it has been dropped from memory.
+    """
+
+    computation: Computation | None
+    leaves: tuple[int, ...]
+    singles: tuple[int, ...]
+    doubles: tuple[int, ...]
+    keys: tuple[int, ...]
+    numbers: tuple[int, ...]
+    specs: tuple[TensorSpec, ...]
+    checked: bool = False
+    """Whether the backend's results were once seen to be what they should be."""
+    seconds: float = 0.0
+    """How long the last run took."""
+    contexts: dict[frozenset[int], ExecutionContext] = field(default_factory=dict[frozenset[int], ExecutionContext])
+    """One context per set of donated arguments."""
+
+    def context(self, donated: frozenset[int]) -> ExecutionContext:
+        """What ``execute`` is told when these arguments are donated."""
+        assert self.computation is not None
+        if not donated:
+            return self.computation.context
+        found = self.contexts.get(donated)
+        if found is None:
+            plain = self.computation.context
+            found = ExecutionContext(plain.device, plain.outputs, donated, plain.method)
+            if len(self.contexts) < 64:
+                self.contexts[donated] = found
+        return found
+
+
+def make_plan(
+    runtime: DeviceRuntime,
+    path: Sequence[Node],
+    numbers: tuple[int, ...],
+    leaf_specs: Sequence[TensorSpec],
+    alone: bool = False,
+) -> Plan:
+    """Build and compile the computation of these values at the end of a path. Raises :class:`CompileError`.
+
+    ``alone``: the path is one op, which need not be compiled where the backend has a boxed kernel.
+    """
+    node = path[-1]
+    start = perf_counter()
+    try:
+        made = build_graph(path, numbers, leaf_specs, runtime.capture)
+    except Exception as error:
+        raise CompileError(
+            f"the trace could not be written as a graph: {type(error).__name__}: {error}",
+            op=str(node.op),
+            source=node.source,
+        ) from error
+    metrics.metrics.add_time("GraphTime", perf_counter() - start)
+    boxed = runtime.kernels.boxed if alone else None
+    if boxed is not None:
+        computation = walked(runtime, made, boxed)
+    else:
+        computation = computations.get(runtime.backend, runtime.device, runtime.specs, made.module, node.source)
+    results = tuple(intern_spec(spec) for spec in computation.results)
+    plan = Plan(computation, made.leaves, made.singles, made.doubles, made.keys, numbers, results)
+    computation.users.add(plan)
+    return plan
