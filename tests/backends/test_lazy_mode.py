@@ -126,7 +126,9 @@ def test_the_same_numbers_as_lazy(device: torch.device, how: str) -> None:
             actual = program(device)
     else:
         names = iter(["eager", "lazy"] * 500)
-        hooked = torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: torchport.mode(next(names)) and None)
+        hooked = torch.nn.modules.module.register_module_forward_pre_hook(
+            lambda *_: torchport.mode(next(names)) and None
+        )
         try:
             actual = program(device)
         finally:

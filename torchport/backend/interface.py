@@ -252,8 +252,9 @@ class ExecutionContext:
     """What ``execute`` may know besides its arguments.
 
     ``outputs`` are the specs the caller expects, in order; ``donated`` the positions of arguments nobody else will
-    read again, whose memory the backend may reuse or free early, whether or not the call succeeds. In a program, ``options`` are the run-time options as they are now,
-    ``tracer`` is there while somebody is profiling, and ``temporary`` is scratch memory.
+    read again, whose memory the backend may reuse or free early, whether or not the call succeeds. In a program,
+    ``options`` are the run-time options as they are now, ``tracer`` is there while somebody is profiling, and
+    ``temporary`` is scratch memory.
     """
 
     device: BackendDevice

@@ -11,7 +11,6 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from torch import fx
 from torch.fx.node import map_arg
 

@@ -43,7 +43,8 @@ class _Replay:
         self.walk = walk
         places = range(len(job.args)) if job.plan is None else job.plan.leaves
         self.values: dict[tuple[str, int], Any] = {
-            ("leaf", place): self._leaf(at, value) for at, (place, value) in enumerate(zip(places, job.args, strict=True))
+            ("leaf", place): self._leaf(at, value)
+            for at, (place, value) in enumerate(zip(places, job.args, strict=True))
         }
 
     def _leaf(self, at: int, value: Any) -> Outcome:

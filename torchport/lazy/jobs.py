@@ -461,7 +461,7 @@ def workers() -> list[Worker]:
     return [worker for of_backend in list(_workers.values()) for worker in list(of_backend.values())]
 
 
-# A fork copies the memory but no thread. What a computation is in the middle of would be lost, so the fork waits for it.
+# A fork copies the memory but no thread: a computation in the middle of its work would be lost, so the fork waits.
 _paused: Final[list[Worker]] = []
 
 

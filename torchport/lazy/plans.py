@@ -1,4 +1,4 @@
-"""Plans: how to bring some values of a trace about. A plan belongs to a place in a trie and to the values wanted there."""
+"""Plans: how to bring some values of a trace about. A plan belongs to a place in a trie and the values wanted there."""
 
 from __future__ import annotations
 

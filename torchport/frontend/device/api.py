@@ -62,7 +62,7 @@ def list_backends() -> list[BackendInfo]:
 
 
 class mode:
-    """``mode("eager")``: each op of the calling thread is computed at once; ``mode("lazy")``: when a value is needed.
+    """``mode("eager")``: the calling thread's ops are computed at once; ``mode("lazy")``: when a value is needed.
 
     A call sets the mode; as a context manager it is set back at the end, and as a decorator it holds inside the
     function (as ``torch.set_grad_enabled`` does). Eager ops run through the backend's own kernels, or as computations of
