@@ -31,6 +31,7 @@ __all__ = [
     "Plan",
     "flush",
     "host_tensor",
+    "is_known",
     "leaf_from_data",
     "leaf_from_host",
     "settle",
@@ -64,6 +65,13 @@ def _plan(trace: Trace, node: Node, numbers: tuple[int, ...]) -> Plan:
     assert plan.computation is not None
     computations.touch(plan.computation)
     return plan
+
+
+def is_known(trace: Trace) -> bool:
+    """Whether the values that are pending were computed before at the same place, so that a flush compiles nothing."""
+    with lock:
+        plans = trace.cursor.plans
+        return bool(plans) and tuple([handle.number - trace.base for handle in trace.live()]) in plans
 
 
 def flush(trace: Trace, cause: str) -> TorchportError | None:

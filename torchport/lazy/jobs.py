@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .tensor import LazyTensor
     from .trace import Trace
 
-__all__ = ["Job", "Pending", "Worker", "on_worker", "resolve", "worker_of", "workers"]
+__all__ = ["Job", "Pending", "Worker", "has_failed", "on_worker", "resolve", "worker_of", "workers"]
 
 SHORT: Final = 0.0005
 """Seconds under which a computation runs on the calling thread if the device is idle: handing one over costs about
@@ -105,6 +105,12 @@ def resolve(tensor: LazyTensor) -> BackendData:
         return data
     assert value is not None
     return value
+
+
+def has_failed(tensor: LazyTensor) -> bool:
+    """Whether a handle's computation is known to have ended in an error."""
+    value: Any = tensor.value
+    return tensor.failure is not None or (value.__class__ is Pending and value.error is not None)
 
 
 # -- which arguments nobody else holds -----------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from ..core.config import config
 from ..core.errors import BackendUnavailable, TorchportError
 from ..core.specs import CompileSpecs, TensorSpec
 from .eager import EagerTrace
-from .executor import flush
+from .executor import flush, is_known
 from .graph import build_graph
 from .jobs import worker_of, workers
 from .kernels import registrar_of
@@ -162,9 +162,18 @@ runtimes: Final = Runtimes()
 
 @atexit.register
 def _shut_down() -> None:
-    """Let every device end what it was given, then tell every backend that was used that the process ends."""
+    """Let every device end its work, say which errors nobody has seen, tell every backend that the process ends.
+
+    What is pending is computed as far as that needs no compiling: nobody can read it any more.
+    """
+    for trace in threads.mine():
+        if is_known(trace):
+            flush(trace, "exit")
     for worker in workers():
         worker.stop()
+        error = worker.take_unseen()
+        if error is not None:
+            print(f"torchport: a computation failed, and its values were never used: {error}", file=sys.stderr)
     for backend in {runtime.backend for runtime in runtimes.all()}:
         backend.shutdown()
 

@@ -104,6 +104,7 @@ class InductorBackend(Backend):
     """AOTInductor on CPU. Compile spec ``inductor.options``: a JSON object that patches ``torch._inductor.config``."""
 
     name = "inductor"
+    releases_gil = True
     version = f"1-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
 
     def is_available(self) -> bool:

@@ -65,9 +65,9 @@ class mode:
     """``mode("eager")``: the calling thread's ops are computed at once; ``mode("lazy")``: when a value is needed.
 
     A call sets the mode; as a context manager it is set back at the end, and as a decorator it holds inside the
-    function (as ``torch.set_grad_enabled`` does). Eager ops run through the backend's own kernels, or as computations of
-    one op each; random numbers are the same in both modes. What is pending when the mode changes is computed. Threads
-    start in ``config.mode``. Raises :class:`ConfigError` for any other name.
+    function (as ``torch.set_grad_enabled`` does). Eager ops run through the backend's own kernels, or as computations
+    of one op each; random numbers are the same in both modes. What is pending when the mode changes is computed.
+    Threads start in ``config.mode``. Raises :class:`ConfigError` for any other name.
     """
 
     def __init__(self, name: str) -> None:

@@ -13,6 +13,7 @@ from ...core.errors import UnsupportedOp
 from ...core.specs import TensorSpec
 from ...lazy import barriers
 from ...lazy.executor import flush, host_tensor, leaf_from_host, settle
+from ...lazy.jobs import has_failed
 from ...lazy.record import user_line
 from ...lazy.runtime import runtimes, threads
 from ...lazy.tensor import DEVICE_TYPE, IndexedLazyTensor, LazyTensor, make_handle
@@ -115,6 +116,10 @@ def _copy(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> 
     target, source = unwrap(self), unwrap(src)
     index = target.get_device() if isinstance(target, IndexedLazyTensor) else 0
     trace = threads.of(index)
+    if isinstance(target, LazyTensor) and has_failed(target):
+        # Writing all of a tensor is the way to use it again after its computation failed.
+        blank = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype).zero_()
+        target = leaf_from_host(trace.runtime, blank, private=True)
     if isinstance(source, LazyTensor) and (source.get_device() or 0) != index:
         source = host_tensor(source)
     if not isinstance(source, LazyTensor):
