@@ -86,7 +86,10 @@ def test_links_within_the_repository_lead_somewhere(page: Path) -> None:
 
 # -- private PyTorch APIs ------------------------------------------------------------------------------------------
 _OPERATOR = re.compile(r"torch\.ops\.\w+\.\w+(\.(?!_handle)\w+)?")
-_NOT_PYTORCH = {("backends.inductor.library", "_handle")}  # of ctypes.CDLL
+_NOT_PYTORCH = {
+    ("backends.inductor.library", "_handle"),  # of ctypes.CDLL
+    *(("lazy.jobs", name) for name in ("_at_fork_reinit", "_is_owned")),  # of threading.RLock
+}
 _INSTANCES = {
     "torch._ops.OpOverload.": torch.ops.aten.add.Tensor,
     "torch._ops.OpOverloadPacket.": torch.ops.aten.add,
