@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from ..core.specs import CompileSpecs, TensorSpec
+from .arrays import array_to_tensor, tensor_to_array
 
 if TYPE_CHECKING:  # the runtime of program files runs without PyTorch where no delegate needs it
     import numpy as np
@@ -344,10 +345,15 @@ class Backend(ABC):
     # -- data --------------------------------------------------------------------------------------------------
     def to_device(self, tensor: torch.Tensor, device: BackendDevice) -> BackendData:
         """A value with the contents of a CPU tensor. ``tensor`` is the backend's to keep: nobody else writes to it."""
+        if self.torch_free:
+            plain = tensor.detach().resolve_conj().resolve_neg()
+            return ArrayData(device, TensorSpec.of(tensor), tensor_to_array(plain))
         return TensorData(device, TensorSpec.of(tensor), tensor)
 
     def from_device(self, data: BackendData) -> torch.Tensor:
         """A CPU tensor with the value's contents. It may share memory: torchport copies before anyone writes."""
+        if isinstance(data, ArrayData):
+            return array_to_tensor(data.array, data.spec.dtype)
         if not isinstance(data, TensorData) or data.tensor is None:
             raise TypeError(f"{type(self).__name__} must override from_device() for {type(data).__name__}")
         return data.tensor

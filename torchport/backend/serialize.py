@@ -19,13 +19,13 @@ from torch import fx
 from ..core.errors import GraphError
 from ..core.specs import TensorSpec
 
-__all__ = ["decode", "encode", "fingerprint"]
+__all__ = ["decode", "decode_arg", "encode", "encode_arg", "fingerprint", "resolve_op"]
 
 _getitem: Any = operator.getitem
 _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
 
-def _encode_arg(value: Any, number: dict[fx.Node, int]) -> Any:
+def encode_arg(value: Any, number: dict[fx.Node, int]) -> Any:
     """JSON for one argument: nodes as ``{"n": i}``, torch constants by name, non-finite floats by repr."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
@@ -36,7 +36,7 @@ def _encode_arg(value: Any, number: dict[fx.Node, int]) -> Any:
     if isinstance(value, complex):
         return {"c": [repr(value.real), repr(value.imag)]}
     if isinstance(value, (list, tuple)):
-        return [_encode_arg(item, number) for item in value]
+        return [encode_arg(item, number) for item in value]
     if isinstance(value, _TORCH_CONSTANTS):
         return {"t": str(value)}
     if isinstance(value, torch.device):
@@ -58,9 +58,10 @@ def _keyword(name: str) -> str:
     return name
 
 
-def _decode_arg(value: Any, nodes: list[fx.Node]) -> Any:
+def decode_arg(value: Any, nodes: Any) -> Any:
+    """The argument that :func:`encode_arg` wrote; ``nodes[i]`` stands for node *i*. Raises what bad input causes."""
     if isinstance(value, list):
-        return [_decode_arg(item, nodes) for item in value]
+        return [decode_arg(item, nodes) for item in value]
     if not isinstance(value, dict):
         return value
     ((kind, payload),) = value.items()
@@ -93,12 +94,12 @@ def _document(graph: fx.GraphModule, debug: bool) -> dict[str, Any]:
             inputs.append(_encode_spec(node.meta["val"]))
         elif node.op == "call_function":
             target = "getitem" if node.target is _getitem else str(node.target)
-            args = _encode_arg(node.args, number)
-            kwargs = {key: _encode_arg(value, number) for key, value in node.kwargs.items()}
+            args = encode_arg(node.args, number)
+            kwargs = {key: encode_arg(value, number) for key, value in node.kwargs.items()}
             extra = [node.meta.get("debug_handle"), node.meta.get("source")] if debug else []
             calls.append([target, args, kwargs, *extra])
         elif node.op == "output":
-            outputs = _encode_arg(node.args[0], number)
+            outputs = encode_arg(node.args[0], number)
         else:
             raise GraphError(f"a {node.op} node cannot be encoded; run verify_graph first")
     return {"inputs": inputs, "calls": calls, "outputs": outputs}
@@ -137,11 +138,11 @@ def decode(data: bytes | memoryview) -> fx.GraphModule:
             nodes.append(node)
         for name, args, kwargs, handle, source in document["calls"]:
             target = _getitem if name == "getitem" else resolve_op(name)
-            decoded = {_keyword(key): _decode_arg(value, nodes) for key, value in kwargs.items()}
-            node = graph.call_function(target, tuple(_decode_arg(args, nodes)), decoded)
+            decoded = {_keyword(key): decode_arg(value, nodes) for key, value in kwargs.items()}
+            node = graph.call_function(target, tuple(decode_arg(args, nodes)), decoded)
             node.meta.update(debug_handle=handle, source=source)
             nodes.append(node)
-        graph.output(tuple(_decode_arg(document["outputs"], nodes)))
+        graph.output(tuple(decode_arg(document["outputs"], nodes)))
     except GraphError:
         raise
     except (KeyError, ValueError, TypeError, IndexError, AttributeError, RuntimeError) as error:

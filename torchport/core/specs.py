@@ -43,10 +43,14 @@ class TensorSpec:
         """Whether the strides are the row-major ones."""
         return self.strides == contiguous_strides(self.shape)
 
+    @property
+    def dtype_name(self) -> str:
+        """The dtype without ``torch.``, such as ``"float32"``; in a process without PyTorch that is all there is."""
+        return str(self.dtype).removeprefix("torch.")
+
     def __str__(self) -> str:
-        name = str(self.dtype).removeprefix("torch.")
         tail = "" if self.is_contiguous else f" strides {list(self.strides)}"
-        return f"{name}{list(self.shape)}{tail}"
+        return f"{self.dtype_name}{list(self.shape)}{tail}"
 
 
 @dataclass(frozen=True, slots=True)

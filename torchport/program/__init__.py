@@ -1,0 +1,1 @@
+"""The program file and its runtime: imports neither lowering nor the device, and PyTorch only when it is needed."""

@@ -1,0 +1,617 @@
+"""What a program file says: methods, instructions, delegates, constants, as JSON. No pickle, no code.
+
+Version log
+-----------
+1   the first.
+
+A file has the version that wrote it and the oldest version that can read it; :data:`VERSION` is what this code writes,
+:data:`OLDEST` the oldest it reads.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar, cast
+
+from ..core.errors import ErrorCode, ProgramError
+from ..core.specs import CompileSpec, CompileSpecs, contiguous_strides
+
+__all__ = [
+    "DEBUG",
+    "ELEMENT_SIZE",
+    "OLDEST",
+    "PROGRAM",
+    "VERSION",
+    "Call",
+    "Constant",
+    "DebugInfo",
+    "Delegate",
+    "Document",
+    "Header",
+    "Input",
+    "Instruction",
+    "Kernel",
+    "Literal",
+    "Method",
+    "Output",
+    "Spec",
+    "StateUpdate",
+    "decode",
+    "decode_debug",
+    "decode_header",
+    "encode",
+    "encode_debug",
+]
+
+VERSION: Final = 1
+OLDEST: Final = 1
+PROGRAM: Final = "extra/torchport/program.json"
+DEBUG: Final = "extra/torchport/debug.json"
+ELEMENT_SIZE: Final[Mapping[str, int]] = {
+    "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4, "uint64": 8, "int64": 8,
+    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex32": 4, "complex64": 8, "complex128": 16,
+    "float8_e4m3fn": 1, "float8_e5m2": 1,
+}  # fmt: skip
+"""Bytes per element of the dtypes a program may hold."""
+
+Literal = None | bool | int | float | str
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """Shape, dtype name and strides (in elements) of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements, without gaps."""
+        size = ELEMENT_SIZE[self.dtype]
+        for extent in self.shape:
+            size *= extent
+        return size
+
+    @property
+    def extent(self) -> int:
+        """Bytes from the first element to the end of the last; 0 if there is none."""
+        if 0 in self.shape:
+            return 0
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return (last + 1) * ELEMENT_SIZE[self.dtype]
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the strides are the row-major ones."""
+        return self.strides == contiguous_strides(self.shape)
+
+    def __str__(self) -> str:
+        tail = "" if self.is_contiguous else f" strides {list(self.strides)}"
+        return f"{self.dtype}{list(self.shape)}{tail}"
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """An input of a method: a tensor (``value`` is its number), or something else that must equal ``literal``."""
+
+    name: str
+    spec: Spec | None
+    literal: Literal = None
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """An output of a method: a value's number, or something that is the same in every call."""
+
+    value: int | None
+    spec: Spec | None = None
+    literal: Literal = None
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A tensor in the file, or in a ``.safetensors`` file beside it (``external``: the file; ``entry``: the key)."""
+
+    name: str
+    spec: Spec
+    entry: str
+    offset: int = 0
+    external: str = ""
+    sha256: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StateUpdate:
+    """A buffer that a method changes: its constant, and the numbers of the value read and the value it has after."""
+
+    constant: int
+    value: int
+    result: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One ATen operator. Arguments are JSON, ``{"n": i}`` for value *i*; ``results`` has ``None`` for unused ones."""
+
+    op: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    results: tuple[int | None, ...]
+    several: bool = False
+    handle: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One delegate's call: numbers of arguments and results."""
+
+    delegate: int
+    args: tuple[int, ...]
+    results: tuple[int, ...]
+
+
+Instruction = Kernel | Call
+
+
+@dataclass(frozen=True, slots=True)
+class Delegate:
+    """Bytes for one backend. ``constants`` are inputs that are given once, by position; ``inputs`` has every input."""
+
+    backend: str
+    version: str
+    entry: str
+    specs: CompileSpecs
+    inputs: tuple[Spec, ...]
+    outputs: tuple[Spec, ...]
+    constants: Mapping[int, int] = field(default_factory=dict[int, int])
+    named_data: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One entry point: ``values`` numbers of values, of which ``inputs`` come first, then ``constants``."""
+
+    name: str
+    values: int
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    constants: Mapping[int, int]
+    state: tuple[StateUpdate, ...]
+    delegates: tuple[Delegate, ...]
+    instructions: tuple[Instruction, ...]
+
+
+@dataclass(slots=True)
+class Document:
+    """A whole program. ``digests`` are the sizes and SHA-256 of the entries that it needs."""
+
+    methods: dict[str, Method]
+    constants: list[Constant]
+    digests: dict[str, tuple[int, str]]
+    producer: dict[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(slots=True)
+class DebugInfo:
+    """Debug handles: module path and user's line. ``maps`` are the delegates' own ids, per method and index."""
+
+    handles: dict[int, tuple[str, str]] = field(default_factory=dict[int, tuple[str, str]])
+    maps: dict[str, list[dict[int | str, tuple[int, ...]]]] = field(
+        default_factory=dict[str, list[dict[int | str, tuple[int, ...]]]]
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The first line of the document: readable whatever the version."""
+
+    version: int
+    oldest: int
+    sha256: str
+    size: int
+
+
+# -- writing -------------------------------------------------------------------------------------------------------
+def _spec_json(spec: Spec | None) -> Any:
+    if spec is None:
+        return None
+    return [spec.dtype, list(spec.shape), None if spec.is_contiguous else list(spec.strides)]
+
+
+def _delegate_json(delegate: Delegate) -> dict[str, Any]:
+    specs = [[key, base64.b64encode(value).decode()] for key, value in delegate.specs.items()]
+    return {
+        "backend": delegate.backend,
+        "version": delegate.version,
+        "entry": delegate.entry,
+        "specs": specs,
+        "inputs": [_spec_json(spec) for spec in delegate.inputs],
+        "outputs": [_spec_json(spec) for spec in delegate.outputs],
+        "constants": [list(pair) for pair in delegate.constants.items()],
+        "named_data": dict(delegate.named_data),
+    }
+
+
+def _instruction_json(instruction: Instruction) -> Any:
+    if isinstance(instruction, Call):
+        return {"delegate": instruction.delegate, "args": instruction.args, "results": instruction.results}
+    fields = {"op": instruction.op, "args": instruction.args, "kwargs": dict(instruction.kwargs)}
+    fields |= {"results": instruction.results, "several": instruction.several, "handle": instruction.handle}
+    return fields
+
+
+def _literal_json(value: Literal) -> Any:
+    return {"f": repr(value)} if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _method_json(method: Method) -> dict[str, Any]:
+    return {
+        "values": method.values,
+        "inputs": [[one.name, _spec_json(one.spec), _literal_json(one.literal)] for one in method.inputs],
+        "outputs": [[one.value, _spec_json(one.spec), _literal_json(one.literal)] for one in method.outputs],
+        "constants": [list(pair) for pair in method.constants.items()],
+        "state": [[one.constant, one.value, one.result] for one in method.state],
+        "delegates": [_delegate_json(one) for one in method.delegates],
+        "instructions": [_instruction_json(one) for one in method.instructions],
+    }
+
+
+def _signed(document: Any) -> bytes:
+    body = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+    header = {"torchport": VERSION, "oldest": VERSION, "sha256": hashlib.sha256(body).hexdigest(), "size": len(body)}
+    return json.dumps(header, separators=(",", ":")).encode() + b"\n" + body
+
+
+def encode(document: Document) -> bytes:
+    """The document as bytes: a header line with the body's SHA-256, and the body."""
+    constants = [
+        [one.name, _spec_json(one.spec), one.entry, one.offset, one.external, one.sha256] for one in document.constants
+    ]
+    return _signed(
+        {
+            "producer": document.producer,
+            "digests": {name: list(value) for name, value in document.digests.items()},
+            "constants": constants,
+            "methods": {name: _method_json(method) for name, method in document.methods.items()},
+        }
+    )
+
+
+def encode_debug(info: DebugInfo) -> bytes:
+    """The debug information as bytes, in the same form."""
+    maps = {
+        method: [[[ident, list(handles)] for ident, handles in one.items()] for one in found]
+        for method, found in info.maps.items()
+    }
+    return _signed({"handles": [[handle, *where] for handle, where in info.handles.items()], "maps": maps})
+
+
+# -- reading: every value is checked before it is used ----------------------------------------------------------------
+class _Bad(ValueError):
+    """Something in the document is not as it should be; the text says what."""
+
+
+def _fail(what: str) -> _Bad:
+    return _Bad(what)
+
+
+def _object(value: object) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise _fail("expected an object")
+    return cast("dict[str, Any]", value)
+
+
+def _list(value: object, length: int | None = None) -> list[Any]:
+    if not isinstance(value, list):
+        raise _fail("expected a list")
+    found = cast("list[Any]", value)
+    if length is not None and len(found) != length:
+        raise _fail(f"expected {length} items")
+    return found
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise _fail("expected text")
+    return value
+
+
+def _number(value: object, below: int = 1 << 62) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < below:
+        raise _fail(f"expected a whole number from 0 to {below - 1}")
+    return value
+
+
+def _each(read: Callable[..., T], value: object, *more: object) -> tuple[T, ...]:
+    return tuple(read(one, *more) for one in _list(value))
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise _fail("expected true or false")
+    return value
+
+
+def _literal(value: object) -> Literal:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, dict) and value.keys() == {"f"} and value["f"] in ("inf", "-inf", "nan"):
+        return float(value["f"])
+    raise _fail("expected a plain value")
+
+
+def _spec(value: object) -> Spec:
+    dtype, shape, strides = _list(value, 3)
+    if _text(dtype) not in ELEMENT_SIZE:
+        raise _fail(f"there is no dtype {dtype!r}")
+    sizes = _each(_number, shape)
+    steps = contiguous_strides(sizes) if strides is None else _each(_number, strides)
+    if len(steps) != len(sizes):
+        raise _fail("a tensor has another number of strides than of sizes")
+    spec = Spec(dtype, sizes, steps)
+    if len(sizes) > 64 or max(spec.nbytes, spec.extent) >= 1 << 62:
+        raise _fail("a tensor is too large for any machine")
+    return spec
+
+
+def _optional_spec(value: object) -> Spec | None:
+    return None if value is None else _spec(value)
+
+
+def _input(value: object) -> Input:
+    name, spec, literal = _list(value, 3)
+    return Input(_text(name), _optional_spec(spec), _literal(literal))
+
+
+def _output(value: object, values: int) -> Output:
+    number, spec, literal = _list(value, 3)
+    if number is None:
+        return Output(None, None, _literal(literal))
+    return Output(_number(number, values), _spec(spec))
+
+
+_SHA = re.compile(r"[0-9a-f]{64}\Z")
+
+
+def _sha(value: object) -> str:
+    if not _SHA.match(_text(value)):
+        raise _fail("expected a SHA-256 in hexadecimal")
+    return str(value)
+
+
+def _constant(value: object) -> Constant:
+    name, spec, entry, offset, external, sha256 = _list(value, 6)
+    outside = _text(external)
+    if outside and (not outside.isprintable() or any(sign in outside for sign in "/\\:") or outside in (".", "..")):
+        raise _fail(f"external data {outside[:80]!r} is not the plain name of a file beside the program")
+    digest = _sha(sha256) if outside else _text(sha256)
+    return Constant(_text(name), _spec(spec), _text(entry), _number(offset), outside, digest)
+
+
+def _compile_spec(value: object) -> CompileSpec:
+    key, raw = _list(value, 2)
+    return CompileSpec(_text(key), base64.b64decode(_text(raw), validate=True))
+
+
+def _delegate(value: object, constants: int) -> Delegate:
+    found = _object(value)
+    inputs = _each(_spec, found["inputs"])
+    pairs = [_list(pair, 2) for pair in _list(found["constants"])]
+    bound = {_number(position, len(inputs)): _number(which, constants) for position, which in pairs}
+    return Delegate(
+        _text(found["backend"]),
+        _text(found["version"]),
+        _text(found["entry"]),
+        CompileSpecs(_each(_compile_spec, found["specs"])),
+        inputs,
+        _each(_spec, found["outputs"]),
+        bound,
+        {key: _text(entry) for key, entry in _object(found["named_data"]).items()},
+    )
+
+
+class _Values:
+    """Follows which values of a method are there, so that no instruction reads one before it is made."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.made: set[int] = set()
+
+    def make(self, value: object) -> int:
+        number = _number(value, self.total)
+        if number in self.made:
+            raise _fail(f"value {number} is made twice")
+        self.made.add(number)
+        return number
+
+    def use(self, value: object) -> int:
+        number = _number(value, self.total)
+        if number not in self.made:
+            raise _fail(f"value {number} is used before it is made")
+        return number
+
+
+def _check_argument(value: object, values: _Values) -> None:
+    if isinstance(value, list):
+        for one in cast("list[object]", value):
+            _check_argument(one, values)
+    elif isinstance(value, dict):
+        fields = cast("dict[str, object]", value)
+        if len(fields) != 1:
+            raise _fail("an argument is malformed")
+        if "n" in fields:
+            values.use(fields["n"])
+
+
+def _instruction(value: object, values: _Values, delegates: Sequence[Delegate]) -> Instruction:
+    found = _object(value)
+    if "delegate" in found:
+        index = _number(found["delegate"], len(delegates))
+        delegate = delegates[index]
+        args = tuple(values.use(one) for one in _list(found["args"], len(delegate.inputs) - len(delegate.constants)))
+        results = tuple(values.make(one) for one in _list(found["results"], len(delegate.outputs)))
+        return Call(index, args, results)
+    args, kwargs = _list(found["args"]), _object(found["kwargs"])
+    _check_argument(args, values)
+    _check_argument(list(kwargs.values()), values)
+    several = _flag(found["several"])
+    results = tuple(None if one is None else values.make(one) for one in _list(found["results"]))
+    if not several and len(results) != 1:
+        raise _fail("an operator with one result has another number of them")
+    op = _text(found["op"])
+    if not all(part.isidentifier() for part in op.split(".")):
+        raise _fail(f"there is no operator {op[:80]!r}")
+    return Kernel(op, tuple(args), kwargs, results, several, _number(found["handle"]))
+
+
+def _method(name: str, value: object, constants: Sequence[Constant]) -> Method:
+    found = _object(value)
+    values = _Values(_number(found["values"], 1 << 31))
+    inputs = _each(_input, found["inputs"])
+    numbers = iter(range(values.total))
+    for one in inputs:
+        if one.spec is not None:
+            values.make(next(numbers, values.total))
+    pairs = [_list(pair, 2) for pair in _list(found["constants"])]
+    bound = {values.make(number): _number(which, len(constants)) for number, which in pairs}
+    delegates = _each(_delegate, found["delegates"], len(constants))
+    instructions = tuple(_instruction(one, values, delegates) for one in _list(found["instructions"]))
+    outputs = _each(_output, found["outputs"], values.total)
+    triples = [_list(triple, 3) for triple in _list(found["state"])]
+    state = tuple(StateUpdate(_number(c, len(constants)), values.use(v), values.use(r)) for c, v, r in triples)
+    for one in state:
+        if bound.get(one.value) != one.constant:
+            raise _fail("a buffer's value is not the buffer's")
+    for output in outputs:
+        if output.value is not None:
+            values.use(output.value)
+    if len(values.made) != values.total:
+        raise _fail("there are values that nothing makes")
+    return Method(name, values.total, inputs, outputs, bound, state, delegates, instructions)
+
+
+def _document(value: object) -> Document:
+    found = _object(value)
+    constants = _each(_constant, found["constants"])
+    digests: dict[str, tuple[int, str]] = {}
+    for name, pair in _object(found["digests"]).items():
+        size, sha256 = _list(pair, 2)
+        digests[name] = (_number(size), _sha(sha256))
+    methods = {name: _method(name, one, constants) for name, one in _object(found["methods"]).items()}
+    if not methods:
+        raise _fail("there is no method")
+    for constant in constants:
+        if not constant.external:
+            size, _ = digests[constant.entry]
+            if constant.offset + constant.spec.extent > size:
+                raise _fail(f"constant {constant.name!r} reaches beyond its entry")
+        if constant.offset % ELEMENT_SIZE[constant.spec.dtype]:
+            raise _fail(f"constant {constant.name!r} is not aligned")
+    for delegate in (one for method in methods.values() for one in method.delegates):
+        for position, which in delegate.constants.items():
+            if delegate.inputs[position] != constants[which].spec:
+                raise _fail(f"constant {constants[which].name!r} does not fit the delegate that it is for")
+        for entry in (delegate.entry, *delegate.named_data.values()):
+            if entry not in digests:
+                raise _fail(f"a delegate's entry {entry!r} has no checksum")
+    producer = {key: _text(one) for key, one in _object(found["producer"]).items()}
+    return Document(methods, list(constants), digests, producer)
+
+
+def _ident(value: object) -> int | str:
+    if isinstance(value, (int, str)) and not isinstance(value, bool):
+        return value
+    raise _fail("expected a number or text")
+
+
+def _debug_map(value: object) -> dict[int | str, tuple[int, ...]]:
+    return {_ident(ident): _each(_number, handles) for ident, handles in (_list(pair, 2) for pair in _list(value))}
+
+
+def _debug(value: object) -> DebugInfo:
+    found = _object(value)
+    rows = [_list(row, 3) for row in _list(found["handles"])]
+    handles = {_number(handle): (_text(module), _text(source)) for handle, module, source in rows}
+    maps = {name: list(_each(_debug_map, one)) for name, one in _object(found["maps"]).items()}
+    return DebugInfo(handles, maps)
+
+
+def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise _fail("a key is given twice")
+    return found
+
+
+def _no_constant(name: str) -> object:
+    raise _fail(f"{name} is not JSON")
+
+
+def _json(data: bytes) -> Any:
+    return json.loads(data, object_pairs_hook=_pairs, parse_constant=_no_constant)
+
+
+def _broken(entry: str, why: object) -> ProgramError:
+    return ProgramError(f"this program file is damaged: {entry}: {why}; save it again", entry=entry)
+
+
+def decode_header(data: memoryview, entry: str = PROGRAM) -> tuple[Header, int]:
+    """The header, and where the body begins. Raises :class:`ProgramError`; ``code`` tells a version that cannot be read
+    (``DELEGATE_INVALID_COMPATIBILITY``) from damage (``INVALID_PROGRAM``)."""
+    line, newline, _ = bytes(data[:1024]).partition(b"\n")
+    try:
+        if not newline:
+            raise _fail("it has no header")
+        found = _object(_json(line))
+        header = Header(_number(found["torchport"]), _number(found["oldest"]), "", 0)
+        if header.version < OLDEST or header.oldest > VERSION:
+            raise ProgramError(
+                f"this program file has version {header.version} and is for readers of version {header.oldest} and "
+                f"newer; this torchport reads versions {OLDEST} to {VERSION}: lower the model again with it, or "
+                "install the torchport that wrote the file",
+                entry=entry,
+                code=ErrorCode.DELEGATE_INVALID_COMPATIBILITY,
+            )
+        return Header(header.version, header.oldest, _sha(found["sha256"]), _number(found["size"])), len(line) + 1
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise _broken(entry, error) from error
+
+
+def _body(data: memoryview, entry: str) -> Any:
+    header, start = decode_header(data, entry)
+    body = data[start:]
+    if len(body) != header.size or hashlib.sha256(body).hexdigest() != header.sha256:
+        raise _broken(entry, "its checksum differs")
+    return _json(bytes(body))
+
+
+def _decode(data: memoryview, entry: str, read: Callable[[object], T]) -> T:
+    try:
+        return read(_body(data, entry))
+    except KeyError as error:
+        raise _broken(entry, f"{error} is missing") from error
+    except (ValueError, TypeError, RecursionError, binascii.Error, OverflowError) as error:
+        raise _broken(entry, error) from error
+    except ProgramError:
+        raise
+    except RuntimeError as error:  # a repeated compile spec
+        raise _broken(entry, error) from error
+
+
+def decode(data: memoryview) -> Document:
+    """The document that :func:`encode` wrote, checked. Raises :class:`ProgramError`."""
+    return _decode(data, PROGRAM, _document)
+
+
+def decode_debug(data: memoryview) -> DebugInfo:
+    """The debug information that :func:`encode_debug` wrote. Raises :class:`ProgramError`."""
+    return _decode(data, DEBUG, _debug)

@@ -1,0 +1,261 @@
+"""Tensors at a program's edge: PyTorch's where a program needs PyTorch, NumPy's where it does not.
+
+Everything that touches either library is here; both are imported when they are first needed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..backend.arrays import AS_INTEGERS, array_to_tensor, tensor_to_array
+from ..backend.interface import ArrayData, Backend, BackendData, BackendDevice, TensorData
+from ..core.errors import ErrorCode, MethodError
+from ..core.specs import TensorSpec
+from .document import Input, Spec
+
+__all__ = ["Adapter", "Host", "NumpyHost", "TorchHost", "check_literal", "host_for"]
+
+
+def _misfit(where: str, expected: Spec, got: object, code: ErrorCode) -> MethodError:
+    return MethodError(
+        f"{where} should be {expected}, but is {got}; lower the model for that, or convert it", code=code
+    )
+
+
+def _is_torch(value: object) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+class Adapter:
+    """How values pass between the host and one backend: ``wrap`` to the backend's form, ``unwrap`` back."""
+
+    __slots__ = ("unwrap", "wrap")
+
+    def __init__(self, wrap: Callable[[Any, TensorSpec], BackendData], unwrap: Callable[[Any], Any]) -> None:
+        self.wrap = wrap
+        self.unwrap = unwrap
+
+
+class Host:
+    """Tensors of one library: made from bytes, checked, converted; :class:`TorchHost` or :class:`NumpyHost`."""
+
+    def spec(self, spec: Spec) -> TensorSpec:
+        """The spec as backends know it."""
+        raise NotImplementedError
+
+    def constant(self, data: memoryview, spec: Spec, offset: int) -> Any:
+        """A tensor that shows bytes, without copying them."""
+        raise NotImplementedError
+
+    def checker(self, where: str, spec: Spec) -> Callable[[Any], Any]:
+        """A function that returns a tensor with exactly that spec, plain and on the CPU, or raises."""
+        raise NotImplementedError
+
+    def copy(self, value: Any) -> Any:
+        """A copy with memory of its own."""
+        raise NotImplementedError
+
+    def adapter(self, backend: Backend, device: BackendDevice) -> Adapter:
+        """Conversions to and from a backend's values."""
+        raise NotImplementedError
+
+    def results(self, values: Sequence[Any], specs: Sequence[Spec | None], inputs: Sequence[object]) -> tuple[Any, ...]:
+        """A call's results, as arrays if all the tensors it was given were arrays."""
+        raise NotImplementedError
+
+
+class TorchHost(Host):
+    """PyTorch's CPU tensors."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.torch: Any = torch
+
+    def _dtype(self, name: str) -> Any:
+        return getattr(self.torch, name)
+
+    def spec(self, spec: Spec) -> TensorSpec:
+        return TensorSpec(spec.shape, self._dtype(spec.dtype), spec.strides)
+
+    def constant(self, data: memoryview, spec: Spec, offset: int) -> Any:
+        torch, dtype = self.torch, self._dtype(spec.dtype)
+        if spec.extent == 0:
+            return torch.empty_strided(spec.shape, spec.strides, dtype=dtype)
+        window = data[offset : offset + spec.extent]
+        if window.readonly:
+            window = memoryview(bytearray(window))  # PyTorch has no tensors that cannot be written
+        raw = torch.frombuffer(window, dtype=torch.uint8)
+        if raw.data_ptr() % dtype.itemsize:
+            raw = raw.clone()
+        return raw.view(dtype).as_strided(spec.shape, spec.strides)
+
+    def checker(self, where: str, spec: Spec) -> Callable[[Any], Any]:
+        torch = self.torch
+        dtype, shape, strides = self._dtype(spec.dtype), spec.shape, spec.strides
+        kind: Any = torch.Tensor
+        lazy_bits = dtype.is_complex or dtype.is_floating_point
+
+        def convert(value: Any) -> Any:
+            if not isinstance(value, kind):
+                value = _array_to_torch(torch, where, spec, value)
+            if value.dtype is not dtype:
+                raise _misfit(where, spec, _shown_torch(value), ErrorCode.INVALID_TYPE)
+            if value.shape != shape:
+                raise _misfit(where, spec, _shown_torch(value), ErrorCode.INVALID_ARGUMENT)
+            if value.layout is not torch.strided or value.device.type != "cpu":
+                raise _misfit(where, spec, f"on {value.device} ({value.layout}); call .cpu()", ErrorCode.INVALID_TYPE)
+            with torch.no_grad():
+                value = value.detach().resolve_conj().resolve_neg()
+                if value.stride() != strides:
+                    value = torch.empty_strided(shape, strides, dtype=dtype).copy_(value)
+            return value
+
+        cpu = torch.device("cpu")
+
+        def check(value: Any) -> Any:
+            # What nearly every value is: a plain tensor that fits. The rest is for the slow path to convert or refuse.
+            if (
+                type(value) is kind
+                and value.dtype is dtype
+                and value.shape == shape
+                and value.device == cpu
+                and value.stride() == strides
+                and not value.requires_grad
+                and not (lazy_bits and (value.is_neg() or value.is_conj()))
+            ):
+                return value
+            return convert(value)
+
+        return check
+
+    def copy(self, value: Any) -> Any:
+        with self.torch.no_grad():
+            return value.clone()
+
+    def adapter(self, backend: Backend, device: BackendDevice) -> Adapter:
+        if backend.torch_free:
+
+            def wrap_array(value: Any, spec: TensorSpec) -> BackendData:
+                return ArrayData(device, spec, tensor_to_array(value))
+
+            def unwrap_array(data: ArrayData) -> Any:
+                return array_to_tensor(data.array, data.spec.dtype)
+
+            return Adapter(wrap_array, unwrap_array)
+        if type(backend).from_device is Backend.from_device:
+            # The backend's values are TensorData: making one here costs less than asking, and nothing is copied.
+            return Adapter(lambda value, spec: TensorData(device, spec, value), lambda data: data.tensor)
+        return Adapter(lambda value, spec: backend.to_device(value, device), backend.from_device)
+
+    def results(self, values: Sequence[Any], specs: Sequence[Spec | None], inputs: Sequence[object]) -> tuple[Any, ...]:
+        kinds = {_is_torch(value) for value in inputs if hasattr(value, "dtype")}
+        if kinds == {False}:
+            return tuple(tensor_to_array(value) if _is_torch(value) else value for value in values)
+        return tuple(values)
+
+
+def _shown_torch(value: Any) -> str:
+    return str(TensorSpec.of(value)) if value.layout is sys.modules["torch"].strided else f"{value.layout} tensor"
+
+
+def _array_to_torch(torch: Any, where: str, spec: Spec, value: object) -> Any:
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, numpy.ndarray):
+        raise _misfit(where, spec, f"a {type(value).__name__}", ErrorCode.INVALID_TYPE)
+    array: Any = value
+    if not array.flags.writeable or not array.dtype.isnative or any(step < 0 for step in array.strides):
+        array = numpy.array(array, dtype=array.dtype.newbyteorder("="), order="C")
+    try:
+        return torch.from_numpy(array)
+    except TypeError as error:
+        raise _misfit(where, spec, f"an array of {array.dtype}", ErrorCode.INVALID_TYPE) from error
+
+
+class NumpyHost(Host):
+    """NumPy's arrays: for programs whose delegates do without PyTorch, which is not imported."""
+
+    def __init__(self) -> None:
+        import numpy
+
+        self.numpy: Any = numpy
+
+    def spec(self, spec: Spec) -> TensorSpec:
+        name: Any = spec.dtype
+        return TensorSpec(spec.shape, name, spec.strides)
+
+    def _dtype(self, name: str) -> Any:
+        return self.numpy.dtype(AS_INTEGERS.get(name, name))
+
+    def constant(self, data: memoryview, spec: Spec, offset: int) -> Any:
+        dtype = self._dtype(spec.dtype)
+        steps = tuple(step * dtype.itemsize for step in spec.strides)
+        if spec.extent == 0:
+            return self.numpy.empty(spec.shape, dtype)
+        return self.numpy.ndarray(spec.shape, dtype, data[offset : offset + spec.extent], 0, steps)
+
+    def checker(self, where: str, spec: Spec) -> Callable[[Any], Any]:
+        numpy, dtype, shape = self.numpy, self._dtype(spec.dtype), spec.shape
+        steps = tuple(step * dtype.itemsize for step in spec.strides)
+        kind: Any = numpy.ndarray
+
+        def check(value: Any) -> Any:
+            if type(value) is not kind:
+                value = self._array(where, spec, value)
+            if value.dtype != dtype:
+                raise _misfit(where, spec, f"{value.dtype}{list(value.shape)}", ErrorCode.INVALID_TYPE)
+            if value.shape != shape:
+                raise _misfit(where, spec, f"{value.dtype}{list(value.shape)}", ErrorCode.INVALID_ARGUMENT)
+            if value.strides != steps and value.size:
+                made = numpy.ndarray(shape, dtype, bytearray(spec.extent), 0, steps)
+                made[...] = value
+                return made
+            return value
+
+        return check
+
+    def _array(self, where: str, spec: Spec, value: Any) -> Any:
+        if isinstance(value, self.numpy.ndarray):
+            return self.numpy.asarray(value)
+        if not _is_torch(value):
+            raise _misfit(where, spec, f"a {type(value).__name__}", ErrorCode.INVALID_TYPE)
+        torch: Any = sys.modules["torch"]
+        if value.layout is not torch.strided or value.device.type != "cpu":
+            raise _misfit(where, spec, f"on {value.device} ({value.layout}); call .cpu()", ErrorCode.INVALID_TYPE)
+        name = str(value.dtype).removeprefix("torch.")
+        if name != spec.dtype:
+            raise _misfit(where, spec, _shown_torch(value), ErrorCode.INVALID_TYPE)
+        return tensor_to_array(value.detach().resolve_conj().resolve_neg())
+
+    def copy(self, value: Any) -> Any:
+        return value.copy()
+
+    def adapter(self, backend: Backend, device: BackendDevice) -> Adapter:
+        return Adapter(lambda value, spec: ArrayData(device, spec, value), lambda data: data.array)
+
+    def results(self, values: Sequence[Any], specs: Sequence[Spec | None], inputs: Sequence[object]) -> tuple[Any, ...]:
+        if not any(_is_torch(value) for value in inputs):
+            return tuple(values)
+        torch: Any = sys.modules["torch"]
+        return tuple(
+            value if spec is None else array_to_tensor(value, getattr(torch, spec.dtype))
+            for value, spec in zip(values, specs, strict=True)
+        )
+
+
+def host_for(needs_torch: bool) -> Host:
+    """The host's library for a method."""
+    return TorchHost() if needs_torch else NumpyHost()
+
+
+def check_literal(given: Input, value: object) -> None:
+    """Raise unless an input that is no tensor equals what the model was exported with (1, 1.0 and True differ)."""
+    if type(value) is not type(given.literal) or repr(value) != repr(given.literal):
+        raise MethodError(
+            f"input {given.name!r} was {given.literal!r} when the model was exported and is part of the program, but "
+            f"is now {value!r}; pass {given.literal!r}, or export the model again",
+            code=ErrorCode.INVALID_ARGUMENT,
+        )
