@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from . import aot, runtime
     from .backend.interface import (
         ArrayData,
         Backend,
@@ -71,9 +72,11 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 _MODULES = {
+    "aot": "torchport.aot",
     "dispatch": "torchport.core.dispatch",
     "errors": "torchport.core.errors",
     "metrics": "torchport.core.metrics",
+    "runtime": "torchport.runtime",
 }
 
 __all__ = [*sorted(_HOME_OF), *sorted(_MODULES)]  # pyright: ignore[reportUnsupportedDunderAll]

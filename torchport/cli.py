@@ -50,6 +50,11 @@ def _parser() -> argparse.ArgumentParser:
     backends = commands.add_parser("backends", help="which backends are installed, and why one cannot run")
     backends.set_defaults(run=_backends)
 
+    inspect = commands.add_parser("inspect", help="what is in a program file: methods, delegates, sizes, versions")
+    inspect.add_argument("file", metavar="FILE.pt2")
+    inspect.add_argument("--header", action="store_true", help="compare the document's checksum only, not all data's")
+    inspect.set_defaults(run=_inspect)
+
     explain = commands.add_parser("explain", help="where an operator goes on a device, and why")
     explain.add_argument("op", metavar="OP", help="an operator such as aten::add.Tensor")
     explain.add_argument("--device", help="for tensors of this device, such as port")
@@ -73,6 +78,13 @@ def _backends(arguments: argparse.Namespace) -> int:
     for row in rows:
         state = "available" if row.available else f"unavailable: {row.reason}"
         print(f"{row.name:<{width}}  {state}  ({row.source})")
+    return 0
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from .program.inspect import describe
+
+    print(describe(arguments.file, "header" if arguments.header else "full"))
     return 0
 
 

@@ -67,7 +67,7 @@ class File:
         code = ErrorCode.INVALID_EXTERNAL_DATA
         return ProgramError(f"{os.fspath(path)!r} is not a safetensors file: {why}", code=code)
 
-    def keys(self) -> list[str]:
+    def names(self) -> list[str]:
         """The tensors' names."""
         return [name for name in self._header if name != "__metadata__"]
 

@@ -1,0 +1,343 @@
+"""``lower``: export, normal form, partition, preprocess, and the result as a program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+
+from .. import __version__
+from ..backend.fx_normalise import has_symbols, normalise, source_line
+from ..backend.interface import Backend, Processed
+from ..backend.normal_form import verify_graph
+from ..backend.partition import Partitioned, partition
+from ..core.config import config
+from ..core.errors import CompileError, ConfigError, GraphError, UnsupportedOp
+from ..core.specs import CompileSpecs
+from ..program import document as doc
+from ..program.writer import BLOBS, digest
+from .emit import Constants, Emitted, delegate_specs, emit, module_path
+from .lowered import Left, LoweredProgram, Piece
+from .partitioner import Partitioner, Supported, Wanted, WholeProgram, collect_tags, functional_form
+
+__all__ = ["lower"]
+
+Model: TypeAlias = "ExportedProgram | torch.nn.Module"
+Methods: TypeAlias = "Mapping[str, ExportedProgram | Sequence[Any]]"
+SpecsOf: TypeAlias = "CompileSpecs | Mapping[str, bytes | str] | Mapping[str, CompileSpecs | Mapping[str, bytes | str]]"
+
+_FORWARD: Final = "forward"
+
+
+# -- what is to be lowered -----------------------------------------------------------------------------------------
+def _export(
+    module: torch.nn.Module, name: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None, dynamic_shapes: Any
+) -> ExportedProgram:
+    """Export a method of a module. A method other than ``forward`` stands in for it meanwhile."""
+    if not callable(getattr(module, name, None)):
+        raise ConfigError(f"{type(module).__name__} has no method {name!r}")
+    if name == _FORWARD:
+        return torch.export.export(module, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes)
+    had = module.__dict__.get(_FORWARD)
+    module.__dict__[_FORWARD] = getattr(module, name)
+    try:
+        return torch.export.export(module, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes)
+    finally:
+        if had is None:
+            del module.__dict__[_FORWARD]
+        else:
+            module.__dict__[_FORWARD] = had
+
+
+def _exported(
+    model: Model, args: Sequence[Any], kwargs: Mapping[str, Any] | None, methods: Methods | None, dynamic_shapes: Any
+) -> dict[str, ExportedProgram]:
+    """Every method's exported program, by name."""
+    found: dict[str, ExportedProgram] = {}
+    if isinstance(model, ExportedProgram):
+        if args or kwargs or dynamic_shapes is not None:
+            raise ConfigError("an exported program has its inputs and shapes; give args with a module only")
+        found[_FORWARD] = model
+    elif isinstance(model, torch.nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if args or kwargs or not methods:
+            found[_FORWARD] = _export(model, _FORWARD, args, kwargs, dynamic_shapes)
+    else:
+        raise ConfigError(f"lower() takes an ExportedProgram or an nn.Module, not a {type(model).__name__}")
+    for name, given in (methods or {}).items():
+        if name in found or name == "model" or not name.isidentifier():
+            raise ConfigError(
+                f"a method cannot be called {name!r}: names are identifiers, each given once, and not 'model'"
+            )
+        if isinstance(given, ExportedProgram):
+            found[name] = given
+        elif isinstance(model, torch.nn.Module):
+            found[name] = _export(model, name, given, None, None)
+        else:
+            raise ConfigError(f"method {name!r}: an exported program has one method; give the other one's, exported")
+    for name, program in found.items():
+        for node in program.graph.nodes:
+            if node.op == "placeholder" and has_symbols(node.meta.get("val")):
+                raise UnsupportedOp(
+                    f"input {node.target!r} of method {name!r} has dynamic sizes ({node.meta['val'].shape}); backends "
+                    "compile for one set of shapes: lower one method per set of shapes, with methods={name: program}"
+                )
+    return found
+
+
+def _constants_of(exported: ExportedProgram) -> set[str]:
+    """Note the tensor on every placeholder that stands for one; the names of those that are never changed."""
+    mutated = set(exported.graph_signature.buffers_to_mutate.values())
+    unchanged: set[str] = set()
+    nodes = [node for node in exported.graph.nodes if node.op == "placeholder"]
+    for node, spec in zip(nodes, exported.graph_signature.input_specs, strict=True):
+        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
+            name = str(spec.target)
+            value = exported.state_dict.get(name, exported.constants.get(name))
+            if not isinstance(value, torch.Tensor):
+                raise GraphError(f"the exported program has no value for {name!r}; export the model again")
+            node.meta["constant"] = value
+            if name not in mutated:
+                unchanged.add(node.name)
+    return unchanged
+
+
+# -- who takes what --------------------------------------------------------------------------------------------------
+def _specs_for(backend: str, specs: SpecsOf | None) -> CompileSpecs:
+    if specs is None:
+        return CompileSpecs()
+    if isinstance(specs, CompileSpecs):
+        return specs
+    nested = [isinstance(value, (Mapping, CompileSpecs)) for value in specs.values()]
+    if any(nested):
+        if not all(nested):
+            raise ConfigError("compile_specs are options of one backend, or {backend: options} for several; not both")
+        mine: Any = specs.get(backend, {})
+        return mine if isinstance(mine, CompileSpecs) else CompileSpecs(mine)
+    return CompileSpecs(specs)  # type: ignore[arg-type]
+
+
+def _partitioners(
+    backend: str | Backend | Sequence[str | Backend] | None,
+    partitioners: Sequence[Partitioner] | None,
+    specs: SpecsOf | None,
+) -> list[Partitioner]:
+    if (backend is None) == (partitioners is None):
+        raise ConfigError(
+            'say who computes: lower(model, args, backend="inductor"), several names in order of preference, or '
+            "partitioners=[...]"
+        )
+    if partitioners is not None:
+        if specs is not None:
+            raise ConfigError("with partitioners=, compile specs are theirs: OpList(backend, ops, specs)")
+        if not partitioners or not all(isinstance(one, Partitioner) for one in partitioners):  # pyright: ignore
+            raise ConfigError("partitioners= takes torchport.aot.Partitioner objects, in order of preference")
+        return list(partitioners)
+    chosen: Iterable[str | Backend] = [backend] if isinstance(backend, (str, Backend)) else (backend or ())
+    found: list[Partitioner] = []
+    for one in chosen:
+        supported = Supported(one)
+        found.append(Supported(supported.backend, _specs_for(supported.backend.name, specs)))
+    if not found:
+        raise ConfigError("backend= is empty; give at least one")
+    return found
+
+
+@dataclass(slots=True)
+class _Lowering:
+    """Collects the methods of one program."""
+
+    partitioners: list[Partitioner]
+    constants: Constants = field(default_factory=Constants)
+    debug: doc.DebugInfo = field(default_factory=doc.DebugInfo)
+    emitted: list[Emitted] = field(default_factory=list[Emitted])
+    pieces: dict[str, list[Piece]] = field(default_factory=dict[str, list[Piece]])
+    left: dict[str, list[Left]] = field(default_factory=dict[str, list[Left]])
+    graphs: dict[str, fx.GraphModule] = field(default_factory=dict[str, fx.GraphModule])
+
+    def method(self, name: str, exported: ExportedProgram) -> None:
+        """Split one method among the partitioners."""
+        functional = functional_form(exported)
+        unchanged = _constants_of(functional)
+        self._number(functional.graph)
+        wanted = [Wanted(partitioner) for partitioner in self.partitioners]
+        graph = normalise(functional.graph_module, wanted)
+        for node in graph.graph.nodes:
+            if node.op == "get_attr":
+                node.meta["constant"] = getattr(graph, str(node.target))
+                unchanged.add(node.name)
+        constants = [node for node in graph.graph.nodes if node.name in unchanged]
+        tagging = collect_tags(self.partitioners, graph, frozenset(constants))
+        split = partition(graph, tags=tagging.tags)
+        self._require_whole(name, split)
+        by_name = {node.name: node for node in constants}
+        bound = {
+            one.name: [
+                node.name
+                for node in one.module.graph.nodes
+                if node.op == "placeholder" and node.name in by_name and tagging.binds(one.backend, by_name[node.name])
+            ]
+            for one in split.delegates
+        }
+        self.emitted.append(emit(name, functional, split, bound, self.constants))
+        self.graphs[name] = split.module
+        self.left[name] = [self._left(item) for item in split.leftovers]
+        self.pieces[name] = []
+        for one in split.delegates:
+            self._finish_inputs(one.module, set(bound[one.name]))
+            delegation = tagging.delegates[one.backend]
+            self.pieces[name].append(Piece(delegation.backend, delegation.specs, one.module))
+
+    def _number(self, graph: fx.Graph) -> None:
+        """Give every operator a debug handle that is its own in the whole program, and note where it comes from."""
+        for node in graph.nodes:
+            if node.op == "call_function":
+                handle = len(self.debug.handles) + 1
+                node.meta["debug_handle"] = handle
+                self.debug.handles[handle] = (module_path(node), source_line(node) or "")
+
+    def _require_whole(self, name: str, split: Partitioned) -> None:
+        if any(isinstance(one, WholeProgram) for one in self.partitioners):
+            for item in split.leftovers:
+                reason = self._left(item).reason
+                raise UnsupportedOp(
+                    f"{len(split.leftovers)} operators of method {name!r} are not supported, so it cannot be lowered "
+                    f"whole; the first: {reason}",
+                    op=str(item.node.target),
+                    source=item.source,
+                )
+
+    def _left(self, item: Any) -> Left:
+        node = item.node
+        reason = node.meta.get("refusal")
+        if not reason:
+            names = [partitioner.backend.name for partitioner in self.partitioners]
+            reasons = [f"{who}: {one.reason(node)}" for who, one in zip(names, self.partitioners, strict=True)]
+            reason = "; ".join(reasons)
+        return Left(str(node.target), reason, module_path(node), item.source or "")
+
+    @staticmethod
+    def _finish_inputs(module: fx.GraphModule, bound: set[str]) -> None:
+        for node in module.graph.nodes:
+            if node.op == "placeholder" and node.name not in bound:
+                node.meta.pop("constant", None)
+        if config.verify_graphs:
+            verify_graph(module)
+
+    # -- compiling -----------------------------------------------------------------------------------------------------
+    def preprocess(self) -> dict[str, list[Processed]]:
+        """Compile every piece: all of one backend's in one call, so that it may share among methods."""
+        done: dict[str, list[Processed | None]] = {name: [None] * len(pieces) for name, pieces in self.pieces.items()}
+        backends = {id(piece.backend): piece.backend for pieces in self.pieces.values() for piece in pieces}
+        for backend in backends.values():
+            places = {
+                name: [at for at, piece in enumerate(pieces) if piece.backend is backend]
+                for name, pieces in self.pieces.items()
+            }
+            graphs = {name: [self.pieces[name][at].graph for at in found] for name, found in places.items()}
+            specs = {name: [self.pieces[name][at].specs for at in found] for name, found in places.items()}
+            made = _preprocess(backend, graphs, specs)
+            for name, found in places.items():
+                if len(made.get(name, ())) != len(found):
+                    raise CompileError(f"backend {backend.name!r} gave {len(made.get(name, ()))} results for {name!r}")
+                for at, processed in zip(found, made[name], strict=True):
+                    done[name][at] = processed
+        return {name: [one for one in found if one is not None] for name, found in done.items()}
+
+    def program(self, processed: Mapping[str, Sequence[Processed]]) -> tuple[doc.Document, dict[str, bytes]]:
+        """The document, and the delegates' bytes by entry; equal bytes are one entry."""
+        blobs: dict[str, bytes] = {}
+        names: dict[str, str] = {}
+        named: dict[tuple[str, str], str] = {}
+
+        def entry_of(data: bytes) -> str:
+            _, sha = digest(data)
+            entry = names.setdefault(sha, f"{BLOBS}{len(names)}")
+            blobs[entry] = data
+            return entry
+
+        def named_entry(backend: str, key: str, data: bytes) -> str:
+            entry = entry_of(data)
+            if named.setdefault((backend, key), entry) != entry:
+                raise CompileError(f"backend {backend!r} gave two different data the name {key!r}; names are unique")
+            return entry
+
+        methods: dict[str, doc.Method] = {}
+        for one in self.emitted:
+            delegates: list[doc.Delegate] = []
+            for piece, made, bound in zip(self.pieces[one.name], processed[one.name], one.bound, strict=True):
+                inputs, outputs = delegate_specs(piece.graph)
+                who = piece.backend
+                data = {key: named_entry(who.name, key, value) for key, value in made.named_data.items()}
+                delegates.append(
+                    doc.Delegate(who.name, who.version, entry_of(made.data), piece.specs, inputs, outputs, bound, data)
+                )
+            self.debug.maps[one.name] = [dict(made.debug_map) for made in processed[one.name]]
+            methods[one.name] = doc.Method(
+                one.name, one.values, one.inputs, one.outputs, one.constants, one.state, tuple(delegates),
+                one.instructions,
+            )  # fmt: skip
+        producer = {"torchport": __version__, "torch": torch.__version__}
+        return doc.Document(methods, [], {}, producer), blobs
+
+
+def _preprocess(
+    backend: Backend,
+    graphs: Mapping[str, Sequence[fx.GraphModule]],
+    specs: Mapping[str, Sequence[CompileSpecs]],
+) -> Mapping[str, Sequence[Processed]]:
+    try:
+        return backend.preprocess_methods(graphs, specs)
+    except (CompileError, ConfigError, UnsupportedOp):
+        raise
+    except Exception as error:
+        raise CompileError(
+            f"backend {backend.name!r} failed to compile: {type(error).__name__}: {error}",
+            op=f"{sum(map(len, graphs.values()))} graphs of methods {', '.join(graphs)}",
+        ) from error
+
+
+def lower(
+    model: Model,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    backend: str | Backend | Sequence[str | Backend] | None = None,
+    partitioners: Sequence[Partitioner] | None = None,
+    compile_specs: SpecsOf | None = None,
+    methods: Methods | None = None,
+    dynamic_shapes: Any = None,
+) -> LoweredProgram:
+    """A model compiled ahead of time: callable, and to be saved as one file.
+
+    ``model``: an ``ExportedProgram``, or an ``nn.Module`` with example ``args`` and ``kwargs``, which is exported.
+    ``methods``: more methods of the same program by name: exported programs, or example arguments for the module's
+    method of that name; constants that methods share are stored once, and buffers are theirs together if they share a
+    :class:`torchport.runtime.State`.
+    ``backend``: a backend's name, or several in order of preference: each gets what it supports, and what nobody takes
+    stays an ATen operator, run by PyTorch on the CPU. ``compile_specs``: options for its compiler, or by backend's
+    name. ``partitioners``: more control; see :class:`Partitioner`.
+
+    Raises :class:`UnsupportedOp` for what a program cannot hold, :class:`CompileError` where a backend's compiler
+    fails, :class:`ConfigError` for arguments that do not fit together, and what ``torch.export`` raises.
+    """
+    chosen = _partitioners(backend, partitioners, compile_specs)
+    exported = _exported(model, args, kwargs, methods, dynamic_shapes)
+    lowering = _Lowering(chosen)
+    for name, program in exported.items():
+        lowering.method(name, program)
+    document, blobs = lowering.program(lowering.preprocess())
+    return LoweredProgram(
+        document=document,
+        debug=lowering.debug,
+        blobs=blobs,
+        constants=lowering.constants,
+        exported=exported,
+        pieces=lowering.pieces,
+        left=lowering.left,
+        graphs=lowering.graphs,
+    )

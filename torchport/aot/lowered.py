@@ -1,0 +1,193 @@
+"""A lowered program in memory: call it, look at it, save it."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ..backend.interface import Backend
+from ..core.errors import ErrorCode, MethodError, ProgramError
+from ..core.specs import CompileSpecs, TensorSpec
+from ..program import document as doc
+from ..program.loader import SegmentInfo
+from ..program.method import Method
+from ..program.package import Package
+from ..program.runtime import Program
+from .emit import Constants, file_spec
+from .save import Saved, save_program
+
+__all__ = ["Left", "LoweredProgram", "Piece"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One delegate before it was compiled."""
+
+    backend: Backend
+    specs: CompileSpecs
+    graph: fx.GraphModule
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """An operator that no backend took, and why."""
+
+    op: str
+    reason: str
+    module: str
+    source: str
+
+
+def _snapshot(constants: Constants) -> tuple[list[doc.Constant], dict[str, memoryview]]:
+    """The constants' values as they are now, each memory copied once: training on must not change the program."""
+    entries: dict[str, memoryview] = {}
+    names: dict[int, str] = {}
+    found: list[doc.Constant] = []
+    for name, tensor in zip(constants.names, constants.tensors, strict=True):
+        storage = tensor.untyped_storage()
+        entry = names.get(storage.data_ptr())
+        if entry is None or not storage.nbytes():
+            entry = f"memory/{len(entries)}"
+            raw: Any = torch.empty(0, dtype=torch.uint8).set_(storage.clone())
+            entries[entry] = memoryview(raw.numpy())
+            names[storage.data_ptr()] = entry
+        offset = int(tensor.storage_offset()) * tensor.dtype.itemsize
+        found.append(doc.Constant(name, file_spec(TensorSpec.of(tensor)), entry, offset))
+    return found, entries
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+class LoweredProgram:
+    """What :func:`lower` made. Calling it runs the delegates, as the saved file does, in the model's own signature."""
+
+    def __init__(
+        self,
+        *,
+        document: doc.Document,
+        debug: doc.DebugInfo,
+        blobs: Mapping[str, bytes],
+        constants: Constants,
+        exported: Mapping[str, ExportedProgram],
+        pieces: Mapping[str, Sequence[Piece]],
+        left: Mapping[str, Sequence[Left]],
+        graphs: Mapping[str, fx.GraphModule],
+    ) -> None:
+        document.constants, self._memory = _snapshot(constants)
+        entries: dict[str, bytes | memoryview] = {**blobs, **self._memory}
+        document.digests = {name: (len(data), "") for name, data in entries.items()}
+        self._document = document
+        self._debug = debug
+        self._blobs = dict(blobs)
+        self._exported = dict(exported)
+        self.pieces = {name: tuple(found) for name, found in pieces.items()}
+        """The delegates' graphs before they were compiled, with backend and specs, by method."""
+        self.left = {name: tuple(found) for name, found in left.items()}
+        """The operators that stayed, by method."""
+        self._graphs = dict(graphs)
+        self._methods: dict[str, Method] = {}
+
+        def view(name: str, segment: SegmentInfo) -> memoryview:
+            return memoryview(entries[name])
+
+        def external(constant: doc.Constant) -> memoryview:
+            raise ProgramError(f"constant {constant.name!r} is not in memory", code=ErrorCode.INTERNAL)
+
+        package = Package(document, view, external, lambda: debug, sum(map(len, entries.values())))
+        self.program = Program(package)
+        """The program as :func:`torchport.runtime.load` would give it."""
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The methods' names; the first is what calling runs."""
+        return self.program.methods
+
+    # -- running ---------------------------------------------------------------------------------------------------
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the first method, with the arguments and the result of the model that was lowered."""
+        return self.run(self.methods[0], *args, **kwargs)
+
+    def run(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a method. Raises as :class:`torchport.runtime.Method` does. Buffers keep their values between calls."""
+        loaded = self._methods.get(method)
+        if loaded is None:
+            state = next((one.state for one in self._methods.values()), None)
+            loaded = self._methods[method] = self.program.load_method(method, state=state)
+        spec = self._exported[method].call_spec
+        assert spec.in_spec is not None
+        assert spec.out_spec is not None
+        names = list(tree_unflatten(list(range(spec.in_spec.num_leaves)), spec.in_spec)[1])
+        if set(kwargs) != set(names):
+            raise MethodError(f"method {method!r} takes keyword arguments {names}, but got {sorted(kwargs)}")
+        flat, given = tree_flatten((args, {name: kwargs[name] for name in names}))
+        if given != spec.in_spec:
+            raise MethodError(
+                f"the arguments have another structure than when the model was exported: {given}, not {spec.in_spec}"
+            )
+        return tree_unflatten(list(loaded(*flat)), spec.out_spec)
+
+    # -- looking -----------------------------------------------------------------------------------------------------
+    def _delegate_rows(self, method: str) -> list[list[str]]:
+        rows = [["delegate", "backend", "operators", "inputs", "constants", "bytes"]]
+        described = self._document.methods[method]
+        for index, (piece, delegate) in enumerate(zip(self.pieces[method], described.delegates, strict=True)):
+            ops = sum(node.op == "call_function" for node in piece.graph.graph.nodes)
+            size = len(self._blobs[delegate.entry])
+            given = len(delegate.inputs) - len(delegate.constants)
+            rows.append(
+                [f"#{index}", delegate.backend, str(ops), str(given), str(len(delegate.constants)), f"{size:,}"]
+            )
+        return rows
+
+    def report(self) -> str:
+        """What went to whom; what stayed, how often, why, and where the first comes from. As text."""
+        parts: list[str] = []
+        for method in self.methods:
+            left = self.left[method]
+            taken = sum(int(row[2]) for row in self._delegate_rows(method)[1:])
+            parts.append(
+                f"method {method}: {taken} operators in {len(self.pieces[method])} delegates, {len(left)} left"
+            )
+            parts.append(_table(self._delegate_rows(method)))
+            if left:
+                counts = Counter((one.op, one.reason) for one in left)
+                first = {(one.op, one.reason): one for one in reversed(left)}
+                rows = [["left", "times", "module", "line", "reason"]]
+                for (op, reason), count in counts.most_common():
+                    one = first[op, reason]
+                    rows.append([op, str(count), one.module, one.source, reason])
+                parts.append(_table(rows))
+        return "\n\n".join(parts)
+
+    def graph(self, method: str = "") -> str:
+        """The outer graph of a method, where each delegate is one call, and every delegate's graph. As text."""
+        name = method or self.methods[0]
+        parts = [f"method {name}", str(self._graphs[name].graph).strip()]
+        for index, piece in enumerate(self.pieces[name]):
+            parts += [f"\ndelegate_{index}: {piece.backend.name}", str(piece.graph.graph).strip()]
+        return "\n".join(parts)
+
+    # -- saving --------------------------------------------------------------------------------------------------------
+    def save(self, path: str | os.PathLike[str], *, external_weights: str | os.PathLike[str] | None = None) -> Saved:
+        """Write the program as one ``.pt2`` file, which ``torch.export.load`` opens as well. All or nothing: a killed
+        process leaves the old file or the new one.
+
+        ``external_weights``: a ``.safetensors`` file for the weights, written if it does not exist. If it exists,
+        weights that are in it, by name or by value, are left out of the program: several programs share a checkpoint.
+        Returns sizes. Raises :class:`ProgramError` where a file cannot be written.
+        """
+        return save_program(
+            path, self._document, self._debug, self._exported, self._blobs, self._memory, external_weights
+        )
