@@ -150,23 +150,23 @@ def test_two_backends_in_order_of_preference() -> None:
 def test_what_a_backend_wants_whole_is_decomposed_for_the_others_only() -> None:
     class Model(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return nn.functional.gelu(x)
+            return nn.functional.hardswish(x)
 
     whole = fresh()
     lowered = aot.lower(Model(), (X,), backend=whole.name)
     assert [str(n.target) for n in lowered.pieces["forward"][0].graph.graph.nodes if n.op == "call_function"] == [
-        "aten.gelu.default"
+        "aten.hardswish.default"
     ]
 
-    def no_gelu(self: Any, node: fx.Node) -> Support:
-        return Support.no("no gelu") if "gelu" in str(node.target) else Support.yes()
+    def no_hardswish(self: Any, node: fx.Node) -> Support:
+        return Support.no("no hardswish") if "hardswish" in str(node.target) else Support.yes()
 
-    parts = fresh(supports=no_gelu)
+    parts = fresh(supports=no_hardswish)
     lowered = aot.lower(Model(), (X,), backend=parts.name)
     ops = [str(n.target) for n in lowered.pieces["forward"][0].graph.graph.nodes if n.op == "call_function"]
     assert len(ops) > 1
-    assert "aten.gelu.default" not in ops
-    torch.testing.assert_close(lowered(X), nn.functional.gelu(X))
+    assert "aten.hardswish.default" not in ops
+    torch.testing.assert_close(lowered(X), nn.functional.hardswish(X))
 
 
 # -- partitioners --------------------------------------------------------------------------------------------------
@@ -520,7 +520,7 @@ def test_an_error_in_a_delegate_names_method_delegate_handle_module_and_line(net
     )
     assert error.source == f"{__file__}:{line} in forward"
     assert error.code == ErrorCode.NOT_SUPPORTED
-    assert (error.method, error.delegate, error.module) == ("forward", f"{Breaking.name} #0", "")
+    assert (error.method, error.delegate, error.module) == ("forward", f"{Breaking.name} #0", None)
     assert len(error.debug_handles) == 1
 
 

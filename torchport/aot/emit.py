@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -173,18 +173,20 @@ class _Emitter:
         self.instructions.append(doc.Kernel(str(node.target), tuple(args), kwargs, results, several, handle))
 
     # -- outputs -----------------------------------------------------------------------------------------------------
-    def outputs(self, outer: fx.GraphModule) -> tuple[tuple[doc.Output, ...], tuple[doc.StateUpdate, ...]]:
+    def outputs(
+        self, outer: fx.GraphModule, state: Collection[str]
+    ) -> tuple[tuple[doc.Output, ...], tuple[doc.StateUpdate, ...]]:
         """What the user gets, and what buffers become."""
         given = [self._separate(value) for value in outer.graph.output_node().args[0]]  # type: ignore[union-attr]
         outputs: list[doc.Output] = []
-        updates: list[doc.StateUpdate] = []
+        read = [self.numbers[self.of_target[name]] for name in sorted(state) if name in self.of_target]
+        updates = {number: doc.StateUpdate(self.bound[number], number, number) for number in read}
         for value, kind in zip(given, self.signature.output_specs, strict=True):
             if kind.kind is OutputKind.USER_OUTPUT:
                 outputs.append(self._output(value))
             elif kind.kind is OutputKind.BUFFER_MUTATION:
-                buffer = self.of_target[str(kind.target)]
-                number = self.numbers[buffer]
-                updates.append(doc.StateUpdate(self.bound[number], number, self.numbers[value]))
+                number = self.numbers[self.of_target[str(kind.target)]]
+                updates[number] = doc.StateUpdate(self.bound[number], number, self.numbers[value])
             elif kind.kind is OutputKind.USER_INPUT_MUTATION:
                 raise UnsupportedOp(
                     f"the model writes to its input {kind.target!r}; a program gives results and leaves its inputs "
@@ -192,7 +194,7 @@ class _Emitter:
                 )
             else:
                 raise UnsupportedOp(f"output {value} is a {kind.kind.name}; a program gives tensors and plain values")
-        return tuple(outputs), tuple(updates)
+        return tuple(outputs), tuple(updates.values())
 
     def _separate(self, value: Any) -> Any:
         """An output that views an input, a constant or another output is copied; the same value twice, at run time."""
@@ -235,8 +237,11 @@ def emit(
     partitioned: Partitioned,
     bound_nodes: Mapping[str, Sequence[str]],
     constants: Constants,
+    state: Collection[str],
 ) -> Emitted:
     """A method. ``bound_nodes``: per delegate (its name in the outer graph) the inputs that are bound to it, by name.
+
+    ``state``: the buffers that some method changes.
 
     Raises :class:`UnsupportedOp` or :class:`GraphError` for what a program file cannot say.
     """
@@ -260,8 +265,7 @@ def emit(
                 if isinstance(arg, fx.Node) and arg.name in wanted
             }
     used = _used_outside(outer, bound)
-    mutated = set(exported.graph_signature.buffers_to_mutate.values())
-    used.update(node for node in outer.graph.nodes if targets.get(node.name) in mutated)
+    used.update(node for node in outer.graph.nodes if targets.get(node.name) in state)
     emitter.placeholders(outer, used)
     for node in outer.graph.nodes:
         if node.op == "get_attr" and node in used:
@@ -273,14 +277,14 @@ def emit(
             graphs.append(getattr(outer, str(node.target)))
         elif node.op == "call_function" and node.target is not _getitem:
             emitter.kernel(node)
-    outputs, state = emitter.outputs(outer)
+    outputs, updates = emitter.outputs(outer, state)
     return Emitted(
         name,
         tuple(emitter.inputs),
         outputs,
         emitter.count,
         emitter.bound,
-        state,
+        updates,
         tuple(emitter.instructions),
         graphs,
         list(bound.values()),

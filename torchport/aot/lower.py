@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
@@ -89,9 +89,8 @@ def _exported(
     return found
 
 
-def _constants_of(exported: ExportedProgram) -> set[str]:
-    """Note the tensor on every placeholder that stands for one; the names of those that are never changed."""
-    mutated = set(exported.graph_signature.buffers_to_mutate.values())
+def _constants_of(exported: ExportedProgram, state: Collection[str]) -> set[str]:
+    """Note the tensor on every placeholder that stands for one; the names of those that no method changes."""
     unchanged: set[str] = set()
     nodes = [node for node in exported.graph.nodes if node.op == "placeholder"]
     for node, spec in zip(nodes, exported.graph_signature.input_specs, strict=True):
@@ -101,7 +100,7 @@ def _constants_of(exported: ExportedProgram) -> set[str]:
             if not isinstance(value, torch.Tensor):
                 raise GraphError(f"the exported program has no value for {name!r}; export the model again")
             node.meta["constant"] = value
-            if name not in mutated:
+            if name not in state:
                 unchanged.add(node.name)
     return unchanged
 
@@ -159,10 +158,9 @@ class _Lowering:
     left: dict[str, list[Left]] = field(default_factory=dict[str, list[Left]])
     graphs: dict[str, fx.GraphModule] = field(default_factory=dict[str, fx.GraphModule])
 
-    def method(self, name: str, exported: ExportedProgram) -> None:
-        """Split one method among the partitioners."""
-        functional = functional_form(exported)
-        unchanged = _constants_of(functional)
+    def method(self, name: str, functional: ExportedProgram, state: Collection[str]) -> None:
+        """Split one method among the partitioners. ``state``: buffers that some method changes."""
+        unchanged = _constants_of(functional, state)
         self._number(functional.graph)
         wanted = [Wanted(partitioner) for partitioner in self.partitioners]
         graph = normalise(functional.graph_module, wanted)
@@ -183,7 +181,7 @@ class _Lowering:
             ]
             for one in split.delegates
         }
-        self.emitted.append(emit(name, functional, split, bound, self.constants))
+        self.emitted.append(emit(name, functional, split, bound, self.constants, state))
         self.graphs[name] = split.module
         self.left[name] = [self._left(item) for item in split.leftovers]
         self.pieces[name] = []
@@ -328,8 +326,10 @@ def lower(
     chosen = _partitioners(backend, partitioners, compile_specs)
     exported = _exported(model, args, kwargs, methods, dynamic_shapes)
     lowering = _Lowering(chosen)
-    for name, program in exported.items():
-        lowering.method(name, program)
+    functional = {name: functional_form(program) for name, program in exported.items()}
+    state = {name for program in functional.values() for name in program.graph_signature.buffers_to_mutate.values()}
+    for name, program in functional.items():
+        lowering.method(name, program, state)
     document, blobs = lowering.program(lowering.preprocess())
     return LoweredProgram(
         document=document,

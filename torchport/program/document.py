@@ -131,7 +131,10 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class StateUpdate:
-    """A buffer that a method changes: its constant, and the numbers of the value read and the value it has after."""
+    """A buffer that a method reads or changes: its constant, the number of the value it has, and of its new value.
+
+    The two are equal where a method only reads a buffer that another one changes.
+    """
 
     constant: int
     value: int

@@ -26,18 +26,24 @@ Step = Callable[[Env], None]
 
 
 class State:
-    """Values of a program's mutable buffers, by name. Methods that share one see each other's changes.
+    """Values of a program's mutable buffers, by name. Methods of one program that share it see each other's changes.
 
     A call that fails changes nothing. Not for use by several methods at the same time.
     """
 
     def __init__(self) -> None:
-        self._initial: dict[str, Any] = {}
-        self._values: dict[str, Any] = {}
+        self._initial: dict[int, Any] = {}
+        self._values: dict[int, Any] = {}
+        self._names: dict[str, int] = {}
+        self._program: Program | None = None
 
-    def _adopt(self, name: str, value: Any) -> None:
-        self._initial.setdefault(name, value)
-        self._values.setdefault(name, value)
+    def _adopt(self, program: Program, number: int, value: Any) -> None:
+        if self._program is not None and self._program is not program:
+            raise MethodError("a state belongs to one program; share it between that program's methods")
+        self._program = program
+        self._names.setdefault(program.package.document.constants[number].name, number)
+        self._initial.setdefault(number, value)
+        self._values.setdefault(number, value)
 
     def reset(self) -> None:
         """Give every buffer the value it has in the file."""
@@ -45,11 +51,11 @@ class State:
 
     def __getitem__(self, name: str) -> Any:
         """A copy of a buffer's value."""
-        value = self._values[name]
+        value = self._values[self._names[name]]
         return value.clone() if hasattr(value, "clone") else value.copy()
 
     def __iter__(self) -> Any:
-        return iter(self._values)
+        return iter(self._names)
 
     def __len__(self) -> int:
         return len(self._values)
@@ -116,7 +122,7 @@ class Method:
         for number, constant in method.constants.items():
             self._initial[number] = program.constant(constant, self._host)
         for update in method.state:
-            self.state._adopt(program.package.document.constants[update.constant].name, self._initial[update.value])
+            self.state._adopt(program, update.constant, self._initial[update.value])
         for index, backend in enumerate(backends):
             self._delegates.append(self._init(index, backend))
         self._checks = [
@@ -283,7 +289,8 @@ class Method:
                 return (lambda env: copy(unwrap(env[number]))) if copied else (lambda env: unwrap(env[number]))
             return (lambda env: copy(env[number])) if copied else _at(number)
 
-        updates = [getter(one.result) for one in method.state]
+        self._changed = [one for one in method.state if one.result != one.value]
+        updates = [getter(one.result) for one in self._changed]
         for output in method.outputs:
             getters.append(_always(output.literal) if output.value is None else getter(output.value))
         return lambda env: ([get(env) for get in getters], [get(env) for get in updates])
@@ -341,9 +348,8 @@ class Method:
             else:
                 env[number] = check(inputs[position])
                 number += 1
-        constants = self._program.package.document.constants
         for update in method.state:
-            env[update.value] = self.state._values[constants[update.constant].name]
+            env[update.value] = self.state._values[update.constant]
         self._temporary.reset()
         self._env, self._at, self._given = env, 0, inputs
 
@@ -363,9 +369,8 @@ class Method:
 
     def _end(self) -> tuple[Any, ...]:
         outputs, updates = self._take(self._env)
-        constants = self._program.package.document.constants
-        for update, value in zip(self._method.state, updates, strict=True):
-            self.state._values[constants[update.constant].name] = value
+        for update, value in zip(self._changed, updates, strict=True):
+            self.state._values[update.constant] = value
         specs = [output.spec for output in self._method.outputs]
         return self._host.results(outputs, specs, self._given)
 
