@@ -126,7 +126,7 @@ class GraphBuilder:
                 raise GraphError(f"{op} was given a number that varies, but has no form that takes one")
             return lower(self, *args, **kwargs)
         if self.capture is not None and op in self.capture.decompositions:
-            return self.inline(self.capture.decompositions[op], args, kwargs)
+            return self._rewritten(op, self.capture.decompositions[op], args, kwargs)
         return self._add(op, args, kwargs)
 
     def lower(self, op: Any, specs: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -213,9 +213,18 @@ class GraphBuilder:
         self.graph.erase_node(node)
         self._depth += 1
         try:
-            return self.inline(rewrite, args, kwargs)
+            return self._rewritten(node.target, rewrite, args, kwargs)
         finally:
             self._depth -= 1
+
+    def _rewritten(self, op: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What a decomposition gives; its nodes tell by ``meta["decomposed"]`` which operator they stand for."""
+        outer = self.origin
+        self.origin = {"decomposed": str(op), **outer}
+        try:
+            return self.inline(fn, args, kwargs)
+        finally:
+            self.origin = outer
 
     def _run(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The fake results of an operator, from the specs of its arguments."""

@@ -1,0 +1,138 @@
+"""Doors: the ways a PyTorch program reaches a backend. Adding one is one entry in :data:`DOORS`."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Final
+
+from .plan import VARIANTS
+
+__all__ = ["DOORS", "Door", "Place", "available_doors"]
+
+_OF_VALUES: Final = ("forward", "noncontiguous", "edge", "view")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a case runs: the device its tensors live on, how functions are called there, and what is on meanwhile."""
+
+    device: Any
+    call: Callable[..., Any]
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    executes: bool = False
+    """Whether a case that never reaches the backend's ``execute`` has missed it, even if its values are right."""
+
+
+@dataclass(frozen=True)
+class Door:
+    """One way in.
+
+    ``missing`` says why the door cannot be used, or nothing; ``place`` opens it for a backend's name; ``variants`` are
+    those that mean something behind it; ``limit`` is the most samples per operator, dtype and variant, for doors whose
+    cases take long.
+    """
+
+    name: str
+    missing: Callable[[], str]
+    place: Callable[[str], Place]
+    variants: Sequence[str] = VARIANTS
+    limit: int | None = None
+
+
+def _plain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return fn(*args, **kwargs)
+
+
+def _never() -> str:
+    return ""
+
+
+def _lazy(backend: str) -> Place:
+    import torchport
+
+    return Place(torchport.use(backend), _plain)
+
+
+def _no_eager() -> str:
+    import torchport
+
+    return "" if hasattr(torchport, "mode") else "torchport.mode does not exist in this version"
+
+
+def _eager(backend: str) -> Place:
+    import torchport
+
+    mode: Any = getattr(torchport, "mode")  # noqa: B009 - absent in versions without the door
+    return Place(torchport.use(backend), _plain, lambda: mode("eager"))
+
+
+def _no_compile() -> str:
+    import torch
+
+    try:
+        known = torch._dynamo.list_backends(exclude_tags=())
+    except ImportError as error:
+        return f"torch.compile cannot be imported: {error}"
+    return "" if "torchport" in known else "torch.compile knows no backend 'torchport' in this version"
+
+
+def _compile(backend: str) -> Place:
+    import torch
+
+    def call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        torch._dynamo.reset()
+        compiled = torch.compile(fn, backend="torchport", options={"backend": backend}, dynamic=False)
+        return compiled(*args, **kwargs)
+
+    return Place(torch.device("cpu"), call, executes=True)
+
+
+def _no_aot() -> str:
+    if importlib.util.find_spec("torchport.aot") is None or importlib.util.find_spec("torchport.runtime") is None:
+        return "torchport.aot does not exist in this version"
+    return ""
+
+
+def _aot(backend: str) -> Place:
+    import torch
+
+    aot: Any = importlib.import_module("torchport.aot")
+    runtime: Any = importlib.import_module("torchport.runtime")
+
+    class Program(torch.nn.Module):
+        def __init__(self, fn: Callable[..., Any]) -> None:
+            super().__init__()
+            self.fn = fn
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.fn(*args, **kwargs)
+
+    def call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        exported = torch.export.export(fn if isinstance(fn, torch.nn.Module) else Program(fn), args, kwargs)
+        file = io.BytesIO()
+        aot.lower(exported, backend=backend).save(file)
+        file.seek(0)
+        return runtime.load(file)(*args, **kwargs)
+
+    return Place(torch.device("cpu"), call, executes=True)
+
+
+DOORS: Final[Mapping[str, Door]] = {
+    door.name: door
+    for door in (
+        Door("lazy", _never, _lazy),
+        Door("eager", _no_eager, _eager),
+        Door("compile", _no_compile, _compile, (*_OF_VALUES, "backward", "training"), 2),
+        Door("aot", _no_aot, _aot, _OF_VALUES, 2),
+    )
+}
+"""Every door by name. ``compile`` and ``aot`` take CPU tensors and trace each case anew, so they run few samples."""
+
+
+def available_doors() -> dict[str, str]:
+    """Door → why it cannot be used, or nothing."""
+    return {name: door.missing() for name, door in DOORS.items()}

@@ -1,0 +1,97 @@
+"""A worker process: says which case it is about to run, runs it, sends what came of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import os
+import sys
+import warnings
+from multiprocessing.connection import Connection
+from typing import Any
+
+from .plan import Plan, Unit
+
+__all__ = ["list_everything", "work"]
+
+
+def _quiet(log: str) -> Any:
+    """Send what engines print to a file, and the Python stack of a crash too."""
+    file = open(log, "w", buffering=1)  # noqa: SIM115 - open as long as the process lives
+    os.dup2(file.fileno(), 1)
+    os.dup2(file.fileno(), 2)
+    sys.stdout = sys.stderr = file
+    faulthandler.enable(file)
+    warnings.simplefilter("ignore")
+    return file
+
+
+def list_everything(pipe: Connection, target: str, log: str) -> None:
+    """Send the catalogue, the doors (with why one is missing), and a description of the backend; or the error."""
+    _quiet(log)
+    try:
+        import torch
+
+        import torchport
+
+        from .doors import DOORS, available_doors
+        from .subjects import catalogue
+        from .target import load_target
+
+        backend = load_target(target)
+        described = {
+            "name": backend.name,
+            "version": backend.version,
+            "class": f"{type(backend).__module__}.{type(backend).__qualname__}",
+            "torch": torch.__version__,
+            "torchport": torchport.__version__,
+        }
+        limits = {name: door.limit for name, door in DOORS.items()}
+        pipe.send(("catalogue", catalogue(), available_doors(), limits, described))
+    except Exception as error:
+        pipe.send(("error", type(error).__name__, str(error)))
+    pipe.close()
+    os._exit(0)
+
+
+def work(pipe: Connection, plan: Plan, log: str) -> None:
+    """Take ``(unit, first position)`` until ``None`` comes; answer with announcements, results and the unit's end."""
+    file = _quiet(log)
+    try:
+        import torch
+
+        torch.set_num_threads(1)
+        from .judge import Judge
+        from .limits import limits_of
+        from .target import load_target
+
+        backend = load_target(plan.backend)
+        limits = limits_of(backend, plan.limits)
+        judge = Judge(backend, plan.backend, seed=plan.seed, strict=plan.strict, limits=limits)
+        pipe.send(("ready",))
+        while (given := pipe.recv()) is not None:
+            unit, first = given
+            file.seek(0)
+            file.truncate()
+            _run_unit(pipe, judge, unit, first)
+            pipe.send(("end", unit.key))
+    except (EOFError, KeyboardInterrupt):
+        pass
+    except Exception as error:
+        pipe.send(("error", type(error).__name__, str(error)))
+    pipe.close()
+    # Not through the interpreter's end: an engine that crashes in its destructors would spoil a finished run.
+    os._exit(0)
+
+
+def _run_unit(pipe: Connection, judge: Any, unit: Unit, first: int) -> None:
+    known: tuple[Any, Any] = (None, None)
+    for position, (case, subject, sample) in enumerate(judge.cases(unit)):
+        if position < first:
+            continue
+        pipe.send(("case", position, case))
+        same = dataclasses.replace(case, door="")
+        if known[0] != same:
+            # One answer of the CPU serves all doors; it is compared with, never written to.
+            known = (same, judge.truth(case, subject, sample))
+        pipe.send(("result", position, judge.run(case, subject, sample, known[1])))
