@@ -59,6 +59,10 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("op", metavar="OP", help="an operator such as aten::add.Tensor")
     explain.add_argument("--device", help="for tensors of this device, such as port")
     explain.set_defaults(run=_explain)
+
+    from .testing.command import add_commands
+
+    add_commands(commands)
     return parser
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
 from torch import nn
+
+from torchport.testing import zoo
 
 STEPS = 5
 

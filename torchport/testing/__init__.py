@@ -11,16 +11,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .cases import assert_conforms, op_cases, run_case
     from .doors import DOORS, Door, Place
+    from .minimise import Minimised, minimise_case, minimise_script
     from .plan import Case, Plan, Result
     from .report import Report, read_report
     from .run import conform
+    from .target import load_backend
 
 _HOMES = {
     "cases": "assert_conforms op_cases run_case",
     "doors": "DOORS Door Place",
     "plan": "Case Plan Result",
     "report": "Report read_report",
+    "minimise": "Minimised minimise_case minimise_script",
     "run": "conform",
+    "target": "load_backend",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
@@ -28,12 +32,16 @@ __all__ = [
     "DOORS",
     "Case",
     "Door",
+    "Minimised",
     "Place",
     "Plan",
     "Report",
     "Result",
     "assert_conforms",
     "conform",
+    "load_backend",
+    "minimise_case",
+    "minimise_script",
     "op_cases",
     "read_report",
     "run_case",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core.errors import TorchportError
-from .plan import Case, Plan, Result, Share, Unit, units_of
+from .plan import DEFAULT_SEED, Case, Plan, Result, Share, Unit, units_of
 from .report import Report, failures_by_kind
 
 __all__ = ["OpCase", "assert_conforms", "op_cases", "run_case"]
@@ -18,13 +18,13 @@ __all__ = ["OpCase", "assert_conforms", "op_cases", "run_case"]
 def _judge(target: str, seed: int, strict: bool) -> Any:
     from .judge import Judge
     from .limits import limits_of
-    from .target import load_target
+    from .target import load_backend
 
-    backend = load_target(target)
+    backend = load_backend(target)
     return Judge(backend, target, seed=seed, strict=strict, limits=limits_of(backend))
 
 
-def run_case(backend: str, case: str | Case, *, seed: int = Plan.seed, strict: bool = False) -> Result:
+def run_case(backend: str, case: str | Case, *, seed: int = DEFAULT_SEED, strict: bool = False) -> Result:
     """Run one case, named as in a report, in this process: an engine's crash is this process's.
 
     Raises :class:`TorchportError` if there is no such case.
@@ -47,7 +47,7 @@ class OpCase:
 
     backend: str
     case: Case
-    seed: int = Plan.seed
+    seed: int = DEFAULT_SEED
 
     def check(self) -> Result:
         """Run the case; raises ``AssertionError`` with a reproducer if it fails.
@@ -78,7 +78,7 @@ def op_cases(
     variants: Sequence[str] = ("forward",),
     doors: Sequence[str] = ("lazy",),
     samples: int = 1,
-    seed: int = Plan.seed,
+    seed: int = DEFAULT_SEED,
 ) -> list[Any]:
     """Cases for ``@pytest.mark.parametrize("case", op_cases("mine"))``; each test calls ``case.check()``.
 

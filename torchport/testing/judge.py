@@ -147,9 +147,7 @@ class Judge:
             return Result(case, status, f"{type(error).__name__}: {_first_line(error)}", detail=detail)
         return Result(case, "native")
 
-    def _compare(
-        self, case: Case, subject: Runnable, sample: Any, place: Place, actual: Any, expected: Any
-    ) -> None:
+    def _compare(self, case: Case, subject: Runnable, sample: Any, place: Place, actual: Any, expected: Any) -> None:
         own = subject.tolerances(torch_api.dtype_of(case.dtype))
         device = place.device.type if _has_tensor_or_device(sample) else ""
         try:
@@ -180,16 +178,12 @@ class Judge:
                 torch.rand(1)
         return False
 
-    def _figures(
-        self, case: Case, subject: Runnable, sample: Any, place: Place, truth: _Truth
-    ) -> Mapping[str, float]:
+    def _figures(self, case: Case, subject: Runnable, sample: Any, place: Place, truth: _Truth) -> Mapping[str, float]:
         """What a model's second run costs: compiles, host operators, and time against CPU eager's second run."""
         self._call(case, subject, sample, place)
         self.probe.watch()
         start = time.perf_counter()
-        tree_map(
-            lambda t: t.cpu() if isinstance(t, torch.Tensor) else t, self._call(case, subject, sample, place)
-        )
+        tree_map(lambda t: t.cpu() if isinstance(t, torch.Tensor) else t, self._call(case, subject, sample, place))
         seconds = time.perf_counter() - start
         seen = self.probe.seen()
         start = time.perf_counter()

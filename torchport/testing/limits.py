@@ -61,7 +61,8 @@ def read_limits(path: Path) -> list[Limit]:
                 f"{path.name}:{number}: write 'operator | variant | dtype | door | message | reason', not {line!r}"
             )
         try:
-            rows.append(Limit(*cells[:4], re.compile(cells[4]), cells[5]))
+            op, variant, dtype, door, message, reason = cells
+            rows.append(Limit(op, variant, dtype, door, re.compile(message), reason))
         except re.error as error:
             raise TorchportError(f"{path.name}:{number}: the message is no regular expression: {error}") from None
     return rows

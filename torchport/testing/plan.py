@@ -16,6 +16,7 @@ from typing import Any, Final
 from ..core.errors import TorchportError
 
 __all__ = [
+    "DEFAULT_SEED",
     "DTYPES",
     "FAILED",
     "PASSED",
@@ -162,7 +163,8 @@ class Plan:
     def settings(self) -> dict[str, Any]:
         """What a resumed run must have in common with the one it goes on with."""
         left_out = {"jobs", "budget", "case_seconds", "limits"}
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items() if k not in left_out}
+        values = {name: v for name, v in dataclasses.asdict(self).items() if name not in left_out}
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
 
 
 def seed_of(*parts: object) -> int:
@@ -187,14 +189,16 @@ def _selected(plan: Plan, subjects: Iterable[Subject]) -> list[Subject]:
         raise TorchportError(f"--ops takes a regular expression, and {plan.ops!r} is none: {error}") from None
     found = [s for s in subjects if keep.search(s.name) and (plan.models or not s.name.startswith("model:"))]
     if not found:
-        raise TorchportError(f"no operator's name matches {plan.ops!r}; names are PyTorch's, such as add or nn.functional.gelu")
+        raise TorchportError(
+            f"no operator's name matches {plan.ops!r}; PyTorch's are such as add or nn.functional.gelu"
+        )
     return found
 
 
 def units_of(plan: Plan, subjects: Sequence[Subject], doors: Mapping[str, int | None]) -> list[Unit]:
     """The units of a plan, in the order they are handed out; ``doors`` maps each to its most samples per variant.
 
-    The order is a seeded shuffle, the first dtype before the others, so a run that meets its time bound is a fair choice.
+    A seeded shuffle, the first dtype before the others: a run that meets its time bound has made a fair choice.
     """
     chosen = _selected(plan, subjects)
     if plan.quick:

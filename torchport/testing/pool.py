@@ -18,7 +18,7 @@ from ..core.errors import TorchportError
 from .plan import Case, Plan, Result, Subject, Unit
 from .worker import list_everything, work
 
-__all__ = ["Catalogue", "list_target", "run_units"]
+__all__ = ["Catalogue", "death_of", "list_target", "process_context", "run_units", "tail_of"]
 
 _START_SECONDS = 300.0
 _UNITS_PER_WORKER = 250
@@ -27,7 +27,7 @@ _TROUBLE_PER_UNIT = 40
 """After so many crashes and hangs in one unit the rest of it is left."""
 
 
-def _context() -> Any:
+def process_context() -> Any:
     """Processes forked from a server that has imported PyTorch's databases and nothing of any engine."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
@@ -53,7 +53,7 @@ def _raise(kind: str, message: str) -> None:
 
 def list_target(target: str) -> Catalogue:
     """Ask a process of its own what there is. Raises what loading the backend raises."""
-    context = _context()
+    context = process_context()
     with tempfile.TemporaryDirectory(prefix="torchport-conform-") as folder:
         log = Path(folder) / "log"
         ours, theirs = context.Pipe()
@@ -61,10 +61,13 @@ def list_target(target: str) -> Catalogue:
         process.start()
         theirs.close()
         try:
-            said = ours.recv() if ours.poll(_START_SECONDS) else ("error", "TorchportError", "loading takes too long")
+            said: tuple[Any, ...] = (
+                ours.recv() if ours.poll(_START_SECONDS) else ("error", "TorchportError", "loading takes too long")
+            )
         except EOFError:
             process.join(5)
-            said = ("error", "BackendUnavailable", f"the process that loaded {target!r} died ({_death(process)})\n{_tail(log)}")
+            how = f"the process that loaded {target!r} died ({death_of(process)})"
+            said = ("error", "BackendUnavailable", f"{how}\n{tail_of(log)}")
         process.kill()
         process.join()
     if said[0] == "error":
@@ -72,7 +75,8 @@ def list_target(target: str) -> Catalogue:
     return Catalogue(*said[1:])
 
 
-def _death(process: Any) -> str:
+def death_of(process: Any) -> str:
+    """How a process ended: a signal's name, or its exit code."""
     code = process.exitcode
     if code is not None and code < 0:
         with contextlib.suppress(ValueError):
@@ -80,11 +84,13 @@ def _death(process: Any) -> str:
     return f"exit code {code}"
 
 
-def _tail(log: Path, size: int = 3000) -> str:
+def tail_of(log: Path, size: int = 3000) -> str:
+    """The end of what a process printed, or the stack it crashed with."""
     try:
-        return log.read_bytes()[-size:].decode("utf-8", "replace").strip()
+        text = log.read_bytes().decode("utf-8", "replace").strip("\0\n ")
     except OSError:
         return ""
+    return text.split("\nExtension modules:")[0][-size:].strip()
 
 
 @dataclass
@@ -110,7 +116,7 @@ class _Worker:
         return self.folder / f"worker-{self.number}.log"
 
     def start(self) -> None:
-        context = _context()
+        context = process_context()
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=work, args=(theirs, self.plan, str(self.log)), daemon=True)
         self.process.start()
@@ -126,7 +132,7 @@ class _Worker:
         self.process.kill()
         self.process.join()
         self.pipe.close()
-        return _death(self.process)
+        return death_of(self.process)
 
 
 @dataclass
@@ -169,7 +175,7 @@ class _Run:
         elif worker.unit and worker.case and waited > self.plan.case_seconds:
             self._blame(worker, "hung")
         elif not worker.ready and waited > _START_SECONDS:
-            raise TorchportError(f"a worker did not start in {_START_SECONDS:.0f} s:\n{_tail(worker.log)}")
+            raise TorchportError(f"a worker did not start in {_START_SECONDS:.0f} s:\n{tail_of(worker.log)}")
         elif worker.ready and not worker.unit and self.queue and not self.over:
             if worker.units >= _UNITS_PER_WORKER:
                 worker.stop()
@@ -212,15 +218,16 @@ class _Run:
         """Record the case that a worker died of, and have a new process go on behind it."""
         case, unit = worker.case, worker.unit
         how = worker.stop()
-        log = _tail(worker.log)
+        log = tail_of(worker.log)
         if unit is None or not worker.ready:
             raise TorchportError(f"a worker process died while it loaded {self.plan.backend!r} ({how}):\n{log}")
         first = worker.position + 1
         if case is None:
             # It died between two cases, of something an earlier one left behind.
-            case = worker.results[-1].case if worker.results else Case(unit.op, "forward", unit.dtype, 0, unit.shares[0].door)
+            share = unit.shares[0]
+            case = Case(unit.op, share.variants[0], unit.dtype, 0, share.door)
             if worker.results:
-                worker.results.pop()
+                case = worker.results.pop().case
         message = f"no answer for {self.plan.case_seconds:.0f} s" if status == "hung" else f"the process died ({how})"
         again = f"from torchport.testing import run_case\nprint(run_case({self.plan.backend!r}, {str(case)!r}))"
         worker.results.append(Result(case, status, message, reproducer=again, detail=log))

@@ -91,7 +91,7 @@ class Report:
         """Cases by status, of the cells with the given ``op``, ``door``, ``dtype`` or ``variant``."""
         total: Counter[str] = Counter()
         for key, cell in self.cells.items():
-            named = dict(zip(("op", "door", "dtype", "variant"), key, strict=True))
+            named: dict[str, str] = dict(zip(("op", "door", "dtype", "variant"), key, strict=True))
             if all(named[name] == value for name, value in (where or {}).items()):
                 total.update(cell.counts)
         return total

@@ -15,10 +15,10 @@ __all__ = ["literal", "reproducer"]
 _LARGEST_LITERAL = 24
 
 
-def literal(value: Any) -> str:
+def literal(value: Any, longest: int = _LARGEST_LITERAL) -> str:
     """A Python expression that gives the value again. Raises ``ValueError`` where there is no short one."""
     if isinstance(value, torch.Tensor):
-        return _tensor(value)
+        return _tensor(value, longest)
     if isinstance(value, tuple) and type(value) is tuple:
         return f"({', '.join(literal(v) for v in value)}{',' if len(value) == 1 else ''})"
     if isinstance(value, list):
@@ -34,8 +34,8 @@ def literal(value: Any) -> str:
     raise ValueError(f"no literal for a {type(value).__name__}")
 
 
-def _tensor(tensor: torch.Tensor) -> str:
-    if tensor.numel() > _LARGEST_LITERAL or tensor.layout is not torch.strided or tensor.is_quantized:
+def _tensor(tensor: torch.Tensor, longest: int) -> str:
+    if tensor.numel() > longest or tensor.layout is not torch.strided or tensor.is_quantized:
         raise ValueError("too large for a literal")
     values = str(tensor.detach().resolve_conj().tolist())
     values = values.replace("nan", "float('nan')").replace("inf", "float('inf')")

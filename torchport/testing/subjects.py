@@ -111,7 +111,7 @@ class Operator(Runnable):
         return samples
 
     def _edges(self, dtype: torch.dtype, seed: int) -> list[Any]:
-        """Samples with an empty tensor, with 0-dim ones, and with shapes that broadcast; an emptied one if there is none."""
+        """Samples with an empty tensor (made so if there is none), with 0-dim ones, with shapes that broadcast."""
         kinds: dict[str, list[Any]] = {"empty": [], "0-dim": [], "broadcast": []}
         for sample in torch_api.reference_inputs(self.op, dtype, seed):
             kind = _edge_kind(sample)
@@ -129,8 +129,8 @@ class Operator(Runnable):
         rows = first.input.shape[0]
 
         def empty(leaf: Any) -> Any:
-            fits = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.dim() and leaf.shape[0] == rows
-            return leaf[:0] if fits else leaf
+            strided = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+            return leaf[:0] if strided and leaf.dim() and leaf.shape[0] == rows else leaf
 
         input_, args, kwargs = tree_map(empty, _given(first))
         return [torch_api.SampleInput(input_, args=tuple(args), kwargs=kwargs)]

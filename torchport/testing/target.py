@@ -12,10 +12,10 @@ from ..backend.interface import Backend
 from ..backend.registry import registry
 from ..core.errors import BackendNotFound
 
-__all__ = ["load_target"]
+__all__ = ["load_backend"]
 
 
-def load_target(text: str) -> Backend:
+def load_backend(text: str) -> Backend:
     """The backend that ``text`` means: a registered name, ``package.module:Class``, or ``path/file.py:Class``.
 
     A class or factory that is not registered becomes so. Raises :class:`BackendNotFound` or

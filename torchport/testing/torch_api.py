@@ -74,7 +74,7 @@ def modules() -> dict[str, Any]:
 @functools.cache
 def optimizers() -> dict[str, Any]:
     """``Adam`` → ``OptimizerInfo``."""
-    return {info.optim_cls.__name__: info for info in optim_db}
+    return {info.name: info for info in optim_db}
 
 
 def sample_inputs(op: Any, dtype: torch.dtype, requires_grad: bool, seed: int) -> list[Any]:
@@ -102,9 +102,7 @@ def error_inputs(op: Any, seed: int) -> list[Any]:
 def module_inputs(info: Any, dtype: torch.dtype, training: bool, seed: int) -> list[Any]:
     """Constructor and forward arguments of a module's samples."""
     default_generators_seeded(seed_of(info.name, dtype, seed))
-    return list(
-        info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=training, training=training)
-    )
+    return list(info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=training, training=training))
 
 
 def optimizer_inputs(info: Any) -> list[Any]:
@@ -126,4 +124,4 @@ def tolerances(op: Any, dtype: torch.dtype) -> Iterator[tuple[float, float]]:
 
 def is_alias(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two CPU tensors share memory."""
-    return a.layout is torch.strided and b.layout is torch.strided and torch._C._is_alias_of(a, b)
+    return a.layout is torch.strided and b.layout is torch.strided and torch._C._is_alias_of(a, b)  # pyright: ignore[reportAttributeAccessIssue]

@@ -113,4 +113,4 @@ def _same_statistics(a: torch.Tensor, b: torch.Tensor) -> None:
     error = math.sqrt(float(x.var()) / x.numel() + float(y.var()) / y.numel())
     gap = abs(float(x.mean() - y.mean()))
     if gap > _DEVIATIONS * error + 1e-6:
-        raise Mismatch(f"the mean of the drawn values is off by {gap:.3g}, which is {gap / (error or 1e-9):.0f} standard errors", gap)
+        raise Mismatch(f"the mean of the drawn values is off by {gap:.3g}, the standard error is {error:.3g}", gap)

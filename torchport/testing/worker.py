@@ -7,28 +7,33 @@ import faulthandler
 import os
 import sys
 import warnings
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
 from .plan import Plan, Unit
 
-__all__ = ["list_everything", "work"]
+__all__ = ["list_everything", "quiet", "work"]
 
 
-def _quiet(log: str) -> Any:
+def quiet(log: str) -> Any:
     """Send what engines print to a file, and the Python stack of a crash too."""
     file = open(log, "w", buffering=1)  # noqa: SIM115 - open as long as the process lives
     os.dup2(file.fileno(), 1)
     os.dup2(file.fileno(), 2)
     sys.stdout = sys.stderr = file
     faulthandler.enable(file)
+    # A lock that an engine's process leaves behind when it crashes is cleaned up by a tracker of its own: the parent's
+    # would warn about it when the run is over.
+    tracker: Any = resource_tracker._resource_tracker
+    tracker._fd = None
     warnings.simplefilter("ignore")
     return file
 
 
 def list_everything(pipe: Connection, target: str, log: str) -> None:
     """Send the catalogue, the doors (with why one is missing), and a description of the backend; or the error."""
-    _quiet(log)
+    quiet(log)
     try:
         import torch
 
@@ -36,9 +41,9 @@ def list_everything(pipe: Connection, target: str, log: str) -> None:
 
         from .doors import DOORS, available_doors
         from .subjects import catalogue
-        from .target import load_target
+        from .target import load_backend
 
-        backend = load_target(target)
+        backend = load_backend(target)
         described = {
             "name": backend.name,
             "version": backend.version,
@@ -56,16 +61,16 @@ def list_everything(pipe: Connection, target: str, log: str) -> None:
 
 def work(pipe: Connection, plan: Plan, log: str) -> None:
     """Take ``(unit, first position)`` until ``None`` comes; answer with announcements, results and the unit's end."""
-    file = _quiet(log)
+    file = quiet(log)
     try:
         import torch
 
         torch.set_num_threads(1)
         from .judge import Judge
         from .limits import limits_of
-        from .target import load_target
+        from .target import load_backend
 
-        backend = load_target(plan.backend)
+        backend = load_backend(plan.backend)
         limits = limits_of(backend, plan.limits)
         judge = Judge(backend, plan.backend, seed=plan.seed, strict=plan.strict, limits=limits)
         pipe.send(("ready",))

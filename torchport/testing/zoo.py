@@ -14,6 +14,9 @@ from torch import nn
 
 Batch = dict[str, torch.Tensor]
 
+_ANY: Any = dict
+"""Options that ``transformers`` takes and its annotations do not know."""
+
 
 @dataclass(frozen=True)
 class Example:
@@ -97,7 +100,7 @@ def _t5() -> Example:
         num_layers=2,
         num_heads=2,
         dropout_rate=0,
-        decoder_start_token_id=0,
+        **_ANY(decoder_start_token_id=0),
         pad_token_id=0,
     )
     return _transformers(T5ForConditionalGeneration(config), input_ids=_tokens(2, 8), labels=_tokens(2, 6))
@@ -113,7 +116,7 @@ def _vit() -> Example:
         intermediate_size=32,
         image_size=16,
         patch_size=4,
-        num_labels=5,
+        **_ANY(num_labels=5),
         hidden_dropout_prob=0,
         attention_probs_dropout_prob=0,
     )
@@ -124,7 +127,9 @@ def _vit() -> Example:
 def _resnet() -> Example:
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 2], num_labels=5, layer_type="basic")
+    config = ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 2], layer_type="basic", **_ANY(num_labels=5)
+    )
     labels = torch.tensor([1, 4, 0, 2])
     return _transformers(ResNetForImageClassification(config), pixel_values=_noise(4, 3, 32, 32), labels=labels)
 
