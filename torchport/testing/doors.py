@@ -74,7 +74,7 @@ def _no_compile() -> str:
     import torch
 
     try:
-        known = torch._dynamo.list_backends(exclude_tags=())
+        known = torch.compiler.list_backends(exclude_tags=())
     except ImportError as error:
         return f"torch.compile cannot be imported: {error}"
     return "" if "torchport" in known else "torch.compile knows no backend 'torchport' in this version"
@@ -84,7 +84,7 @@ def _compile(backend: str) -> Place:
     import torch
 
     def call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        torch._dynamo.reset()
+        torch.compiler.reset()
         compiled = torch.compile(fn, backend="torchport", options={"backend": backend}, dynamic=False)
         return compiled(*args, **kwargs)
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -23,7 +23,7 @@ from ..backend.interface import ExecutionContext, FreeableBuffer, InitContext
 from ..backend.normal_form import input_specs, output_specs
 from ..backend.registry import resolve_device
 from ..backend.serialize import decode, encode
-from ..core.errors import TorchportError
+from ..core.errors import BackendUnavailable, TorchportError
 from ..core.specs import CompileSpecs
 from .plan import DEFAULT_SEED, Case
 from .pool import death_of, process_context, tail_of
@@ -160,13 +160,15 @@ def _verdict(backend: Any, program: Program) -> str:
 class _Trials:
     """Tries programs in a process, and starts another one when that dies or hangs."""
 
+    process: Any
+    pipe: Any
+
     def __init__(self, target: str, folder: Path, seconds: float) -> None:
         self.target = target
         self.log = folder / "trials.log"
         self.seconds = seconds
         self.count = 0
-        self.process = cast(Any, None)
-        self.pipe = cast(Any, None)
+        self.running = False
 
     def _start(self) -> None:
         context = process_context()
@@ -174,11 +176,15 @@ class _Trials:
         self.process = context.Process(target=_try_graphs, args=(theirs, self.target, str(self.log)), daemon=True)
         self.process.start()
         theirs.close()
-        self.pipe.recv()
+        self.running = True
+        try:
+            self.pipe.recv()
+        except EOFError:
+            raise BackendUnavailable(f"loading {self.target!r} ends its process:\n{tail_of(self.log)}") from None
 
     def verdict(self, program: Program) -> str:
         """How the program ends."""
-        if self.process is None:
+        if not self.running:
             self._start()
         self.count += 1
         inputs = io.BytesIO()
@@ -197,11 +203,11 @@ class _Trials:
 
     def close(self) -> None:
         """End the process."""
-        if self.process is not None:
+        if self.running:
             self.process.kill()
             self.process.join()
             self.pipe.close()
-            self.process = None
+            self.running = False
 
 
 def _recorded(folder: Path) -> Iterator[Program]:

@@ -189,9 +189,7 @@ def _selected(plan: Plan, subjects: Iterable[Subject]) -> list[Subject]:
         raise TorchportError(f"--ops takes a regular expression, and {plan.ops!r} is none: {error}") from None
     found = [s for s in subjects if keep.search(s.name) and (plan.models or not s.name.startswith("model:"))]
     if not found:
-        raise TorchportError(
-            f"no operator's name matches {plan.ops!r}; PyTorch's are such as add or nn.functional.gelu"
-        )
+        raise TorchportError(f"no operator's name matches {plan.ops!r}; names are PyTorch's, as nn.functional.gelu")
     return found
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from ..backend.infer import fake_mode, fake_tensor
 from ..backend.normal_form import alias_root
 from ..core.specs import TensorSpec
-from ..lazy.infer import fake_mode, fake_tensor
 
 __all__ = ["Program", "operators_of", "shrink", "with_inputs"]
 
