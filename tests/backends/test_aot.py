@@ -120,8 +120,7 @@ def test_the_file_runs_and_is_still_an_exported_program(net: Net, tmp_path: Path
 def test_leftover_operators_are_reported_with_reason_module_and_line(net: Net) -> None:
     lowered = aot.lower(net, (X, 3.0), {"extra": EXTRA}, backend="add_sub")
     torch.testing.assert_close(lowered(X, 3.0, extra=EXTRA)["y"], net(X, 3.0, extra=EXTRA)["y"])
-    left = {one.op: one for one in lowered.left["forward"]}
-    linear = next(one for op, one in left.items() if "linear" in op or "addmm" in op)
+    linear = next(one for one in lowered.left["forward"] if "linear" in one.op or "addmm" in one.op)
     assert linear.module == "first"
     assert "test_aot.py" in linear.source
     assert "this backend adds and subtracts, nothing else" in linear.reason

@@ -52,7 +52,7 @@ def bind(kernel: Kernel) -> Callable[[Sequence[Any]], Any]:
         op = resolve_op(kernel.op)
         args = decode_arg(list(kernel.args), _Numbered())
         kwargs = {key: decode_arg(value, _Numbered()) for key, value in kernel.kwargs.items()}
-    except (GraphError, ValueError, TypeError, AttributeError, IndexError) as error:
+    except (GraphError, ValueError, TypeError, AttributeError, LookupError, RuntimeError) as error:
         raise DelegateError(
             f"operator {kernel.op} cannot run here: {error}; import the library that defines it, or lower the model "
             "again with this PyTorch",
