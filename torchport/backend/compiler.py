@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from time import perf_counter
-from typing import Final
+from typing import Any, Final
 
 from torch import fx
 
 from ..core import metrics
 from ..core.config import config
-from ..core.errors import CompileError
-from ..core.specs import CompileSpecs
-from .interface import Backend, BackendDevice, Computation, ExecutionContext, FreeableBuffer, InitContext
+from ..core.errors import CompileError, ExecutionError
+from ..core.specs import CompileSpecs, TensorSpec
+from .interface import Backend, BackendData, BackendDevice, Computation, ExecutionContext, FreeableBuffer, InitContext
 from .normal_form import input_specs, output_specs, verify_graph
 from .serialize import fingerprint
 
-__all__ = ["Computations", "compile_graph", "computations"]
+__all__ = ["Computations", "check_results", "compile_graph", "computations", "run"]
 
 
 class Computations:
@@ -106,3 +107,35 @@ def compile_graph(
     metrics.metrics.add_time("CompileTime", seconds)
     context = ExecutionContext(device, outputs)
     return Computation(backend, device, inputs, names, outputs, handle, context, mark, len(calls), seconds)
+
+
+def run(computation: Computation, args: Sequence[BackendData]) -> Sequence[BackendData]:
+    """Run a computation at once. Raises :class:`ExecutionError` with the backend's own exception chained."""
+    backend, start = computation.backend, perf_counter()
+    try:
+        with computation.lock:
+            results = backend.execute(computation.handle, args, computation.context)
+        if not computation.checked:
+            check_results(results, computation.results)
+            computation.checked = True
+    except Exception as error:
+        raise ExecutionError(
+            f"backend {backend.name!r} failed to execute: {type(error).__name__}: {error}",
+            op=f"a computation of {computation.graph_ops} operators",
+        ) from error
+    metrics.count("Execute")
+    metrics.metrics.add_time("ExecuteTime", perf_counter() - start)
+    return results
+
+
+def check_results(results: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
+    """Raise ``TypeError`` or ``ValueError`` unless a backend returned what its computation's outputs are."""
+    if not isinstance(results, (list, tuple)):
+        raise TypeError(f"execute() returned a {type(results).__name__}; return a list of BackendData")
+    if len(results) != len(specs):
+        raise ValueError(f"execute() returned {len(results)} values for {len(specs)} outputs")
+    for position, (result, spec) in enumerate(zip(results, specs, strict=True)):
+        if not isinstance(result, BackendData):
+            raise TypeError(f"output {position} is a {type(result).__name__}; return BackendData")
+        if result.spec.shape != spec.shape or result.spec.dtype != spec.dtype:
+            raise ValueError(f"output {position} is {result.spec}, but the graph says {spec}")

@@ -2,7 +2,8 @@
 
 What comes out is in normal form but for three things, which :func:`~torchport.backend.partition.partition` takes care
 of: tensor constants are ``get_attr`` nodes; operators that no backend takes in any form stay as they are, with the
-reason in ``meta["refusal"]``; and the output is as it was, which may hold inputs, ``None`` and numbers.
+reason in ``meta["refusal"]``, and ``meta["at_once"]`` where no graph of static shapes could hold it; and the output is
+as it was, which may hold inputs, ``None`` and numbers.
 
 Per operator, in this order: dropped if it is an identity, else lowered as a trace's operators are
 (:meth:`~torchport.backend.builder.GraphBuilder.lower`), by the first backend that takes all of what it becomes: itself,
@@ -167,14 +168,14 @@ class _Normaliser:
             value = args[0].meta["val"]
             if not has_symbols(value):
                 return op(value, *args[1:], **kwargs)
-        if tree_any(_is_data_dependent, (args, kwargs)):
-            return self._left(node, args, kwargs, "a shape or number it gets depends on values")
         kwargs = {k: _CPU if isinstance(v, torch.device) else v for k, v in kwargs.items()}
+        if tree_any(_is_data_dependent, (args, kwargs)):
+            return self._left(node, args, kwargs, "a shape or number it gets depends on values", at_once=True)
         specs = map_arg((tuple(args), dict(kwargs)), _spec)
         try:
             inferred = infer(DECOMPOSE.get(op) or view_form(op), *specs)
         except (DataDependent, NoShapeRule) as error:
-            return self._left(node, args, kwargs, str(error))
+            return self._left(node, args, kwargs, str(error), at_once=True)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             return self._left(node, args, kwargs, f"PyTorch's shape inference refused it: {error}")
         if op in self.random and self.always:
@@ -226,12 +227,12 @@ class _Normaliser:
             self.captures[0], lambda: self.random[op](self.builder, key, inferred.specs[0], *args, **kwargs), inferred
         )
 
-    def _left(self, node: fx.Node, args: Any, kwargs: Any, reason: str) -> fx.Node:
-        """The operator as it was, for whoever runs the outer graph."""
+    def _left(self, node: fx.Node, args: Any, kwargs: Any, reason: str, at_once: bool = False) -> fx.Node:
+        """The operator as it was, for whoever runs the outer graph. ``at_once``: no graph of static shapes holds it."""
         made = self.builder.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
         made.meta.update(node.meta)
         made.meta.update(debug_handle=self.builder.debug_handle, source=self.builder.source)
-        made.meta[REFUSAL] = reason
+        made.meta.update({REFUSAL: reason, "at_once": at_once})
         made.meta["val"] = tree_map(_on_cpu, node.meta.get("val"))
         if isinstance(node.target, torch._ops.OpOverload):
             try:

@@ -7,6 +7,7 @@ A working backend defines ``preprocess`` and ``execute``; everything else has a 
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -285,6 +286,10 @@ class Computation:
     """Under which it is kept in memory."""
     users: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet[Any])
     """Objects that hold it as their ``computation``, which becomes ``None`` when it is dropped from memory."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while the computation runs: one call at a time, whichever door it came by."""
+    checked: bool = False
+    """Whether the backend's results were once seen to be what they should be."""
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """Release the handle with the last reference to the computation; not while the interpreter ends."""
@@ -320,6 +325,8 @@ class Backend(ABC):
     torch_free: ClassVar[bool] = False
     """``init``, ``execute`` and ``destroy`` need no PyTorch: in a program they get :class:`ArrayData`, and specs with
     dtype names (``"float32"``) where PyTorch is not loaded."""
+    compile_options: ClassVar[Mapping[str, str]] = {}
+    """The compile specs that :meth:`preprocess` and :meth:`init` read: name → what it does. Others are refused."""
     binds_constants: ClassVar[bool] = False
     """In a program, inputs that are constants (``meta["constant"]`` on the placeholder in ``preprocess``) are given
     to ``init`` (:attr:`InitContext.constants`) and not to ``execute``."""
@@ -349,6 +356,15 @@ class Backend(ABC):
             plain = tensor.detach().resolve_conj().resolve_neg()
             return ArrayData(device, TensorSpec.of(tensor), tensor_to_array(plain))
         return TensorData(device, TensorSpec.of(tensor), tensor)
+
+    def borrow(self, tensor: torch.Tensor, spec: TensorSpec, device: BackendDevice) -> BackendData:
+        """A CPU tensor as an argument of one call of :meth:`execute`; its owner may write to it once that returned.
+
+        ``spec`` is the tensor's. Default: :meth:`to_device`, of a copy where a subclass overrides that.
+        """
+        if type(self).to_device is Backend.to_device and not self.torch_free:
+            return TensorData(device, spec, tensor)
+        return self.to_device(tensor.detach().clone(), device)
 
     def from_device(self, data: BackendData) -> torch.Tensor:
         """A CPU tensor with the value's contents. It may share memory: torchport copies before anyone writes."""

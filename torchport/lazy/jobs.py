@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from ..backend.compiler import check_results
 from ..backend.interface import Backend, BackendData, BackendDevice
 from ..core import metrics
 from ..core.config import config
@@ -198,7 +199,7 @@ class Job:
         assert computation is not None
         backend = computation.backend
         args = self._arguments(plan)
-        with runtime.worker.running:
+        with runtime.worker.running, computation.lock:
             context = computation.context
             if backend.donation:
                 self.donated = self._unshared(args)
@@ -207,7 +208,7 @@ class Job:
             try:
                 results = backend.execute(computation.handle, args, context)
                 if not plan.checked:
-                    _check_results(results, plan.specs)
+                    check_results(results, plan.specs)
                     plan.checked = True
             except Exception as error:
                 raise ExecutionError(
@@ -291,19 +292,6 @@ class Job:
                     self.attempt()
                 if self.state is State.FAILED and self.pendings:
                     isolate(self)
-
-
-def _check_results(results: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
-    """Raise ``TypeError`` or ``ValueError`` unless a backend returned what its computation's outputs are."""
-    if not isinstance(results, (list, tuple)):
-        raise TypeError(f"execute() returned a {type(results).__name__}; return a list of BackendData")
-    if len(results) != len(specs):
-        raise ValueError(f"execute() returned {len(results)} values for {len(specs)} outputs")
-    for position, (result, spec) in enumerate(zip(results, specs, strict=True)):
-        if not isinstance(result, BackendData):
-            raise TypeError(f"output {position} is a {type(result).__name__}; return BackendData")
-        if result.spec.shape != spec.shape or result.spec.dtype != spec.dtype:
-            raise ValueError(f"output {position} is {result.spec}, but the graph says {spec}")
 
 
 # -- the device's own thread ---------------------------------------------------------------------------------------

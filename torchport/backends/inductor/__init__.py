@@ -13,7 +13,7 @@ import shutil
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -107,6 +107,11 @@ class InductorBackend(Backend):
     releases_gil = True
     version = f"1-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
 
+    compile_options: ClassVar[Mapping[str, str]] = {
+        "inductor.options": "a JSON object that patches torch._inductor.config",
+        "mode": "a mode of torch.compile: default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs",
+    }
+
     def is_available(self) -> bool:
         return _compiler() is not None
 
@@ -127,10 +132,14 @@ class InductorBackend(Backend):
         plain = tensor.detach().resolve_conj().resolve_neg()
         return TensorData(device, TensorSpec.of(plain), plain)
 
+    def borrow(self, tensor: torch.Tensor, spec: TensorSpec, device: BackendDevice) -> BackendData:
+        # Compiled code reads its inputs, during the call only.
+        return self.to_device(tensor, device) if spec.dtype.is_complex else TensorData(device, spec, tensor)
+
     def preprocess(self, graph: fx.GraphModule, specs: CompileSpecs) -> Processed:
         from . import build, torch_api
 
-        options = _options(specs)
+        options = {**torch_api.mode_options(specs.text("mode", "default")), **_options(specs)}
         try:
             made = torch_api.generate(graph, options)
             library = build.build_library(made.toolchain, made.wrapper, made.kernels, made.constants)

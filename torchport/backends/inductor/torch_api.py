@@ -8,7 +8,7 @@ torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs         handles the C AB
 torch._C._aoti.AOTIModelContainerRunnerCpu                      runs graphs that need torch's proxy executor
 torch_exception_get_what_without_backtrace (C)                  what an operator that failed in compiled code said
 torch._guards.detect_fake_mode, TracingContext, tracing         passes look for the fake mode there
-torch._inductor.config.patch, list_options                      options of one compilation
+torch._inductor.config.patch, list_options, list_mode_options   options of one compilation
 torch._inductor.compile_fx: _recursive_joint_graph_passes,      its passes over a graph, without its second tracing
   fake_tensor_prop, _recursive_record_original_output_strides,    through AOTAutograd, which a graph in normal form
   _recursive_post_grad_passes                                     does not need
@@ -79,6 +79,18 @@ def last_error() -> str:
         return ""
     function.restype = ctypes.c_char_p
     return (function() or b"").decode(errors="replace")
+
+
+def mode_options(mode: str) -> Mapping[str, Any]:
+    """The options that a mode of ``torch.compile`` stands for. Raises :class:`ConfigError` for one Inductor lacks."""
+    if mode == "default":
+        return {}
+    from torch._inductor import list_mode_options
+
+    known = list_mode_options()
+    if mode not in known:
+        raise ConfigError(f'compile spec "mode" is {mode!r}; Inductor has: {", ".join(sorted(known))}')
+    return known[mode]
 
 
 def proxy_runner(library: str) -> Any:

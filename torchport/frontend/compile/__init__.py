@@ -1,0 +1,17 @@
+"""``torch.compile(model, backend="torchport")``; found by PyTorch through the entry point ``torch_dynamo_backends``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+__all__ = ["torchport_backend"]
+
+
+def torchport_backend(
+    graph: Any, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None
+) -> Callable[..., Any]:
+    """What Dynamo calls with each graph it captures; see :func:`.door.compile_captured`."""
+    from .door import compile_captured
+
+    return compile_captured(graph, example_inputs, options, mode)

@@ -13,6 +13,7 @@ from ...lazy.record import user_line
 from ...lazy.runtime import threads
 from ...lazy.tensor import DEVICE_TYPE, IndexedLazyTensor
 from ...lazy.trace import unwrap
+from ..compile import fake
 from . import autocast, copies, fork, inner, inplace, routes, shims
 
 __all__ = ["install", "kernels"]
@@ -64,6 +65,7 @@ def install() -> None:
     routes.install()
     autocast.install()
     shims.install()
+    fake.install()
 
 
 def call(op: Any, args: Any, kwargs: Any) -> Any:

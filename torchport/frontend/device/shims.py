@@ -10,9 +10,11 @@ storage methods of ``torch.Tensor`` and ``torch.UntypedStorage``.
 from __future__ import annotations
 
 import functools
+import threading
 import types
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from ...core.errors import StorageAccess
 from ...lazy.runtime import flush_mine
 from ...lazy.tensor import DEVICE_TYPE
 
-__all__ = ["install"]
+__all__ = ["TorchWithoutWrapping", "install", "storages_are_names"]
 
 
 def _is_port(value: Any) -> bool:
@@ -46,8 +48,8 @@ def _storage_free_copies() -> None:
     torch._C._has_storage = lambda tensor: False if tensor.device.type == DEVICE_TYPE else has_storage(tensor)
 
 
-class _TorchWithoutWrapping:
-    """``torch`` as formatting sees it: without functionalization's wrapper, which every tensor of this device has."""
+class TorchWithoutWrapping:
+    """``torch`` for a copied function: without functionalization's wrapper, which every tensor of this device has."""
 
     @staticmethod
     def _is_functional_tensor(tensor: torch.Tensor) -> bool:
@@ -70,7 +72,7 @@ def _print_from_host() -> None:
     def tensor_str(self: torch.Tensor, indent: int) -> str:
         return module._tensor_str(self.cpu(), indent)
 
-    names = {**vars(module), "torch": _TorchWithoutWrapping(), "_tensor_str": tensor_str}
+    names = {**vars(module), "torch": TorchWithoutWrapping(), "_tensor_str": tensor_str}
     ours: Any = types.FunctionType(original.__code__, names, original.__name__)
     ours.__kwdefaults__ = original.__kwdefaults__
 
@@ -212,6 +214,23 @@ _TENSOR_METHODS = (
 )
 
 
+class _Names(threading.local):
+    allowed = False
+
+
+_names = _Names()
+
+
+@contextmanager
+def storages_are_names() -> Iterator[None]:
+    """The calling thread may ask for storages, which tell what is a view of what, and promises not to look inside."""
+    before, _names.allowed = _names.allowed, True
+    try:
+        yield
+    finally:
+        _names.allowed = before
+
+
 def _guard_memory() -> None:
     """Everything that would hand out the memory of a ``port`` tensor raises :class:`StorageAccess` instead."""
 
@@ -220,7 +239,7 @@ def _guard_memory() -> None:
 
         @functools.wraps(original)
         def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.device.type == DEVICE_TYPE and not torch.compiler.is_compiling():
+            if self.device.type == DEVICE_TYPE and not _names.allowed and not torch.compiler.is_compiling():
                 raise StorageAccess(
                     f"{name} needs the memory of a tensor on {self.device}, which has none in this process: "
                     "its values may be pending, or held by the backend. Use .cpu() to get a copy in host memory"

@@ -1,0 +1,141 @@
+"""``torch.compile(model, backend="torchport")``: from Dynamo, through AOTAutograd, to ``init(preprocess(graph))``."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from ...backend.compiler import computations
+from ...backend.fx_normalise import has_symbols, normalise
+from ...backend.partition import partition
+from ...core import metrics
+from ...core.specs import TensorSpec
+from ...lazy.kernels import registrar_of
+from ...lazy.tensor import DEVICE_TYPE
+from ...lazy.torch_state import default_state
+from .options import Options
+from .places import Place, place_of
+from .program import Program, make_program
+
+__all__ = ["compile_captured", "compile_graph_module"]
+
+MAX_SHAPES: Final = 64
+"""Programs a graph with symbolic sizes keeps, one per set of shapes, least recently used out first."""
+
+
+def _values(graph: fx.GraphModule, op: str) -> list[Any]:
+    if op == "output":
+        return [n.meta.get("val") if isinstance(n, fx.Node) else None for n in graph.graph.output_node().args[0]]  # type: ignore[union-attr]
+    return [node.meta.get("val") for node in graph.graph.nodes if node.op == op]
+
+
+def _device(value: Any) -> torch.device | None:
+    return value.device if isinstance(value, torch.Tensor) else None
+
+
+def _own_kernel(place: Place) -> Callable[[fx.Node], str | None]:
+    registrar = registrar_of(place.backends[0])
+
+    def reason(node: fx.Node) -> str | None:
+        own = isinstance(node.target, torch._ops.OpOverload) and registrar.kernel(node.target) is not None
+        return f"backend {place.backends[0].name!r} has a kernel of its own for it" if own else None
+
+    return reason
+
+
+class CompiledGraph:
+    """A graph of AOTAutograd, compiled for each set of shapes it is called with; called with a list of arguments."""
+
+    def __init__(self, graph: fx.GraphModule, options: Options) -> None:
+        self.graph = graph
+        inputs, outputs = _values(graph, "placeholder"), _values(graph, "output")
+        self.devices = [_device(value) for value in inputs]
+        self.wanted = [_device(value) for value in outputs]
+        inner = [node.meta.get("val") for node in graph.graph.nodes if node.op == "call_function"]
+        self.place = place_of([*inputs, *outputs, *inner], options)
+        self.specs = options.specs(self.place.backends)
+        self.symbolic = any(map(has_symbols, inputs))
+        self._programs: OrderedDict[Any, Program] = OrderedDict()
+        self._only: Program | None = None
+        if not self.symbolic:
+            given = [TensorSpec.of(v) if isinstance(v, torch.Tensor) else v for v in inputs]
+            self._only = self._compile(given)
+
+    def _compile(self, inputs: Sequence[Any]) -> Program:
+        """The program for inputs of these specs. Raises :class:`CompileError` and :class:`UnsupportedOp`."""
+        start = perf_counter()
+        place = self.place
+        with default_state():
+            normal = normalise(self.graph, place.backends, inputs, random=place.random, always_draw=place.always_draw)
+            parts = partition(normal, place.backends, kernel=_own_kernel(place), views_outside=place.views_outside)
+            made = {
+                delegate.name: computations.get(
+                    delegate.backend,
+                    place.device_of(delegate.backend),
+                    self.specs[delegate.backend.name],
+                    delegate.module,
+                    None,
+                )
+                for delegate in parts.delegates
+            }
+            program = make_program(parts, place, made, self.devices, self.wanted)
+        metrics.count("CompileDoor")
+        metrics.metrics.add_time("CompileDoorTime", perf_counter() - start)
+        return program
+
+    def __call__(self, args: list[Any]) -> list[Any]:
+        """Run; ``args`` is emptied, so that values can be let go of as soon as they are not needed."""
+        program = self._only or self._specialised(args)
+        with default_state():
+            return program(args)
+
+    def _specialised(self, args: Sequence[Any]) -> Program:
+        key = tuple([TensorSpec.of(value) if isinstance(value, torch.Tensor) else value for value in args])
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = self._compile(key)
+            if len(self._programs) > MAX_SHAPES:
+                self._programs.popitem(last=False)
+        else:
+            self._programs.move_to_end(key)
+        return program
+
+
+def compile_graph_module(graph: fx.GraphModule, options: Options) -> Callable[[list[Any]], list[Any]]:
+    """A graph of functional ATen operators as a function that takes a list of arguments, which it empties."""
+    compiled = CompiledGraph(graph, options)
+
+    def call(args: list[Any]) -> list[Any]:
+        return compiled(args)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def compile_captured(
+    graph: fx.GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any] | None, mode: str | None
+) -> Callable[..., Any]:
+    """The Dynamo backend ``torchport``: called by ``torch.compile`` with each graph it captures.
+
+    ``options``: ``backend`` (a name, or several in order of preference), ``ordinal``, and compile specs of those
+    backends; ``mode`` is a compile spec, too. Raises :class:`ConfigError` for options nothing reads.
+    """
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    chosen = Options.parse(options, mode)
+    if any(isinstance(x, torch.Tensor) and x.device.type == DEVICE_TYPE for x in example_inputs):
+        from ..device import module
+
+        module.init()
+
+    def compiler(made: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return compile_graph_module(made, chosen)
+
+    build = aot_autograd(fw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
+    return build(graph, example_inputs)
