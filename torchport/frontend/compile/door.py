@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
@@ -18,9 +19,11 @@ from ...core.specs import TensorSpec
 from ...lazy.kernels import registrar_of
 from ...lazy.tensor import DEVICE_TYPE
 from ...lazy.torch_state import default_state
+from .fake import handle_handles
 from .options import Options
 from .places import Place, place_of
 from .program import Program, make_program
+from .saved import partition_fn
 
 __all__ = ["compile_captured", "compile_graph_module"]
 
@@ -72,7 +75,7 @@ class CompiledGraph:
         place = self.place
         with default_state():
             normal = normalise(self.graph, place.backends, inputs, random=place.random, always_draw=place.always_draw)
-            parts = partition(normal, place.backends, kernel=_own_kernel(place), views_outside=place.views_outside)
+            parts = partition(normal, place.backends, kernel=_own_kernel(place), views_outside=True)
             made = {
                 delegate.name: computations.get(
                     delegate.backend,
@@ -113,8 +116,16 @@ def compile_graph_module(graph: fx.GraphModule, options: Options) -> Callable[[l
     def call(args: list[Any]) -> list[Any]:
         return compiled(args)
 
-    call._boxed_call = True  # type: ignore[attr-defined]
+    vars(call)["_boxed_call"] = True  # AOTAutograd then gives it its arguments as a list
     return call
+
+
+@functools.cache
+def _keep_dynamo_out() -> None:
+    """Dynamo looks at every Python function that runs between two graphs; ours are none of the user's."""
+    from torch._dynamo import trace_rules
+
+    trace_rules.add("torchport")
 
 
 def compile_captured(
@@ -125,17 +136,18 @@ def compile_captured(
     ``options``: ``backend`` (a name, or several in order of preference), ``ordinal``, and compile specs of those
     backends; ``mode`` is a compile spec, too. Raises :class:`ConfigError` for options nothing reads.
     """
-    from functorch.compile import min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
 
+    _keep_dynamo_out()
     chosen = Options.parse(options, mode)
     if any(isinstance(x, torch.Tensor) and x.device.type == DEVICE_TYPE for x in example_inputs):
         from ..device import module
 
         module.init()
+        handle_handles()
 
     def compiler(made: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         return compile_graph_module(made, chosen)
 
-    build = aot_autograd(fw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
+    build = aot_autograd(fw_compiler=compiler, partition_fn=partition_fn)
     return build(graph, example_inputs)

@@ -1,23 +1,28 @@
-"""How Dynamo sees a ``port`` tensor: one shim where PyTorch makes a fake tensor of a real one.
+"""How Dynamo and AOTAutograd see ``port`` tensors: one shim for each place that looks at what a tensor is made of.
 
 Private torch APIs used here: ``torch._subclasses.meta_utils.MetaTensorDescriber.describe_tensor``, which takes every
 functionalization wrapper apart except those of the devices ``xla`` and ``lazy``. A ``port`` tensor is such a wrapper,
 too, and is to be described as what the user sees: a plain strided tensor, whose storage says which tensors are views
-of one another.
+of one another. ``torch._functorch._aot_autograd.runtime_wrappers.HANDLED_TYPES`` are the classes of tensors that a
+compiled function's first call may meet.
 """
 
 from __future__ import annotations
 
 import functools
 import types
+import warnings
 from typing import Any
 
 import torch
 
-from ...lazy.tensor import DEVICE_TYPE
-from ..device.shims import TorchWithoutWrapping, storages_are_names
+from ...lazy.tensor import DEVICE_TYPE, IndexedLazyTensor, LazyTensor
+from ...lazy.torch_state import default_state
+from ..device.shims import TorchWithoutWrapping, is_ours, storages_are_names
 
-__all__ = ["install"]
+__all__ = ["handle_handles", "install", "install_lift"]
+
+aten = torch.ops.aten
 
 
 def install() -> None:
@@ -38,3 +43,32 @@ def install() -> None:
             return ours(self, t, recurse=recurse, trace=trace)
 
     describer.describe_tensor = describe_tensor
+
+
+@functools.cache
+def handle_handles() -> None:
+    """AOTAutograd watches the first call of what it compiled, and would not let operators on handles pass."""
+    import torch._functorch._aot_autograd.runtime_wrappers as module
+
+    watched: Any = module
+    watched.HANDLED_TYPES = (*watched.HANDLED_TYPES, LazyTensor, IndexedLazyTensor)
+
+
+def install_lift(library: torch.library.Library) -> None:
+    """``torch.tensor(data, device="port")`` while a mode watches: a constant on the host that moves to the device.
+
+    PyTorch makes such a tensor with modes off and then shows it to them by the operator ``lift_fresh``. Fake tensors
+    and tracing take a host tensor for a constant; what a handle stands for they cannot see.
+    """
+    original: Any = torch.library.get_kernel("aten::lift_fresh", "Functionalize")
+
+    def lift_fresh(keys: Any, self: torch.Tensor) -> torch.Tensor:
+        if not (torch._C._len_torch_dispatch_stack() and self.device.type == DEVICE_TYPE and is_ours(self)):
+            return original.call_boxed(keys, self)
+        with default_state():
+            held = self.cpu()
+        return aten.lift_fresh.default(held).to(self.device)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch says that a kernel was replaced, which is what is meant
+        library.impl("lift_fresh", lift_fresh, "Functionalize", with_keyset=True, allow_override=True)

@@ -28,8 +28,6 @@ class Place(ABC):
     backends: Sequence[Backend]
     device: torch.device
     """The user's device."""
-    views_outside: bool
-    """Whether views are taken of the user's tensors, rather than computed by the backend."""
     always_draw: bool
     """Whether random operators always draw the device's own numbers, rather than the backend's."""
     random: Final[Mapping[Any, Callable[..., Any]]] = RANDOM
@@ -58,7 +56,6 @@ class Place(ABC):
 class HostPlace(Place):
     """Tensors on the CPU: lent to the backend for each call."""
 
-    views_outside = True
     always_draw = False
     device = torch.device("cpu")
 
@@ -90,7 +87,6 @@ class HostPlace(Place):
 class PortPlace(Place):
     """Tensors on a ``port`` device: the backend's own values go in and come out, and never leave it."""
 
-    views_outside = False
     always_draw = True
 
     def __init__(self, runtime: DeviceRuntime, options: Options) -> None:

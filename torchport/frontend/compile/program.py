@@ -97,7 +97,10 @@ class _Planner:
         spec = TensorSpec.of(node.meta["val"])
         made = self.data[node, backend.name] = self.slot()
         place = self.place
-        if node in self.host:
+        if node.op == "get_attr" and node in self.host:
+            value = self.constants[self.host[node]].detach().clone()
+            self.constants[made] = backend.to_device(value, place.device_of(backend))
+        elif node in self.host:
             source, device = self.host[node], place.device_of(backend)
 
             def borrow(slots: list[Any]) -> None:

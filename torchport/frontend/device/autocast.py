@@ -13,6 +13,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...lazy.tensor import DEVICE_TYPE
+from .opaque import opaque
 
 __all__ = ["install"]
 
@@ -173,4 +174,4 @@ def install() -> None:
             op = getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
             if op is None:  # not in this version of PyTorch
                 continue
-            library.impl(name, _kernel(op, choose, keys), "AutocastPrivateUse1")
+            library.impl(name, opaque(_kernel(op, choose, keys)), "AutocastPrivateUse1")

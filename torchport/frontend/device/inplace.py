@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ...lazy.tensor import LazyTensor
+from .opaque import opaque
 
 __all__ = ["install"]
 
@@ -41,7 +42,7 @@ def install(library: torch.library.Library, functional: Mapping[Any, Callable[..
                 restride = functional[torch.ops.aten.copy.default]
                 fn = _of_list(kernel, original, restride) if listed else _of_tensor(op, kernel, original, restride)
                 short = name.removeprefix("aten::")
-                library.impl(short, fn, "Functionalize", with_keyset=True, allow_override=True)
+                library.impl(short, opaque(fn), "Functionalize", with_keyset=True, allow_override=True)
 
 
 def _pair(name: str, functional: Mapping[Any, Callable[..., Any]]) -> tuple[Any, Callable[..., Any]] | None:

@@ -15,6 +15,7 @@ from ...lazy.tensor import DEVICE_TYPE, IndexedLazyTensor
 from ...lazy.trace import unwrap
 from ..compile import fake
 from . import autocast, copies, fork, inner, inplace, routes, shims
+from .opaque import opaque
 
 __all__ = ["install", "kernels"]
 
@@ -46,21 +47,25 @@ def install() -> None:
     for op in _operators():
         if supported_schema(op):
             kernels[op] = make_kernel(op, threads, copies.with_generator, copies.elsewhere)
+            opaque(kernels[op].fast)
+            opaque(kernels[op].indexed)
         fn = special.get(op) or (kernels[op].fast if op in kernels else None)
         if fn is None:
             continue
         name = op._schema.name.removeprefix("aten::")
-        library.impl(f"{name}.{op._overloadname}" if op._overloadname != "default" else name, fn, "PrivateUse1")
+        full = f"{name}.{op._overloadname}" if op._overloadname != "default" else name
+        library.impl(full, opaque(fn), "PrivateUse1")
     copies.kernels.update(kernels)
     library.impl("alias", kernels[torch.ops.aten.alias_copy.default].fast, "PrivateUse1")
-    library.impl("polygamma_", _polygamma_, "Functionalize")
-    library.impl("copy_", _copy_, "AutogradPrivateUse1", with_keyset=True)
-    library.impl("as_strided", _as_strided, "AutogradPrivateUse1", with_keyset=True)
-    library.impl("native_batch_norm", _native_batch_norm, "AutogradPrivateUse1", with_keyset=True)
+    library.impl("polygamma_", opaque(_polygamma_), "Functionalize")
+    library.impl("copy_", opaque(_copy_), "AutogradPrivateUse1", with_keyset=True)
+    library.impl("as_strided", opaque(_as_strided), "AutogradPrivateUse1", with_keyset=True)
+    library.impl("native_batch_norm", opaque(_native_batch_norm), "AutogradPrivateUse1", with_keyset=True)
+    fake.install_lift(library)
     anything = torch.library.Library("_", "IMPL")
     _libraries.append(anything)
-    anything.fallback(inner.make_fallback(call), "PrivateUse1")
-    IndexedLazyTensor.dispatch = staticmethod(_dispatch_indexed)
+    anything.fallback(opaque(inner.make_fallback(call)), "PrivateUse1")
+    IndexedLazyTensor.dispatch = staticmethod(opaque(_dispatch_indexed))
     inplace.install(library, {op: special.get(op) or kernel.fast for op, kernel in kernels.items()})
     routes.install()
     autocast.install()
@@ -83,7 +88,7 @@ def _copy_(keys: Any, self: torch.Tensor, src: torch.Tensor, non_blocking: bool 
     """
     if self.device.type != DEVICE_TYPE:
         return self.copy_(src.to(self.device), non_blocking)
-    return torch.ops.aten.copy_.default.redispatch(keys | routes.OTHER_AUTOGRAD, self, src, non_blocking)
+    return torch.ops.aten.copy_.default.redispatch(routes.to_stock_autograd(keys), self, src, non_blocking)
 
 
 def _as_strided(
@@ -102,7 +107,7 @@ def _as_strided(
                 source=user_line(),
             )
     return torch.ops.aten.as_strided.default.redispatch(
-        keys | routes.OTHER_AUTOGRAD, self, size, stride, storage_offset
+        routes.to_stock_autograd(keys), self, size, stride, storage_offset
     )
 
 
@@ -111,7 +116,7 @@ def _native_batch_norm(keys: Any, *args: Any) -> Any:
     _, _, _, running_mean, running_var, training, _, _ = args
     if training and running_mean is not None and running_var is not None:
         return torch.ops.aten._native_batch_norm_legit.default(*args)
-    return torch.ops.aten.native_batch_norm.default.redispatch(keys | routes.OTHER_AUTOGRAD, *args)
+    return torch.ops.aten.native_batch_norm.default.redispatch(routes.to_stock_autograd(keys), *args)
 
 
 def _polygamma_(self: torch.Tensor, n: int) -> torch.Tensor:

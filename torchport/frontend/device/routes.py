@@ -19,12 +19,24 @@ from ...core.errors import MissingKernel
 from ...lazy.kernels import BackendRegistrar, on_registered
 from ...lazy.runtime import runtimes
 from ...lazy.tensor import DEVICE_TYPE
+from .opaque import opaque
 
-__all__ = ["OTHER_AUTOGRAD", "install"]
+__all__ = ["install", "to_stock_autograd"]
 
-OTHER_AUTOGRAD: Final = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradPrivateUse3)
+_OTHER_AUTOGRAD: Final = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradPrivateUse3)
 """Added to a key set, it leads to PyTorch's own autograd kernel: that one sits at every backend's key, and the bit of a
 backend above PrivateUse1 wins. The kernel computes the keys of what it calls afresh, so the bit goes no further."""
+
+_PYTHON_DISPATCHER: Final = torch._C.DispatchKey.PythonDispatcher
+
+
+def to_stock_autograd(keys: Any) -> Any:
+    """The key set that leads from a kernel at AutogradPrivateUse1 on to PyTorch's own autograd kernel.
+
+    Without the Python dispatcher's key, which ``torch.compile`` has on while it traces: it would come back here.
+    """
+    return (keys | _OTHER_AUTOGRAD).remove(_PYTHON_DISPATCHER)
+
 
 _TORCH_KEYS: Final = {
     Functionality.AutogradFunctionality: "AutogradPrivateUse1",
@@ -53,7 +65,7 @@ def _route(registrar: BackendRegistrar, op: torch._ops.OpOverload, functionality
         library = _libraries[op.namespace] = torch.library.Library(op.namespace, "IMPL")
     autograd = functionality is Functionality.AutogradFunctionality
     router = _autograd_router(op) if autograd else _router(op, functionality)
-    library.impl(op.name().split("::")[1], router, key, with_keyset=True)
+    library.impl(op.name().split("::")[1], opaque(router), key, with_keyset=True)
 
 
 def _registrar_for(args: Sequence[Any], kwargs: Mapping[str, Any]) -> BackendRegistrar | None:
@@ -73,7 +85,7 @@ def _autograd_router(op: torch._ops.OpOverload) -> Callable[..., Any]:
         registrar = None if op in running else _registrar_for(args, kwargs)
         kernel = registrar.kernel(op, Functionality.AutogradFunctionality) if registrar is not None else None
         if kernel is None:
-            return op.redispatch(keys | OTHER_AUTOGRAD, *args, **kwargs)
+            return op.redispatch(to_stock_autograd(keys), *args, **kwargs)
         # The kernel may call the operator itself, for its forward: that call gets PyTorch's own.
         running.add(op)
         try:

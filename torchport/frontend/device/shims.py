@@ -15,16 +15,17 @@ import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._utils import _rebuild_tensor_v2
 
 from ...core.errors import StorageAccess
 from ...lazy.runtime import flush_mine
-from ...lazy.tensor import DEVICE_TYPE
+from ...lazy.tensor import DEVICE_TYPE, LazyTensor
+from .opaque import opaque
 
-__all__ = ["TorchWithoutWrapping", "install", "storages_are_names"]
+__all__ = ["TorchWithoutWrapping", "install", "is_ours", "storages_are_names"]
 
 
 def _is_port(value: Any) -> bool:
@@ -82,7 +83,7 @@ def _print_from_host() -> None:
             return ours(inp, tensor_contents=tensor_contents)
         return original(inp, tensor_contents=tensor_contents)
 
-    module._str_intern = str_intern
+    module._str_intern = opaque(str_intern)
 
 
 def _pickle_as_storages() -> None:
@@ -158,7 +159,7 @@ def _flush_after_optimizer() -> None:
         if error is not None:
             raise error
 
-    register_optimizer_step_post_hook(flush)
+    register_optimizer_step_post_hook(opaque(flush))
 
 
 class _HostStorage(torch.UntypedStorage):
@@ -214,6 +215,12 @@ _TENSOR_METHODS = (
 )
 
 
+def is_ours(tensor: torch.Tensor) -> bool:
+    """False for what only stands for a tensor of this device, such as a fake tensor: that has a storage of its own."""
+    kind, plain = cast("Any", type(tensor)), cast("Any", torch.Tensor)
+    return kind.__torch_dispatch__ is plain.__torch_dispatch__ or isinstance(tensor, LazyTensor)
+
+
 class _Names(threading.local):
     allowed = False
 
@@ -239,7 +246,7 @@ def _guard_memory() -> None:
 
         @functools.wraps(original)
         def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.device.type == DEVICE_TYPE and not _names.allowed and not torch.compiler.is_compiling():
+            if self.device.type == DEVICE_TYPE and not _names.allowed and is_ours(self):
                 raise StorageAccess(
                     f"{name} needs the memory of a tensor on {self.device}, which has none in this process: "
                     "its values may be pending, or held by the backend. Use .cpu() to get a copy in host memory"

@@ -1,0 +1,83 @@
+"""What the forward keeps for the backward: never a view, but what it is a view of, and the backward takes the view.
+
+AOTAutograd's partitioner likes to keep ``weight.t()``. A backend returns values, so a view among its results would be a
+copy of the weight on every step.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...backend.normal_form import is_view
+
+__all__ = ["partition_fn"]
+
+_getitem: Any = operator.getitem
+
+
+def partition_fn(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """AOTAutograd's ``partition_fn``: the min-cut partitioner, then :func:`keep_no_views`."""
+    from functorch.compile import min_cut_rematerialization_partition
+
+    forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
+    keep_no_views(forward, backward, kwargs["num_fwd_outputs"])
+    return forward, backward
+
+
+def _chain(node: fx.Node) -> list[fx.Node]:
+    """The view operators from where the memory comes from to ``node``, as far as they take no other node."""
+    chain: list[fx.Node] = []
+    while node.op == "call_function" and len(node.all_input_nodes) == 1:
+        before = node.all_input_nodes[0]
+        if node.target is _getitem:
+            if not is_view(before.target):
+                break
+        elif not is_view(node.target):
+            break
+        chain.append(node)
+        node = before
+    chain.reverse()
+    while chain and chain[0].target is _getitem:
+        del chain[0]
+    return chain
+
+
+def keep_no_views(forward: fx.GraphModule, backward: fx.GraphModule, results: int) -> None:
+    """Change both graphs in place; the forward's first ``results`` outputs are the user's and stay."""
+    output = forward.graph.output_node()
+    kept: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    places = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
+    changed = False
+    for position, node in enumerate(kept):
+        place = places.get(node.name) if isinstance(node, fx.Node) else None
+        if position < results or place is None or not isinstance(node.meta.get("val"), torch.Tensor):
+            continue
+        chain = _chain(node)
+        if not chain:
+            continue
+        base = chain[0].all_input_nodes[0]
+        _take_views(backward, place, base, chain)
+        kept[position] = base
+        changed = True
+    if changed:
+        output.args = (tuple(kept),)
+        for graph in (forward, backward):
+            graph.graph.eliminate_dead_code()
+            graph.recompile()
+
+
+def _take_views(backward: fx.GraphModule, place: fx.Node, base: fx.Node, chain: list[fx.Node]) -> None:
+    """The placeholder stands for ``base`` from now on, and its users get the views of it."""
+    users = list(place.users)
+    place.meta["val"] = base.meta["val"]
+    last = backward.graph.find_nodes(op="placeholder")[-1]
+    values: dict[fx.Node, fx.Node] = {base: place}
+    for view in chain:
+        with backward.graph.inserting_after(last):
+            last = values[view] = backward.graph.node_copy(view, lambda n: values[n])
+    for user in users:
+        user.replace_input_with(place, last)
