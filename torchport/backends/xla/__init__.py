@@ -120,11 +120,13 @@ class XlaBackend(Backend):
         from . import jax_api, lowering
 
         settings = Settings.of(specs)
-        module = jax_api.export_function(lowering.as_function(graph), lowering.shapes_of(graph), settings)
+        program = lowering.Program(graph)
+        module = jax_api.export_function(program, lowering.shapes_of(graph), settings)
         artifact = container.Artifact(
             module=module,
             inputs=input_specs(graph),
             outputs=output_specs(graph),
+            origins=program.origins,
             settings=settings.to_json(),
             made_by={"jax": jax.__version__, "platforms": jax_api.platforms()},
         )

@@ -32,6 +32,8 @@ class Artifact:
     """What ``jax.export`` serialised: portable StableHLO with its calling convention."""
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+    origins: tuple[int, ...]
+    """Where each output comes from: a position among the module's results, or ``-1 - i`` for input ``i`` itself."""
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """The settings compiled with, as :meth:`Settings.to_json` gives them."""
     made_by: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -58,6 +60,7 @@ def encode(artifact: Artifact) -> bytes:
     document = {
         "inputs": [_spec_to_json(spec) for spec in artifact.inputs],
         "outputs": [_spec_to_json(spec) for spec in artifact.outputs],
+        "origins": list(artifact.origins),
         "settings": dict(artifact.settings),
         "made_by": dict(artifact.made_by),
         "sections": [[name, len(data), zlib.crc32(data)] for name, data in sections.items()],
@@ -84,6 +87,7 @@ def decode(data: bytes | memoryview) -> Artifact:
             module=sections["module"],
             inputs=tuple(_spec_from_json(value) for value in document["inputs"]),
             outputs=tuple(_spec_from_json(value) for value in document["outputs"]),
+            origins=tuple(document["origins"]),
             settings=document["settings"],
             made_by=document["made_by"],
             executable=sections["executable"],

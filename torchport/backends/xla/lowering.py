@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
@@ -16,11 +16,15 @@ from .dtypes import jax_dtype
 from .ops import TABLE
 from .ops.support import Array, cast, jnp
 
-__all__ = ["as_function", "shapes_of"]
+__all__ = ["Program", "shapes_of"]
 
 
-class JaxLowering(LoweringContext[Array, tuple[Array, ...]]):
-    """Lowers inside a trace of JAX: parameters are the traced function's arguments, ``build`` gives its results."""
+class JaxLowering(LoweringContext[Array, tuple[tuple[Array, ...], tuple[int, ...]]]):
+    """Lowers inside a trace of JAX: parameters are the traced function's arguments.
+
+    ``build`` gives the values to compute, each once, and where every result comes from: the position of a value, or
+    ``-1 - i`` for argument ``i`` as it is. Values never change, so results may share them; a copy would cost time.
+    """
 
     def __init__(self, arguments: Sequence[Array], name: str = "forward") -> None:
         super().__init__(TABLE, name)
@@ -29,8 +33,14 @@ class JaxLowering(LoweringContext[Array, tuple[Array, ...]]):
     def parameter(self, position: int, spec: TensorSpec, name: str) -> Array:
         return self._arguments[position]
 
-    def build(self) -> tuple[Array, ...]:
-        return tuple(self.results)
+    def build(self) -> tuple[tuple[Array, ...], tuple[int, ...]]:
+        origin = {id(argument): -1 - position for position, argument in enumerate(self._arguments)}
+        values: list[Array] = []
+        for result in self.results:
+            if id(result) not in origin:
+                origin[id(result)] = len(values)
+                values.append(result)
+        return tuple(values), tuple(origin[id(result)] for result in self.results)
 
     def finish(self, call: Call, value: Any) -> Any:
         """Dtypes as ``meta["val"]`` says, and shapes checked against it: a lowering that is wrong must not go on."""
@@ -49,15 +59,18 @@ def _finished(call: Call, value: Any, val: Any) -> Array:
     return jnp.asarray(value)
 
 
-def as_function(graph: fx.GraphModule) -> Callable[..., tuple[Array, ...]]:
-    """The graph as a function of its inputs; results in order."""
+class Program:
+    """A graph as a function for ``jax.jit``; once it is traced, :attr:`origins` says where results come from."""
 
-    def program(*arguments: Array) -> tuple[Array, ...]:
+    def __init__(self, graph: fx.GraphModule) -> None:
+        self._graph = graph
+        self.origins: tuple[int, ...] = ()
+
+    def __call__(self, *arguments: Array) -> tuple[Array, ...]:
         context = JaxLowering(arguments)
-        context.lower_graph(graph)
-        return context.build()
-
-    return program
+        context.lower_graph(self._graph)
+        values, self.origins = context.build()
+        return values
 
 
 def shapes_of(graph: fx.GraphModule) -> list[tuple[tuple[int, ...], Any]]:

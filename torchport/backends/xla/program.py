@@ -44,6 +44,9 @@ class XlaProgram:
         self.device = device
         self.inputs = artifact.inputs
         self.outputs = artifact.outputs
+        self._origins = artifact.origins
+        self._all_new = artifact.origins == tuple(range(len(artifact.outputs)))
+        self._kept = frozenset(-1 - origin for origin in artifact.origins if origin < 0)
         self._artifact = artifact
         self._place = jax_device(device)
         self._plain: Any = jax_api.compile_module(artifact, self._place, frozenset())
@@ -51,7 +54,7 @@ class XlaProgram:
 
     def run(self, args: Sequence[BackendData], donated: frozenset[int]) -> list[BackendData]:
         """Start the computation; values are there when they are needed. Raises :class:`ExecutionError`."""
-        call = self._plain if not donated else self._giving_away(donated)
+        call = self._plain if not donated else self._giving_away(donated - self._kept)
         try:
             # NumPy arrays among the arguments would lose half of their 64 bits outside of this.
             with _x64(True):
@@ -59,6 +62,8 @@ class XlaProgram:
         except Exception as error:
             raise self._explained(args, error) from error
         device = self.device
+        if not self._all_new:
+            results = [results[o] if o >= 0 else args[-1 - o].array for o in self._origins]  # pyright: ignore[reportAttributeAccessIssue]
         return [XlaData(device, spec, array) for spec, array in zip(self.outputs, results, strict=True)]
 
     def _giving_away(self, donated: frozenset[int]) -> Any:

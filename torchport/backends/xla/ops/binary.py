@@ -76,7 +76,8 @@ def div_mode(call: Call, x: Any, y: Any, *, rounding_mode: str | None = None) ->
         return lax.div(a, b)
     if rounding_mode == "floor":
         return _floor_divide(a, b)
-    quotient = lax.div(a, b)
+    # The CPU rounds the quotient of half precision before it is cut.
+    quotient = cast(cast(lax.div(a, b), out_dtype(call)), a.dtype)
     return quotient if a.dtype.kind in "iu" else lax.select(quotient < 0, lax.ceil(quotient), lax.floor(quotient))
 
 

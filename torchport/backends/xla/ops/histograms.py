@@ -9,7 +9,14 @@ from .support import Any, Array, Call, cast, jnp, lax, lowers, np, out_dtype, wi
 aten = torch.ops.aten
 
 
-@lowers(aten.histc.default)
+def _refuse_halves(node: Any) -> str | None:
+    dtype = node.args[0].meta["val"].dtype
+    return (
+        f"bins of {dtype} depend on how every step rounds" if dtype.itemsize < 4 and dtype.is_floating_point else None
+    )
+
+
+@lowers(aten.histc.default, refuses=_refuse_halves)
 def histc(call: Call, x: Array, bins: int = 100, low: Any = 0, high: Any = 0) -> Array:
     """Equal bins from ``low`` to ``high`` (of the values, where those are equal); what is outside is not counted."""
     value = lax.reshape(wide(x), (x.size,))

@@ -299,3 +299,66 @@ def masked_scatter(call: Call, x: Array, mask: Array, source: Array) -> Array:
 @lowers(aten.repeat_interleave.self_int)
 def repeat_interleave(call: Call, x: Array, repeats: int, dim: int | None = None, **kwargs: Any) -> Array:
     return jnp.repeat(x, repeats, axis=dim)
+
+
+# -- bags ------------------------------------------------------------------------------------------
+_SUM, _MEAN, _MAX = range(3)
+
+
+@lowers(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
+def embedding_bag(
+    call: Call,
+    weight: Array,
+    indices: Array,
+    offsets: Array,
+    scale_grad_by_freq: bool = False,
+    mode: int = _SUM,
+    sparse: bool = False,
+    per_sample_weights: Array | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int = -1,
+) -> tuple[Array, Array, Array, Array]:
+    """Rows of ``weight`` summed, averaged or maximised per bag, and where each came from, for the backward pass.
+
+    Follows ``aten/src/ATen/native/EmbeddingBag.cpp``; the three index tensors have the shapes of ``meta["val"]``.
+    """
+    bags = call.val[0].shape[0]
+    starts = cast(offsets[:bags], np.dtype(np.int64))
+    position = lax.iota(np.dtype(np.int64), indices.size)
+    bag = jnp.searchsorted(starts, position, side="right", method="scan_unrolled") - 1 if bags else position
+    counted = indices != padding_idx
+    rows = wide(take(weight, indices, 0))
+    if per_sample_weights is not None:
+        rows = rows * wide(per_sample_weights)[:, None]
+    place = jnp.where(counted, bag, bags)
+    size = jnp.zeros((bags,), np.int64).at[place].add(1, mode="drop")
+    shape, dtype = (bags, weight.shape[1]), rows.dtype
+    if mode == _MAX:
+        result = jnp.full(shape, -np.inf, dtype).at[place].max(rows, mode="drop")
+        result = jnp.where(size[:, None] > 0, result, jnp.zeros((), dtype))
+    else:
+        result = jnp.zeros(shape, dtype).at[place].add(rows, mode="drop")
+        if mode == _MEAN:
+            result = result / jnp.maximum(size, 1)[:, None].astype(dtype)
+    kept = [jnp.zeros(val.shape, np.int64) for val in call.val[1:]]
+    if call.val[1].numel() == indices.size:
+        kept[0] = bag
+    # For sums the CPU leaves the sizes zero.
+    if mode != _SUM and call.val[2].numel() == bags:
+        kept[1] = size
+    if mode == _MAX and call.val[3].dim() == 2:
+        kept[2] = _bag_maxima(rows, result, bag, counted, indices, shape)
+    elif mode != _SUM and call.val[3].numel() == bags:
+        kept[2] = size
+    return result, kept[0], kept[1], kept[2]
+
+
+def _bag_maxima(
+    rows: Array, result: Array, bag: Array, counted: Array, indices: Array, shape: tuple[int, int]
+) -> Array:
+    """The row of ``weight`` that each maximum came from: the first of equals."""
+    winner = (rows == result[jnp.maximum(bag, 0)]) & counted[:, None]
+    position = jnp.where(winner, lax.broadcasted_iota(np.dtype(np.int64), rows.shape, 0), indices.size)
+    first = jnp.full(shape, indices.size, np.int64).at[bag].min(position, mode="drop")
+    known = first < indices.size
+    return jnp.where(known, indices[jnp.minimum(first, max(indices.size - 1, 0))], 0) if indices.size else first * 0

@@ -168,6 +168,8 @@ def _search(sorted_values: Array, values: Any, right: bool, dtype: np.dtype[Any]
     common = np.promote_types(sorted_values.dtype, values.dtype) if hasattr(values, "dtype") else sorted_values.dtype
     boundaries, wanted = cast(sorted_values, common), cast(values, common)
     side = "right" if right else "left"
+    if not boundaries.size or not np.size(wanted):
+        return jnp.zeros(np.shape(wanted), dtype)
     if boundaries.ndim == 1:
         return cast(jnp.searchsorted(boundaries, jnp.asarray(wanted), side=side, method="scan_unrolled"), dtype)
     rows = boundaries.reshape(-1, boundaries.shape[-1])

@@ -1,0 +1,423 @@
+"""The ``xla`` backend: values, bytes, settings, donation, memory that is shared, errors, and life without JAX."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers_graphs import CPU, aten, build, normal_form, run
+from torch.nn import functional as F
+
+from torchport.backend.interface import (
+    BackendData,
+    BackendDevice,
+    ExecutionContext,
+    FreeableBuffer,
+    InitContext,
+    Processed,
+)
+from torchport.backends.reference import ReferenceBackend
+from torchport.backends.xla import XlaBackend, container
+from torchport.core.errors import BackendUnavailable, CompileError, ConfigError, ExecutionError
+from torchport.core.specs import CompileSpecs, TensorSpec
+
+backend = XlaBackend()
+pytestmark = pytest.mark.skipif(not backend.is_available(), reason=backend.unavailable_reason())
+Tensors = tuple[torch.Tensor, ...]
+
+
+def rand(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape) + 1)
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def put(tensors: Sequence[torch.Tensor]) -> list[BackendData]:
+    return [backend.to_device(tensor.clone(), CPU) for tensor in tensors]
+
+
+def get(results: Sequence[BackendData]) -> list[torch.Tensor]:
+    return [backend.from_device(data) for data in results]
+
+
+def open_(processed: Processed, specs: CompileSpecs | None = None) -> Any:
+    return backend.init(FreeableBuffer(processed.data), specs or CompileSpecs(), InitContext(CPU))
+
+
+def compute(graph: Any, args: Sequence[torch.Tensor], specs: CompileSpecs | None = None) -> list[torch.Tensor]:
+    handle = open_(backend.preprocess(graph, specs or CompileSpecs()), specs)
+    results = get(backend.execute(handle, put(args), ExecutionContext(CPU)))
+    backend.destroy(handle)
+    return results
+
+
+def check(fn: Callable[..., Any], *args: torch.Tensor, rtol: float = 1e-4, atol: float = 1e-5) -> None:
+    """The backend's results are the reference's, in value, dtype and shape."""
+    graph, inputs = normal_form(fn, args)
+    expected = run(ReferenceBackend(), graph, [arg.clone() for arg in inputs])
+    for got, want in zip(compute(graph, inputs), expected, strict=True):
+        exact = not (want.is_floating_point() or want.is_complex())
+        tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": rtol, "atol": atol}
+        torch.testing.assert_close(got, want, equal_nan=True, **tolerance)
+
+
+@pytest.fixture(scope="module")
+def add_one() -> Processed:
+    """``x + 1`` for ``float32[8, 8]``, lowered."""
+    graph, _ = normal_form(lambda x: x + 1, [rand(8, 8)])
+    return backend.preprocess(graph, CompileSpecs())
+
+
+# -- values -----------------------------------------------------------------------------------------
+def test_views_scalars_empty_tensors_and_dtypes() -> None:
+    def fn(x: torch.Tensor, s: torch.Tensor, e: torch.Tensor, i: torch.Tensor, u: torch.Tensor, b: torch.Tensor) -> Any:
+        bits = (b & ~b, b.sum(), b ^ True, u + u, u >> 1, u // 3, i % 3, i // 3, -i, i.to(torch.bool), i << 61)
+        views = (x.t()[1:3], x[:, 1:3] * 2, x.unfold(1, 3, 1) + 1, x.as_strided((3, 2), (1, 6)) * 2, x.diagonal() + 0)
+        return s * 2 + 1, e.t() + 1, e.sum(), x / 3, x.double(), torch.full((2,), 7), i.sum(), *bits, *views
+
+    bytes_ = torch.tensor([250, 3, 7], dtype=torch.uint8)
+    flags = torch.tensor([True, False])
+    check(fn, rand(4, 6), torch.tensor(3.0), torch.empty(0, 3), torch.arange(-5, 5), bytes_, flags)
+
+
+def test_inputs_with_gaps_and_in_other_orders() -> None:
+    def fn(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> Tensors:
+        return x @ y, z + 1, y.as_strided((4,), (2,)), x.reshape(-1) * 2
+
+    check(fn, rand(8, 12)[::2, ::2], rand(4, 6).t(), rand(1, 6).expand(4, 6))
+
+
+def test_half_precision_and_complex_numbers() -> None:
+    def fn(h: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> Tensors:
+        return h @ h, h.softmax(-1), b @ b, F.layer_norm(b, [8]), b.sum(), h + 1, c * c.conj(), c.abs(), c @ c
+
+    args = (rand(8, 8, dtype=torch.float16), rand(8, 8, dtype=torch.bfloat16), rand(4, 4, dtype=torch.complex64))
+    check(fn, *args, rtol=2e-2, atol=2e-2)
+
+
+def test_bfloat16_rounds_after_every_operator() -> None:
+    """Kept in float32 between the two, the sum would be 256 + 1 + 1 = 258."""
+    graph, args = normal_form(lambda x: x + 1 + 1, [torch.tensor([256.0] * 64, dtype=torch.bfloat16)])
+    (result,) = compute(graph, args)
+    assert result.tolist() == (args[0] + 1 + 1).tolist() == [256.0] * 64
+
+
+def test_64_bit_integers_are_exact() -> None:
+    def fn(counter: torch.Tensor, key: torch.Tensor) -> Tensors:
+        x = counter * -7046029254386353131 + key
+        x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
+        x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+        return x, (x >> 40) & 0xFFFFFF, x % 7, x >> 63, x << 3
+
+    check(fn, torch.arange(1000) * 123456789123, torch.tensor(0x7EADBEEFCAFE1234))
+
+
+def test_random_numbers_are_the_reference_backends() -> None:
+    import torchport
+
+    drawn: list[list[torch.Tensor]] = []
+    for name in ("reference", "xla"):
+        torchport.use(name)
+        torch.manual_seed(7)
+        x = torch.rand(40, device="port")
+        drawn.append(
+            [x.cpu(), torch.randint(0, 1 << 40, (40,), device="port").cpu(), torch.randperm(40, device="port").cpu()]
+        )
+        drawn[-1].append(F.dropout(torch.ones(64, device="port"), 0.5).cpu())
+    for ours, theirs in zip(*drawn, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_a_convolution_net_with_its_gradients() -> None:
+    def fn(x: torch.Tensor, w: torch.Tensor, g: torch.Tensor, t: torch.Tensor) -> Tensors:
+        leaves = [v.detach().requires_grad_() for v in (x, w, g, t)]
+        y = F.conv2d(leaves[0], leaves[1], stride=2, padding=1)
+        y = F.max_pool2d(F.batch_norm(y, None, None, leaves[2], None, True).relu(), 2)
+        y = F.conv_transpose2d(y, leaves[3], stride=2, groups=2, output_padding=1)
+        return y.detach(), *torch.autograd.grad(y.square().sum(), leaves)
+
+    check(fn, rand(2, 3, 17, 17), rand(8, 3, 3, 3), rand(8), rand(8, 2, 3, 3), rtol=1e-3, atol=1e-3)
+
+
+def test_a_result_that_is_an_argument_or_another_result_is_not_computed_twice() -> None:
+    graph, args = normal_form(lambda x: (x + 1, (x + 1).clone(), x.clone()), [rand(8, 8)])
+    handle = open_(backend.preprocess(graph, CompileSpecs()))
+    data = put(args)
+    first, second, third = backend.execute(handle, data, ExecutionContext(CPU))
+    assert third.handle is data[0].handle
+    assert first is not second
+    for got, want in zip(get([first, second, third]), (args[0] + 1, args[0] + 1, args[0]), strict=True):
+        torch.testing.assert_close(got, want)
+    backend.destroy(handle)
+
+
+def test_a_graph_without_inputs() -> None:
+    graph = build(
+        lambda g, _: [g.call_function(aten.full.default, ([2, 3], 1.5)), g.call_function(aten.arange.default, (5,))], []
+    )
+    full, counted = compute(graph, [])
+    assert full.tolist() == [[1.5] * 3] * 2
+    assert counted.tolist() == [0, 1, 2, 3, 4]
+
+
+# -- memory -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int8, torch.complex64, torch.int64])
+@pytest.mark.parametrize("shape", [(), (0, 3), (3,), (64, 2)], ids=str)
+def test_values_come_back_as_they_went(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = (torch.randn(shape) * 100).to(dtype)
+    data = backend.to_device(tensor, CPU)
+    result = backend.from_device(data)
+    assert data.spec == TensorSpec.of(tensor)
+    torch.testing.assert_close(result, tensor, rtol=0, atol=0)
+
+
+def test_the_cpu_shares_memory_both_ways() -> None:
+    tensor = rand(64, 64)
+    data = backend.to_device(tensor, CPU)
+    assert backend.from_device(data).data_ptr() == tensor.data_ptr()
+
+
+def test_nobody_sees_a_write_through_shared_memory() -> None:
+    import torchport
+
+    host = rand(64, 64)
+    torchport.use("xla")
+    there = host.to("port")
+    before = host.clone()
+    host.zero_()
+    back = there.cpu()
+    torch.testing.assert_close(back, before)
+    back.fill_(7)
+    torch.testing.assert_close(there.cpu(), before)
+    there += 1
+    torch.testing.assert_close(there.cpu(), before + 1)
+    assert back.eq(7).all()
+
+
+def test_what_is_given_away_is_used_and_gone(add_one: Processed) -> None:
+    handle = open_(add_one)
+    (held,) = put([rand(8, 8)])
+    seen = backend.from_device(held).clone()
+    (given,) = backend.execute(handle, [held], ExecutionContext(CPU))
+    (result,) = backend.execute(handle, [given], ExecutionContext(CPU, donated=frozenset({0})))
+    torch.testing.assert_close(backend.from_device(result), seen + 2)
+    torch.testing.assert_close(backend.from_device(held), seen)
+    with pytest.raises((ExecutionError, RuntimeError), match=r"deleted|donated"):
+        backend.execute(handle, [given], ExecutionContext(CPU))
+    backend.destroy(handle)
+
+
+def test_a_tensor_that_shares_memory_survives_the_giving_away(add_one: Processed) -> None:
+    handle = open_(add_one)
+    (computed,) = backend.execute(handle, put([rand(8, 8)]), ExecutionContext(CPU))
+    shared = backend.from_device(computed)
+    before = shared.clone()
+    try:
+        (result,) = backend.execute(handle, [computed], ExecutionContext(CPU, donated=frozenset({0})))
+        torch.testing.assert_close(backend.from_device(result), before + 1)
+    finally:
+        torch.testing.assert_close(shared, before)
+        backend.destroy(handle)
+
+
+def test_placeholders() -> None:
+    data = backend.placeholder(TensorSpec.of(rand(2)), CPU)
+    assert not data.has_value
+    with pytest.raises(ExecutionError, match="not an XlaData with a value"):
+        backend.from_device(data)
+    data.assign(put([rand(2)])[0])
+    assert data.has_value
+    torch.testing.assert_close(backend.from_device(data), rand(2))
+
+
+def test_memory_and_waiting() -> None:
+    info = backend.memory_info(CPU)
+    assert 0 < info["free"] <= info["total"]
+    backend.synchronize(CPU)
+
+
+# -- settings and bytes -------------------------------------------------------------------------------
+def test_settings_are_checked(add_one: Processed) -> None:
+    graph, args = normal_form(lambda x: x @ x, [rand(4, 4)])
+    specs = CompileSpecs({"xla.matmul_precision": "default", "xla.options": '{"xla_cpu_enable_fast_math": false}'})
+    torch.testing.assert_close(compute(graph, args, specs)[0], args[0] @ args[0])
+    for key, value, message in (
+        ("xla.matmul_precision", "exact", "one of highest, high, default"),
+        ("xla.options", "{", "not JSON"),
+        ("xla.options", "[]", "JSON object"),
+        ("xla.precision", "high", "no compile spec 'xla.precision'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            backend.preprocess(graph, CompileSpecs({key: value}))
+
+
+def test_text_shows_stablehlo_in_full_precision() -> None:
+    graph, _ = normal_form(lambda x: x @ x, [rand(4, 4)])
+    text = backend.text(backend.preprocess(graph, CompileSpecs()))
+    assert "stablehlo.dot_general" in text
+    assert "HIGHEST" in text
+
+
+def test_bytes_of_other_makers_and_damaged_ones_are_refused(add_one: Processed) -> None:
+    for broken in (
+        b"",
+        b"PK\3\4" + add_one.data[4:],
+        add_one.data[:-1],
+        add_one.data[:200] + b"x" + add_one.data[201:],
+    ):
+        with pytest.raises(CompileError, match="compile again"):
+            open_(Processed(broken))
+    artifact = container.decode(add_one.data)
+    assert container.encode(artifact) == add_one.data
+    artifact.module, artifact.executable = b"nonsense", b""
+    with pytest.raises(CompileError, match="cannot read the StableHLO"):
+        open_(Processed(container.encode(artifact)))
+
+
+def test_another_process_runs_the_bytes(add_one: Processed, tmp_path: Path) -> None:
+    (tmp_path / "blob").write_bytes(add_one.data)
+    program = """
+import sys, torch
+from torchport.backend.interface import *
+from torchport.backends.xla import XlaBackend
+from torchport.core.specs import CompileSpecs
+cpu, backend = BackendDevice("cpu"), XlaBackend()
+handle = backend.init(FreeableBuffer(open(sys.argv[1], "rb").read()), CompileSpecs(), InitContext(cpu))
+x = backend.to_device(torch.ones(8, 8), cpu)
+print(backend.from_device(backend.execute(handle, [x], ExecutionContext(cpu))[0]).sum().item())
+assert "torchport.backends.xla.ops" not in sys.modules
+"""
+    command = [sys.executable, "-W", "ignore", "-c", program, str(tmp_path / "blob")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "128.0", done.stderr
+
+
+def test_the_users_own_jax_is_left_alone(add_one: Processed) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    open_(add_one)
+    assert not jax.config.jax_enable_x64
+    assert jax.config.jax_default_matmul_precision is None
+    assert jnp.arange(3).dtype == jnp.int32
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        check(lambda x, y: (x + y, (x > 0) * y), rand(4, 6), rand(6).double())
+
+
+def test_threads(add_one: Processed) -> None:
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            handle = open_(add_one)
+            for number in range(10):
+                x = torch.full((8, 8), float(number))
+                (result,) = get(backend.execute(handle, put([x]), ExecutionContext(CPU)))
+                torch.testing.assert_close(result, x + 1)
+            backend.destroy(handle)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+# -- errors -------------------------------------------------------------------------------------------
+def test_wrong_arguments_are_named(add_one: Processed) -> None:
+    handle = open_(add_one)
+    context = ExecutionContext(CPU)
+    for wrong, message in (
+        ([], "takes 1 inputs, but got 0"),
+        ([rand(9, 8)], r"input 0 should be float32\[8, 8\], but is float32\[9, 8\]"),
+        ([rand(8, 8).double()], r"but is float64\[8, 8\]"),
+    ):
+        with pytest.raises(ExecutionError, match=message):
+            backend.execute(handle, put(wrong), context)
+    with pytest.raises(ExecutionError, match="not an XlaData with a value"):
+        backend.execute(handle, [backend.placeholder(TensorSpec.of(rand(8, 8)), CPU)], context)
+    backend.destroy(handle)
+    backend.destroy(handle)
+    with pytest.raises(ExecutionError, match="destroyed"):
+        backend.execute(handle, put([rand(8, 8)]), context)
+
+
+def test_an_index_that_is_out_of_range_reads_nan_and_writes_nothing() -> None:
+    graph, args = normal_form(
+        lambda w, i: (F.embedding(i, w), w.index_put((i,), w[0])), [rand(4, 3), torch.tensor([0, 1])]
+    )
+    args[1][1] = 9
+    read, written = compute(graph, args)
+    torch.testing.assert_close(read[0], args[0][0])
+    assert read[1].isnan().all()
+    torch.testing.assert_close(written[1:], args[0][1:])
+
+
+def test_devices_and_dtypes_that_there_are_not() -> None:
+    assert BackendDevice("cpu", 0) in backend.devices()
+    with pytest.raises(BackendUnavailable, match="JAX has no device tpu:3"):
+        backend.to_device(rand(2), BackendDevice("tpu", 3))
+    with pytest.raises(ExecutionError, match=r"no torch.float8_e5m2"):
+        backend.to_device(torch.zeros(2, dtype=torch.float8_e5m2), CPU)
+
+
+def test_what_is_supported() -> None:
+    def nodes(graph: Any, inputs: list[Any]) -> list[Any]:
+        return [graph.call_function(aten.sin.default, (inputs[0],))]
+
+    graph = build(nodes, [rand(3)])
+    sin = next(node for node in graph.graph.nodes if node.op == "call_function")
+    assert backend.supports(sin)
+    sin.target = aten.nonzero.default
+    assert "no lowering" in backend.supports(sin).reason
+    sin.target, sin.meta["val"] = aten.sin.default, torch.eye(2).to_sparse()
+    assert "dense" in backend.supports(sin).reason
+
+
+def test_what_depends_on_values_runs_outside_the_graph() -> None:
+    import torchport
+
+    torchport.use("xla")
+    torchport.metrics.reset()
+    x = torch.tensor([0.0, 2.0, 0.0, 3.0], device="port")
+    assert x.nonzero().flatten().tolist() == [1, 3]
+    assert (x * 2)[x > 0].tolist() == [4.0, 6.0]
+    assert torchport.metrics.counter("Fallback") == 0
+    assert torchport.metrics.counter("KernelCall") == 2
+
+
+def test_without_jax_the_rest_works_and_the_message_says_what_to_install() -> None:
+    program = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"jax", "jaxlib"}:
+            raise ImportError(f"{name} is blocked")
+sys.meta_path.insert(0, Blocked())
+import torch, torchport
+row = next(row for row in torchport.list_backends() if row.name == "xla")
+print(row.available, row.reason)
+torchport.use("reference")
+print(torch.ones(3, device="port").sum().item())
+try:
+    torchport.use("xla")
+except torchport.BackendUnavailable as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3, done.stderr
+    assert lines[0].startswith("False")
+    assert lines[1] == "3.0"
+    assert all(
+        "jax, jaxlib not found; install what it needs with: pip install 'torchport[xla]'" in line for line in lines[::2]
+    )
