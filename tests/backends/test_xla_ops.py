@@ -149,9 +149,9 @@ def test_sorted_places(descending: bool) -> None:
     x[1, 3] = x[1, 7] = torch.nan
     places = [
         *_single(aten.sort.stable, x, stable=True, dim=1, descending=descending),
-        *_single(aten.topk.default, x, 5, 1, descending),
+        *_single(aten.topk.default, x[:1], 5, 1, descending),
     ]
-    expected = [*x.sort(1, descending, stable=True), *x.topk(5, 1, descending)]
+    expected = [*torch.sort(x, dim=1, descending=descending, stable=True), *x[:1].topk(5, 1, descending)]
     for got, want in zip(places, expected, strict=True):
         torch.testing.assert_close(got, want, equal_nan=True)
 
