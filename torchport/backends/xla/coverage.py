@@ -68,11 +68,11 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
 def core_operators() -> list[Any]:
     """Every overload that PyTorch tags ``core``, by name."""
     found: list[Any] = []
-    for packet in (getattr(aten, name) for name in dir(aten)):
-        for overload in packet.overloads() if hasattr(packet, "overloads") else ():
-            op = getattr(packet, overload)
-            if torch.Tag.core in op.tags:
-                found.append(op)
+    for qualified in torch._C._dispatch_get_all_op_names():
+        name, _, overload = qualified.removeprefix("aten::").partition(".")
+        op = getattr(getattr(aten, name, None), overload or "default", None) if qualified.startswith("aten::") else None
+        if op is not None and torch.Tag.core in op.tags:
+            found.append(op)
     return sorted(found, key=str)
 
 
