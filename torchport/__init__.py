@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     )
     from .core.specs import CompileSpec, CompileSpecs, TensorSpec
     from .debug.explain import explain
-    from .frontend.device.api import device, get_backend, list_backends, mode, register, sync, use
+    from .frontend.device.api import device, donate, get_backend, list_backends, mode, register, sync, use
 
 _HOMES = {
     "torchport.backend.interface": (
@@ -68,7 +68,7 @@ _HOMES = {
     ),
     "torchport.core.specs": "CompileSpec CompileSpecs TensorSpec",
     "torchport.debug.explain": "explain",
-    "torchport.frontend.device.api": "device get_backend list_backends mode register sync use",
+    "torchport.frontend.device.api": "device donate get_backend list_backends mode register sync use",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 _MODULES = {

@@ -6,6 +6,7 @@ arguments and one call of the backend. Everything else here runs once per new co
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
@@ -71,7 +72,8 @@ def is_known(trace: Trace) -> bool:
     """Whether the values that are pending were computed before at the same place, so that a flush compiles nothing."""
     with lock:
         plans = trace.cursor.plans
-        return bool(plans) and tuple([handle.number - trace.base for handle in trace.live()]) in plans
+        numbers = dict.fromkeys(handle.number - trace.base for handle in trace.live())
+        return bool(plans) and tuple(numbers) in plans
 
 
 def flush(trace: Trace, cause: str) -> TorchportError | None:
@@ -106,8 +108,13 @@ def flush(trace: Trace, cause: str) -> TorchportError | None:
 def _run(trace: Trace, handles: Sequence[LazyTensor], kind: str) -> TorchportError | None:
     """Compute the handles' values; returns the first error where some could not be computed."""
     base = trace.base
-    numbers = tuple([handle.number - base for handle in handles])
-    specs = [handle.spec for handle in handles]
+    # Several handles may stand for one value (a parameter's wrapper and its storage do): it is computed once.
+    groups: dict[int, list[LazyTensor]] = {}
+    for handle in handles:
+        groups.setdefault(handle.number - base, []).append(handle)
+    numbers = tuple(groups)
+    groups_of = list(groups.values())
+    specs = [group[0].spec or TensorSpec.of(group[0]) for group in groups_of]
     runtime = trace.runtime
     # After an interrupt in here the values are still pending in the trace, and the next flush computes them.
     try:
@@ -116,51 +123,41 @@ def _run(trace: Trace, handles: Sequence[LazyTensor], kind: str) -> TorchportErr
         job = Job.of_trace(trace, None, numbers)
         trace.restart()
         job.fail(error)
-        return _isolate(job, handles, specs)
+        return _isolate(job, groups_of, specs)
     except Exception:
         trace.restart()
         raise
     job = Job.of_trace(trace, plan, numbers)
     trace.restart()
     if kind != "eager" and runtime.worker.takes(plan, runtime.backend, kind in NOW):
-        job.promise(handles, specs if plan.numbers != numbers else plan.specs)
+        job.promise(groups_of, plan.select(numbers, plan.specs))
         runtime.worker.submit(job)
         return None
     try:
         results = job.run()
     except TorchportError as error:
         job.fail(error)
-        return _isolate(job, handles, specs)
+        return _isolate(job, groups_of, specs)
     except BaseException:
         # An interrupt: whoever needs one of the values has the job run again.
-        job.promise(handles, specs)
+        job.promise(groups_of, specs)
         raise
-    _assign(plan, handles, numbers, results)
+    specs = plan.select(numbers, plan.specs)
+    for group, result, spec in zip(groups_of, plan.select(numbers, results), specs, strict=True):
+        for handle in group:
+            handle.value, handle.spec = result, spec
     return None
 
 
-def _isolate(job: Job, handles: Sequence[LazyTensor], specs: Iterable[TensorSpec | None]) -> TorchportError | None:
-    job.promise(handles, specs)
+def _isolate(job: Job, owners: Sequence[Sequence[LazyTensor]], specs: Iterable[TensorSpec]) -> TorchportError | None:
+    job.promise(owners, specs)
     error = isolate(job)
-    for handle in handles:
+    for handle in itertools.chain(*owners):
         pending: Any = handle.value
         handle.value, handle.failure = pending.data, pending.error
         if pending.data is not None:
             handle.spec = TensorSpec.of(handle)
     return error
-
-
-def _assign(
-    plan: Plan, handles: Sequence[LazyTensor], numbers: tuple[int, ...], results: Sequence[BackendData]
-) -> None:
-    if plan.numbers == numbers:
-        for handle, result, spec in zip(handles, results, plan.specs, strict=True):
-            handle.value = result
-            handle.spec = spec
-        return
-    by_number = dict(zip(plan.numbers, zip(results, plan.specs, strict=True), strict=True))
-    for handle, number in zip(handles, numbers, strict=True):
-        handle.value, handle.spec = by_number[number]
 
 
 def settle(trace: Trace, tensor: LazyTensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from torch.utils._pytree import tree_iter
@@ -49,13 +49,24 @@ class _Replay:
 
     def _leaf(self, at: int, value: Any) -> Outcome:
         if at in self.job.donated:
-            return ExecutionError("its memory was given to the computation that failed (it was donated)")
+            return self._lost()
         if value.__class__ is not Pending:
             return value
         try:
             return value.result()
         except TorchportError as error:
             return error
+
+    def _lost(self) -> ExecutionError:
+        """What is left to say of an input that was given to the computation as a whole."""
+        error = self.job.error
+        message = getattr(error, "message", str(error))
+        lost = ExecutionError(
+            f"{message}\n  Its inputs had been donated to it, so its operators could not be run one by one",
+            op=getattr(error, "op", None),
+        )
+        lost.__cause__ = error
+        return lost
 
     def run(self, node: Node) -> None:
         """Run one op; its results, or its error, become values."""
@@ -103,8 +114,8 @@ def isolate(job: Job) -> TorchportError | None:
         replay = _Replay(job, walk=len(kept) > COMPILED_AT_MOST)
         for node in reversed(kept):
             replay.run(node)
-    outcomes: Mapping[int, Outcome] = {number: replay.values["value", number] for number in job.wanted}
-    errors = [outcome for outcome in outcomes.values() if isinstance(outcome, TorchportError)]
+    outcomes = [replay.values["value", number] for number in job.wanted]
+    errors = [outcome for outcome in outcomes if isinstance(outcome, TorchportError)]
     for single in errors:
         if single.__context__ is None and single is not error:
             single.__context__ = error

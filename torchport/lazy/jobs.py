@@ -14,7 +14,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -240,33 +240,35 @@ class Job:
 
     def _unshared(self, args: Sequence[Any]) -> frozenset[int]:
         """Positions of the arguments that nobody but this job holds, whose memory the backend may have."""
-        alone = [n == _ALONE + 1 for n in _counts(args)]  # besides ``args``, our own list or a promise holds it
-        held = _counts(self.args)
-        return frozenset(
-            at
-            for at, (mine, argument) in enumerate(zip(self.args, args, strict=False))
-            if alone[at] and not argument.exported and (mine is argument or held[at] == _ALONE)
-        )
+        counts, held = _counts(args), _counts(self.args)
+        # Besides ``args``, our own list holds a leaf, or a promise does that only our list holds; the rest is ours.
+        leaves = [
+            counts[at] == _ALONE + 1 and not data.exported and (mine is data or held[at] == _ALONE)
+            for at, (mine, data) in enumerate(zip(self.args, args, strict=False))
+        ]
+        packs = [counts[at] == _ALONE for at in range(len(leaves), len(args))]
+        return frozenset(at for at, alone in enumerate(leaves + packs) if alone)
 
     # -- promises --------------------------------------------------------------------------------------------
-    def promise(self, handles: Iterable[LazyTensor], specs: Iterable[TensorSpec | None]) -> None:
-        """Give the handles, which are in the order of ``wanted``, values that this job will bring."""
-        for handle, spec in zip(handles, specs, strict=True):
-            pending = Pending(self, spec if spec is not None else TensorSpec.of(handle))
+    def promise(self, owners: Iterable[Sequence[LazyTensor]], specs: Iterable[TensorSpec]) -> None:
+        """Give handles values that this job will bring: ``owners`` has, in the order of ``wanted``, those of each."""
+        for handles, spec in zip(owners, specs, strict=True):
+            pending = Pending(self, spec)
             self.pendings.append(pending)
-            handle.value, handle.spec = pending, pending.spec
+            for handle in handles:
+                handle.value, handle.spec = pending, spec
 
-    def deliver(self, outcomes: Mapping[int, BackendData | TorchportError]) -> None:
-        """Keep every promise; the job lets go of what it held."""
-        for number, pending in zip(self.wanted, self.pendings, strict=True):
-            pending.settle(outcomes[number])
+    def deliver(self, outcomes: Sequence[BackendData | TorchportError]) -> None:
+        """Keep every promise, in the order of ``wanted``; the job lets go of what it held."""
+        for pending, outcome in zip(self.pendings, outcomes, strict=True):
+            pending.settle(outcome)
         self.pendings, self.args = [], []
 
     def attempt(self) -> None:
         """Run and deliver; an error is kept for whoever needs a value. After an interrupt it can be run again."""
         try:
             assert self.plan is not None
-            self.deliver(dict(zip(self.plan.numbers, self.run(), strict=True)))
+            self.deliver(self.plan.select(self.wanted, self.run()))
             self.state = State.DONE
         except TorchportError as error:
             self.fail(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..backend.compiler import computations
 from ..backend.interface import Computation, ExecutionContext
@@ -44,6 +44,13 @@ class Plan:
     """How long the last run took."""
     contexts: dict[frozenset[int], ExecutionContext] = field(default_factory=dict[frozenset[int], ExecutionContext])
     """One context per set of donated arguments."""
+
+    def select(self, wanted: tuple[int, ...], results: Sequence[Any]) -> Sequence[Any]:
+        """Of one thing per value of the plan, those of the values wanted, in their order."""
+        if wanted == self.numbers:
+            return results
+        by_number = dict(zip(self.numbers, results, strict=True))
+        return [by_number[number] for number in wanted]
 
     def context(self, donated: frozenset[int]) -> ExecutionContext:
         """What ``execute`` is told when these arguments are donated."""

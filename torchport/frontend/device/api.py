@@ -13,7 +13,7 @@ from ...backend.registry import BackendInfo, registry
 from ...core.errors import ConfigError
 from . import module
 
-__all__ = ["device", "get_backend", "list_backends", "mode", "register", "sync", "use"]
+__all__ = ["device", "donate", "get_backend", "list_backends", "mode", "register", "sync", "use"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -28,6 +28,19 @@ def device(name: str, ordinal: int = 0) -> torch.device:
     from ...lazy.runtime import runtimes
 
     return torch.device("port", runtimes.bind(registry.get(name), ordinal))
+
+
+def donate(*tensors: torch.Tensor) -> None:
+    """Give up the tensors' values, as if their last references were gone, so that their memory can be used for others.
+
+    What was computed from a tensor before still gets its value; afterwards any use of the tensor raises
+    :class:`ExecutionError`. Views and aliases keep their values. Raises :class:`UnsupportedOp` for other devices'
+    tensors. Inputs that nobody holds are donated without being told.
+    """
+    module.init()
+    from ...lazy import donation
+
+    donation.donate(*tensors)
 
 
 def use(name: str, ordinal: int = 0) -> torch.device:

@@ -16,11 +16,11 @@ import torch
 
 from ...backend.normal_form import is_view
 from ...core.errors import UnsupportedOp
-from ...core.specs import TensorSpec
+from ...lazy.donation import take_place
 from ...lazy.record import user_line
 from ...lazy.runtime import threads
-from ...lazy.tensor import DEVICE_TYPE, IndexedLazyTensor, LazyTensor, make_handle
-from ...lazy.trace import LEAF, release, unwrap
+from ...lazy.tensor import DEVICE_TYPE, IndexedLazyTensor, LazyTensor
+from ...lazy.trace import release, unwrap
 
 __all__ = ["make_fallback"]
 
@@ -122,13 +122,8 @@ def _assign(op: Any, target: Any, result: Any) -> None:
         )
     release(target)
     trace = threads.trace
-    if trace.leaf_numbers.pop(id(target), None) is not None:
-        # Ops of this trace use what the target held so far: another handle of it takes the target's place there.
-        former = make_handle(target.spec or TensorSpec.of(target), 0)
-        former.number, former.value = target.number, target.value
-        position = next(place for place, held in enumerate(trace.leaves) if held is target)
-        trace.leaves[position] = former
-        trace.leaf_numbers[id(former)] = LEAF + position
+    # Ops of this trace use what the target held so far.
+    take_place(trace, target)
     target.number, target.value, target.spec, target.failure = result.number, result.value, result.spec, result.failure
     if target.value is None:
         trace.keep(target)
