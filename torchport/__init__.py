@@ -50,8 +50,12 @@ if TYPE_CHECKING:
         UnsupportedOp,
     )
     from .core.specs import CompileSpec, CompileSpecs, TensorSpec
+    from .debug.analysis import Finding, analyze, compile_reasons
+    from .debug.dumps import dump, dump_trie
     from .debug.explain import explain
     from .frontend.device.api import device, donate, get_backend, list_backends, mode, register, sync, use
+    from .lazy.closures import step_closure
+    from .lazy.reasons import CompileReason
 
 _HOMES = {
     "torchport.backend.interface": (
@@ -67,8 +71,12 @@ _HOMES = {
         "TorchportError UnsupportedOp"
     ),
     "torchport.core.specs": "CompileSpec CompileSpecs TensorSpec",
+    "torchport.debug.analysis": "Finding analyze compile_reasons",
+    "torchport.debug.dumps": "dump dump_trie",
     "torchport.debug.explain": "explain",
     "torchport.frontend.device.api": "device donate get_backend list_backends mode register sync use",
+    "torchport.lazy.closures": "step_closure",
+    "torchport.lazy.reasons": "CompileReason",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 _MODULES = {

@@ -6,15 +6,18 @@ Names follow PyTorch/XLA's where they mean the same thing (``UncachedCompile``, 
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
 __all__ = ["Metrics", "Timer", "count", "counter", "metrics", "report", "reset", "snapshot", "timer"]
+
+PERCENTILES: Final = (1, 5, 10, 20, 50, 80, 90, 95, 99)
 
 
 @dataclass
@@ -24,6 +27,7 @@ class Timer:
     count: int = 0
     total: float = 0.0
     samples: list[float] = field(default_factory=list[float])
+    since: float = field(default_factory=time.monotonic)
 
     KEEP: Final = 1_024
 
@@ -43,6 +47,11 @@ class Timer:
         ordered = sorted(self.samples)
         return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
+    @property
+    def rate(self) -> float:
+        """Samples per second since the first."""
+        return self.count / max(time.monotonic() - self.since, 1e-9)
+
 
 class Metrics:
     """A set of named counters and timers; safe to use from several threads."""
@@ -54,6 +63,12 @@ class Metrics:
         self.timers: dict[str, Timer] = {}
         self.sources: list[Callable[[], Mapping[str, float]]] = []
         """Functions whose figures the report shows too, such as a backend's own counters."""
+        self.notes: list[Callable[[], Sequence[str]]] = []
+        """Functions whose lines the report ends with."""
+        self.before_reading: list[Callable[[], None]] = []
+        """Called before a report or snapshot: what is counted in bulk is brought up to date."""
+        self.on_reset: list[Callable[[], None]] = []
+        """Called by :meth:`reset`."""
 
     def count(self, name: str, amount: int = 1) -> None:
         """Add ``amount`` to a counter."""
@@ -62,12 +77,17 @@ class Metrics:
 
     def counter(self, name: str) -> int:
         """The value of a counter; 0 if nothing was counted."""
+        if name.startswith("lazy::"):
+            self._update()
         return self.counters.get(name, 0)
 
     def add_time(self, name: str, seconds: float) -> None:
         """Record one duration in seconds under a timer."""
         with self._lock:
-            self.timers.setdefault(name, Timer()).add(seconds)
+            timer = self.timers.get(name)
+            if timer is None:
+                timer = self.timers[name] = Timer()
+            timer.add(seconds)
 
     @contextmanager
     def timer(self, name: str) -> Generator[None]:
@@ -78,14 +98,21 @@ class Metrics:
         finally:
             self.add_time(name, time.perf_counter() - start)
 
+    def _update(self) -> None:
+        for update in self.before_reading:
+            update()
+
     def reset(self) -> None:
         """Forget everything counted so far."""
+        for forget in self.on_reset:
+            forget()
         with self._lock:
             self.counters.clear()
             self.timers.clear()
 
     def snapshot(self) -> dict[str, dict[str, float]]:
         """``{"counters": {name: value}, "seconds": {name: total}, "samples": {name: count}}`` as plain numbers."""
+        self._update()
         with self._lock:
             return {
                 "counters": dict(self.counters),
@@ -94,18 +121,29 @@ class Metrics:
             }
 
     def report(self) -> str:
-        """A readable table of every counter and timer."""
+        """A readable table of every counter and timer, then the newest compilations and why they were necessary.
+
+        A timer's line: samples, their sum, how many per second since the first, and percentiles in milliseconds.
+        """
+        self._update()
         with self._lock:
             lines = [f"{name:<40} {value:>12,}" for name, value in sorted(self.counters.items())]
             for source in self.sources:
                 lines += [f"{name:<40} {value:>12,}" for name, value in sorted(source().items())]
             for name, t in sorted(self.timers.items()):
-                spread = "  ".join(f"p{p}={t.percentile(p) * 1e3:.3f}" for p in (1, 50, 99))
-                lines.append(f"{name:<40} {t.count:>12,}  total={t.total:.3f}s  {spread} ms")
+                spread = "  ".join(f"p{p}={t.percentile(p) * 1e3:.3f}" for p in PERCENTILES)
+                lines.append(f"{name:<40} {t.count:>12,}  total={t.total:.3f}s  {spread} ms  rate={t.rate:.3g}/s")
+        for notes in self.notes:
+            lines += notes()
         return "\n".join(lines) if lines else "nothing counted yet"
+
+    def after_fork_in_child(self) -> None:
+        """Another thread may have held the lock when the process was forked."""
+        self._lock = threading.RLock()
 
 
 metrics: Final = Metrics()
+os.register_at_fork(after_in_child=metrics.after_fork_in_child)
 count = metrics.count
 counter = metrics.counter
 report = metrics.report

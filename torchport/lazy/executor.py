@@ -18,18 +18,22 @@ from ..backend.interface import BackendData
 from ..core import metrics
 from ..core.errors import CompileError, ExecutionError, TorchportError
 from ..core.specs import TensorSpec
+from .history import history
 from .isolate import isolate
 from .jobs import Job, on_worker, resolve
 from .plans import Plan, make_plan
+from .reasons import explain_compile
 from .tensor import LazyTensor, make_handle
 from .torch_state import default_state
 from .trace import SPAN, Node, Trace, lock, owners, release
+from .user_code import user_line
 
 if TYPE_CHECKING:
     from .runtime import DeviceRuntime
 
 __all__ = [
     "Plan",
+    "by_number",
     "flush",
     "host_tensor",
     "is_known",
@@ -42,9 +46,12 @@ __all__ = [
 NOW: Final = frozenset({"read", "eager", "host", "kernel"})
 """Causes of a flush after which the calling thread needs a value at once."""
 
+WAITING: Final = NOW - {"eager"}
+"""Those that the program could do without."""
+
 
 # -- flushing ----------------------------------------------------------------------------------------------------
-def _plan(trace: Trace, node: Node, numbers: tuple[int, ...]) -> Plan:
+def _plan(trace: Trace, node: Node, numbers: tuple[int, ...], cause: str) -> Plan:
     """The plan for these values at this node; a known one that gives more values serves too."""
     if node.plans is None:
         node.plans = {}
@@ -55,10 +62,14 @@ def _plan(trace: Trace, node: Node, numbers: tuple[int, ...]) -> Plan:
         plan = next((p for p in known if wanted.issubset(p.numbers)), None)
         if plan is None:
             specs = [leaf.spec or TensorSpec.of(leaf) for leaf in trace.leaves]
+            reason = explain_compile(trace, node, numbers, cause)
+            compiled = metrics.counter("UncachedCompile")
             try:
                 plan = make_plan(trace.runtime, node.path(), numbers, specs, alone=trace.eager)
             except CompileError as error:
                 plan = error
+            if metrics.counter("UncachedCompile") > compiled:
+                history.reasons.append(reason)
         node.plans[numbers] = plan
     if isinstance(plan, CompileError):
         # What did not compile once is not tried again on every step.
@@ -68,12 +79,23 @@ def _plan(trace: Trace, node: Node, numbers: tuple[int, ...]) -> Plan:
     return plan
 
 
+def by_number(trace: Trace, handles: Iterable[LazyTensor]) -> dict[int, list[LazyTensor]]:
+    """The pending values' numbers in the trace, in order, and the handles of each.
+
+    Several may stand for one value (a parameter's wrapper and its storage do), which is then computed once.
+    """
+    base = trace.base
+    groups: dict[int, list[LazyTensor]] = {}
+    for handle in handles:
+        groups.setdefault(handle.number - base, []).append(handle)
+    return groups
+
+
 def is_known(trace: Trace) -> bool:
     """Whether the values that are pending were computed before at the same place, so that a flush compiles nothing."""
     with lock:
         plans = trace.cursor.plans
-        numbers = dict.fromkeys(handle.number - trace.base for handle in trace.live())
-        return bool(plans) and tuple(numbers) in plans
+        return bool(plans) and tuple(by_number(trace, trace.live())) in plans
 
 
 def flush(trace: Trace, cause: str) -> TorchportError | None:
@@ -99,26 +121,25 @@ def flush(trace: Trace, cause: str) -> TorchportError | None:
         metrics.count("Flush")
         metrics.count(f"Flush: {kind}")
         metrics.count("TracedOps", trace.cursor.depth)
+        history.flushed(trace.cursor)
+        if kind in WAITING:
+            history.waited(cause, user_line())
         with default_state():
-            failure = _run(trace, handles, kind)
+            failure = _run(trace, handles, cause, kind)
     worker.wait_for_room()
     return failure
 
 
-def _run(trace: Trace, handles: Sequence[LazyTensor], kind: str) -> TorchportError | None:
+def _run(trace: Trace, handles: Sequence[LazyTensor], cause: str, kind: str) -> TorchportError | None:
     """Compute the handles' values; returns the first error where some could not be computed."""
-    base = trace.base
-    # Several handles may stand for one value (a parameter's wrapper and its storage do): it is computed once.
-    groups: dict[int, list[LazyTensor]] = {}
-    for handle in handles:
-        groups.setdefault(handle.number - base, []).append(handle)
+    groups = by_number(trace, handles)
     numbers = tuple(groups)
     groups_of = list(groups.values())
     specs = [group[0].spec or TensorSpec.of(group[0]) for group in groups_of]
     runtime = trace.runtime
     # After an interrupt in here the values are still pending in the trace, and the next flush computes them.
     try:
-        plan = _plan(trace, trace.cursor, numbers)
+        plan = _plan(trace, trace.cursor, numbers, cause)
     except TorchportError as error:
         job = Job.of_trace(trace, None, numbers)
         trace.restart()
@@ -233,10 +254,12 @@ def host_tensor(tensor: LazyTensor) -> torch.Tensor:
     value = resolve(tensor)
     runtime: DeviceRuntime = value.info  # type: ignore[assignment]
     value.exported = True
+    start = perf_counter()
     try:
         result = runtime.backend.from_device(value)
     except Exception as error:
         raise _transfer_failed(runtime, "to the host", error) from error
+    metrics.metrics.add_time("TransferFromDeviceTime", perf_counter() - start)
     strides = tensor.stride()
     if result.stride() == strides or not result.numel():
         return result

@@ -23,7 +23,7 @@ from .random import is_random
 from .record import emit, record
 from .tensor import IndexedLazyTensor, LazyTensor
 
-__all__ = ["Kernel", "has_tensor_argument", "make_kernel", "supported_schema"]
+__all__ = ["Kernel", "has_tensor_argument", "key_parts", "make_kernel", "supported_schema"]
 
 _numbers_of_ops = itertools.count(1)
 
@@ -77,6 +77,12 @@ def _arguments(op: torch._ops.OpOverload) -> tuple[Argument, ...]:
         if argument.kind not in _IGNORED | _GENERATOR:
             argument.part = next(place)
     return arguments
+
+
+def key_parts(op: torch._ops.OpOverload, key: Sequence[Any], other: Sequence[Any]) -> list[tuple[str, bool, Any, Any]]:
+    """For each argument its name, whether it holds tensors, and its parts in two trace keys of the operator."""
+    arguments = [argument for argument in _arguments(op) if argument.part is not None]
+    return [(a.name, a.holds_tensors, key[a.part], other[a.part]) for a in arguments if a.part is not None]
 
 
 @dataclass(eq=False)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -36,26 +35,12 @@ from .trace import (
     unwrap,
     wrap,
 )
+from .user_code import user_line
 
 if TYPE_CHECKING:
     from .kernel import Kernel
 
 __all__ = ["emit", "record", "user_line"]
-
-
-_PACKAGES: Final = (*torch.__path__, str(__file__).removesuffix("/lazy/record.py"))
-_HIDDEN: Final = (*(f"{path}/" for path in _PACKAGES), "<torchport kernel")
-
-
-def user_line() -> str | None:
-    """``file:line in function`` of the innermost frame that belongs neither to torch nor to torchport."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_HIDDEN):
-            return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back
-    return None
 
 
 # -- recording ---------------------------------------------------------------------------------------------------

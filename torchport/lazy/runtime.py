@@ -19,6 +19,7 @@ from ..core import metrics
 from ..core.config import config
 from ..core.errors import BackendUnavailable, TorchportError
 from ..core.specs import CompileSpecs, TensorSpec
+from . import closures
 from .eager import EagerTrace
 from .executor import flush, is_known
 from .graph import build_graph
@@ -166,6 +167,10 @@ def _shut_down() -> None:
 
     What is pending is computed as far as that needs no compiling: nobody can read it any more.
     """
+    try:
+        closures.finish()
+    except Exception as error:
+        print(f"torchport: a step closure raised {type(error).__name__}: {error}", file=sys.stderr)
     for trace in threads.mine():
         if is_known(trace):
             flush(trace, "exit")
@@ -267,6 +272,11 @@ class _ThreadTraces(threading.local):
 
 _every_trace: Final[weakref.WeakSet[Trace]] = weakref.WeakSet()
 threads: Final = _ThreadTraces()
+
+
+def every_trace() -> list[Trace]:
+    """The traces of all threads."""
+    return list(_every_trace)
 
 
 def flush_mine(cause: str) -> TorchportError | None:

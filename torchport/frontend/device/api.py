@@ -127,8 +127,12 @@ def sync(device: Any = None, wait: bool = True) -> None:
     """Have everything computed that the calling thread has pending, on one device or on all.
 
     ``wait``: return when it is done, and raise the first error among the pending values and those that nobody has read.
+    A step has then ended, so step closures run.
     """
+    from ...lazy import closures
+
     if not module.is_initialized():
+        closures.finish()
         return
     from ...lazy.executor import flush
     from ...lazy.runtime import runtimes, threads
@@ -144,3 +148,7 @@ def sync(device: Any = None, wait: bool = True) -> None:
     for error in errors:
         if error is not None:
             raise error
+    if wait:
+        closures.finish()
+    else:
+        closures.step_ended()

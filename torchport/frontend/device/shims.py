@@ -21,6 +21,7 @@ import torch
 from torch._utils import _rebuild_tensor_v2
 
 from ...core.errors import StorageAccess
+from ...lazy.closures import step_ended
 from ...lazy.runtime import flush_mine
 from ...lazy.tensor import DEVICE_TYPE, LazyTensor
 from .opaque import opaque
@@ -158,6 +159,7 @@ def _flush_after_optimizer() -> None:
         error = flush_mine("step")
         if error is not None:
             raise error
+        step_ended()
 
     register_optimizer_step_post_hook(opaque(flush))
 

@@ -1,0 +1,159 @@
+"""Pending graphs, computations and the trie as text, FX, DOT or the backend's own code."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
+
+from ..core.errors import ConfigError, UnsupportedOp
+from ..core.specs import TensorSpec
+
+__all__ = ["FORMATS", "dump", "dump_trie"]
+
+FORMATS: Final = ("text", "fx", "dot", "backend")
+
+
+def dump(value: Any = None, format: str = "text") -> str:
+    """What is pending, or a graph, as text.
+
+    ``value``: a tensor, or a nest of them, whose pending graph is wanted; an ``fx.GraphModule``; nothing for everything
+    the calling thread has pending. ``format``: ``text`` (one line per operator, with specs and the user's lines),
+    ``fx`` (Python), ``dot`` (Graphviz) or ``backend`` (the backend's code; the graph is compiled for it). Nothing is
+    computed. Raises :class:`ConfigError` for another format, :class:`UnsupportedOp` for tensors of other devices.
+    """
+    if format not in FORMATS:
+        raise ConfigError(f"there is no format {format!r}; there are {', '.join(FORMATS)}")
+    if isinstance(value, fx.GraphModule):
+        return _render(value, format, None)
+    parts = [_render(module, format, runtime) for runtime, module in _pending(value)]
+    return "\n".join(parts) if parts else "nothing is pending"
+
+
+def _pending(value: Any) -> Iterable[tuple[Any, fx.GraphModule]]:
+    """Device by device, the graph of the pending values among these, or of all of the thread's."""
+    from ..frontend.device import module
+
+    module.init()
+    from ..lazy.executor import by_number
+    from ..lazy.graph import build_graph
+    from ..lazy.runtime import threads
+    from ..lazy.tensor import LazyTensor
+    from ..lazy.trace import lock, unwrap
+
+    wanted: list[Any] | None = None
+    if value is not None:
+        wanted = [unwrap(leaf) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        for handle in wanted:
+            if not isinstance(handle, LazyTensor):
+                raise UnsupportedOp(f"dump() takes tensors on port, got one on {handle.device}")
+    with lock:
+        for trace in threads.mine():
+            handles = trace.live() if trace.cursor.parent is not None else []
+            if wanted is not None:
+                handles = [handle for handle in handles if any(handle is other for other in wanted)]
+            numbers = tuple(by_number(trace, handles))
+            if numbers:
+                specs = [leaf.spec or TensorSpec.of(leaf) for leaf in trace.leaves]
+                yield trace.runtime, build_graph(trace.cursor.path(), numbers, specs, trace.runtime.capture).module
+
+
+def _render(module: fx.GraphModule, format: str, runtime: Any) -> str:
+    if format == "fx":
+        return module.print_readable(print_output=False)
+    if format == "dot":
+        return _dot(module)
+    if format == "text":
+        return _text(module)
+    if runtime is None:
+        from ..lazy.runtime import runtimes
+
+        runtime = runtimes.get(0)
+    return runtime.backend.text(runtime.backend.preprocess(module, runtime.specs))
+
+
+# -- text ----------------------------------------------------------------------------------------------------------
+def _spec(node: fx.Node) -> str:
+    value = node.meta.get("val")
+    values: Sequence[Any] = value if isinstance(value, (list, tuple)) else [value]
+    return ", ".join(str(TensorSpec.of(one)) if isinstance(one, torch.Tensor) else str(one) for one in values)
+
+
+def _call(node: fx.Node, name: Callable[[fx.Node], str]) -> str:
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: _Name(name(n)))
+    if node.target is operator.getitem:
+        return f"{args[0]}[{args[1]}]"
+    given = [repr(arg) for arg in args] + [f"{key}={value!r}" for key, value in kwargs.items()]
+    return f"{node.target}({', '.join(given)})"
+
+
+class _Name(str):
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _text(module: fx.GraphModule) -> str:
+    """One line per node: ``%name = operator(arguments) : spec  # the user's line``."""
+    lines: list[str] = []
+    for node in module.graph.nodes:
+        source = node.meta.get("source")
+        if node.op == "placeholder":
+            lines.append(f"%{node.name} : {_spec(node)}")
+        elif node.op == "output":
+            lines.append("return " + ", ".join(f"%{result.name}" for result in node.all_input_nodes))
+        else:
+            called = _call(node, lambda n: f"%{n.name}")
+            lines.append(f"%{node.name} = {called} : {_spec(node)}" + (f"  # {source}" if source else ""))
+    return "\n".join(lines)
+
+
+# -- DOT -----------------------------------------------------------------------------------------------------------
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+
+
+def _dot(module: fx.GraphModule) -> str:
+    """Graphviz: a box per operator, an ellipse per input, an edge per use."""
+    lines = ["digraph G {", "  node [shape=box];"]
+    for node in module.graph.nodes:
+        shape = ", shape=ellipse" if node.op in ("placeholder", "output") else ""
+        title = str(node.target) if node.op == "call_function" else node.name
+        label = "\n".join(part for part in (title, _spec(node), node.meta.get("source")) if part)
+        lines.append(f"  {node.name} [label={_quoted(label)}{shape}];")
+        lines += [f"  {used.name} -> {node.name};" for used in node.all_input_nodes]
+    return "\n".join([*lines, "}"])
+
+
+def dump_trie(device: Any = None, limit: int = 2_000) -> str:
+    """The calling thread's trie on a device as DOT: every op it has seen, by place; nodes with plans have two rings.
+
+    ``limit``: at most so many nodes.
+    """
+    from ..frontend.device import module
+
+    module.init()
+    from ..lazy.runtime import threads
+
+    index = (torch.device(device).index or 0) if device is not None else 0
+    lines = ["digraph trie {", "  node [shape=box];", '  n0 [label="start", shape=ellipse];']
+    queue = [(threads.of(index).root, 0)]
+    count = 0
+    while queue:
+        node, at = queue.pop()
+        for child in dict.values(node.children):
+            count += 1
+            if count > limit:
+                break
+            rings = ", peripheries=2" if child.plans else ""
+            label = "\n".join(part for part in (str(child.op), child.source) if part)
+            lines.append(f"  n{count} [label={_quoted(label)}{rings}];")
+            lines.append(f"  n{at} -> n{count};")
+            queue.append((child, count))
+    return "\n".join([*lines, "}"])
