@@ -355,10 +355,18 @@ def leaf(trace: Trace, tensor: LazyTensor) -> Any:
         trace.fresh = True
         if not torch.is_grad_enabled():
             trace.copies = COPIES_UNDER_GRAD
+    other = trace.leaf_numbers.get(id(tensor.value))
+    if other is not None and other - LEAF < len(trace.leaves):
+        held = trace.leaves[other - LEAF]
+        if held.value is tensor.value and held.spec is spec:
+            # Another handle of the same value is a leaf already: as two, neither could be donated.
+            tensor.number = trace.base + other
+            trace.keep(tensor)
+            return other
     number = LEAF + len(trace.leaves)
     tensor.number = trace.base + number
     trace.leaves.append(tensor)
-    trace.leaf_numbers[id(tensor)] = number
+    trace.leaf_numbers[id(tensor)] = trace.leaf_numbers[id(tensor.value)] = number
     return spec
 
 
