@@ -15,8 +15,12 @@ from torch import fx
 import torchport
 from torchport import BackendData, BackendDevice, CompileSpecs, ExecutionContext, Processed, Support, TensorData
 from torchport.backends.reference import ReferenceBackend
+from torchport.lazy.runtime import rebind
 
 _numbers = itertools.count()
+FRESH = 32
+_FIRST: dict[int, str] = {}
+"""The names of the fakes that the indices are bound to."""
 
 
 class Fake(ReferenceBackend):
@@ -28,11 +32,19 @@ class Fake(ReferenceBackend):
     @classmethod
     def install(cls, **attributes: Any) -> Any:
         """Register a new subclass of this fake; the instance, with the ``device`` that stands for it."""
-        kind = type(cls.__name__, (cls,), {"name": f"{cls.name}_{next(_numbers)}", **attributes})
+        number = next(_numbers)
+        kind = type(cls.__name__, (cls,), {"name": f"{cls.name}_{number}", **attributes})
         torchport.register(kind)
         backend = torchport.get_backend(kind.name)
         assert isinstance(backend, cls)
-        backend.device = torchport.device(kind.name)
+        if number < FRESH:
+            backend.device = torchport.device(kind.name)
+        else:
+            # PyTorch has 128 indices per device type: those of fakes of long ago are bound again.
+            index = torchport.device(_FIRST[number % FRESH]).index
+            rebind(backend, 0, index)
+            backend.device = torch.device("port", index)
+        _FIRST[number % FRESH] = kind.name
         return backend
 
 

@@ -131,13 +131,13 @@ class Runtimes:
             self._by_index.append(self._make(len(self._by_index), backend, ordinal))
             return len(self._by_index) - 1
 
-    def use(self, backend: Backend, ordinal: int = 0) -> DeviceRuntime:
-        """Bind index 0. Values of the former binding move to the new one when they are next used."""
+    def use(self, backend: Backend, ordinal: int = 0, index: int = 0) -> DeviceRuntime:
+        """Bind an existing index. Values of the former binding move to the new one when they are next used."""
         with self._lock:
-            current = self._by_index[0]
+            current = self._by_index[index]
             if current is None or current.backend is not backend or current.device.ordinal != ordinal:
-                self._by_index[0] = self._make(0, backend, ordinal)
-            runtime = self._by_index[0]
+                self._by_index[index] = self._make(index, backend, ordinal)
+            runtime = self._by_index[index]
             assert runtime is not None
             return runtime
 
@@ -285,16 +285,16 @@ def flush_mine(cause: str) -> TorchportError | None:
     return errors[0] if errors else None
 
 
-def rebind(backend: Backend, ordinal: int = 0) -> None:
-    """Bind index 0 to another backend: pending values are computed on the former one first.
+def rebind(backend: Backend, ordinal: int = 0, index: int = 0) -> None:
+    """Bind an existing index to another backend: pending values are computed on the former one first.
 
-    Call it while no other thread traces on index 0.
+    Call it while no other thread traces on that index.
     """
     with lock:
-        former = [trace for trace in _every_trace if trace.index == 0]
+        former = [trace for trace in _every_trace if trace.index == index]
         for trace in former:
             flush(trace, "rebind")
-        runtime = runtimes.use(backend, ordinal)
+        runtime = runtimes.use(backend, ordinal, index)
         for trace in former:
             trace.runtime = runtime
             trace.restart()
