@@ -93,24 +93,24 @@ class AddSubBackend(Backend):
     def supports(self, node: fx.Node) -> Support:
         name = str(node.target)
         if name not in _OPS:
-            return Support.no(f"{name}: this backend adds and subtracts, nothing else")
+            return Support.no("this backend adds and subtracts, nothing else")
         if node.kwargs.get("alpha", 1) != 1:
-            return Support.no(f"{name} with alpha: multiply first")
+            return Support.no("alpha is not 1: multiply first")
         values: list[torch.Tensor] = [node.meta["val"]]
         for arg in node.args:
             if _is_number(arg):
                 continue
             value = arg.meta.get("val") if hasattr(arg, "meta") else None  # type: ignore[union-attr]
             if value is None:
-                return Support.no(f"{name} of {arg!r}: operands are tensors and numbers")
+                return Support.no(f"operand {arg!r} is neither a tensor nor a number")
             values.append(value)
         dtypes = sorted({str(value.dtype) for value in values})
         if dtypes != ["torch.float32"]:
-            return Support.no(f"{name} of {', '.join(dtypes)}: only float tensors are compatible with add and sub")
+            return Support.no(f"only float tensors are compatible with add and sub, not {', '.join(dtypes)}")
         if len({tuple(value.shape) for value in values}) > 1:
-            return Support.no(f"{name} of tensors of different sizes: {[tuple(value.shape) for value in values[1:]]}")
+            return Support.no(f"tensors of different sizes: {[tuple(value.shape) for value in values[1:]]}")
         if not all(value.is_contiguous() for value in values):
-            return Support.no(f"{name} of tensors that are not contiguous")
+            return Support.no("tensors that are not contiguous")
         return Support.yes()
 
     def preprocess(self, graph: fx.GraphModule, specs: CompileSpecs) -> Processed:

@@ -1,0 +1,170 @@
+"""``openvino``: inference on Intel's OpenVINO, in float32 unless asked otherwise. Needs no PyTorch to run a program.
+
+:mod:`.translate` writes a graph in OpenVINO's opset; compiled bytes are its IR (XML and weights), which every machine
+compiles for itself when it loads a program. Constants stay where the program has them: they are bound when it is
+loaded, so that OpenVINO folds and packs them, and are stored once.
+
+Compile spec ``openvino.device``: the device, ``CPU`` by default. Run-time options are OpenVINO's properties by name,
+such as ``INFERENCE_NUM_THREADS``; ``INFERENCE_PRECISION_HINT`` is ``f32`` unless it is given, where OpenVINO's default
+is bfloat16 on CPUs that have it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from torchport.backend.interface import (
+    ArrayData,
+    Backend,
+    BackendData,
+    ExecutionContext,
+    FreeableBuffer,
+    InitContext,
+    Processed,
+    Support,
+)
+from torchport.core.errors import CompileError, ConfigError, DelegateError, ErrorCode
+from torchport.core.specs import CompileSpecs, TensorSpec
+
+if TYPE_CHECKING:
+    from torch import fx
+
+__all__ = ["OpenVinoBackend"]
+
+_HEADER: Final = struct.Struct("<8sQQI")
+_MAGIC: Final = b"TPOVN001"
+
+
+class _Compiled:
+    """A compiled model with one request."""
+
+    def __init__(self, request: Any, outputs: Sequence[TensorSpec], dtypes: Sequence[Any]) -> None:
+        self.request = request
+        self.outputs = list(zip(outputs, dtypes, strict=True))
+        self.options: dict[str, Any] = {}
+        self.copied = [at for at, spec in enumerate(outputs) if not spec.is_contiguous]
+
+
+class OpenVinoBackend(Backend):
+    """OpenVINO on CPU (or the device of compile spec ``openvino.device``)."""
+
+    name = "openvino"
+    version = "1"
+    torch_free = True
+    binds_constants = True
+
+    def is_available(self) -> bool:
+        return importlib.util.find_spec("openvino") is not None
+
+    def unavailable_reason(self) -> str:
+        return "" if self.is_available() else "openvino is not installed: pip install torchport[openvino]"
+
+    def supports(self, node: fx.Node) -> Support:
+        from .translate import supports
+
+        return supports(node)
+
+    def preprocess(self, graph: fx.GraphModule, specs: CompileSpecs) -> Processed:
+        from .translate import to_ir
+
+        unknown = sorted(set(specs) - {"openvino.device"})
+        if unknown:
+            raise ConfigError(f"openvino has no compile spec {unknown[0]!r}; it has: openvino.device")
+        xml, weights = to_ir(graph)
+        return Processed(_HEADER.pack(_MAGIC, len(xml), len(weights), zlib.crc32(xml + weights)) + xml + weights)
+
+    def init(self, processed: FreeableBuffer, specs: CompileSpecs, context: InitContext) -> _Compiled:
+        import openvino as ov
+
+        model = _read(processed)
+        _bind(model, context.constants)
+        config = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY", **dict(context.options)}
+        try:
+            compiled = ov.Core().compile_model(model, specs.text("openvino.device", "CPU"), config)
+        except RuntimeError as error:
+            raise CompileError(f"OpenVINO cannot compile this model: {error}") from error
+        processed.free()
+        dtypes = [output.get_element_type().to_dtype() for output in compiled.outputs]
+        return _Compiled(compiled.create_infer_request(), context.outputs, dtypes)
+
+    def execute(
+        self, handle: _Compiled, args: Sequence[BackendData], context: ExecutionContext
+    ) -> Sequence[BackendData]:
+        import numpy
+        import openvino as ov
+
+        request = handle.request
+        results: list[Any] = []
+        try:
+            for position, arg in enumerate(args):
+                array = arg.array  # type: ignore[attr-defined]
+                if not array.flags.c_contiguous:
+                    array = numpy.ascontiguousarray(array)
+                request.set_input_tensor(position, ov.Tensor(array, shared_memory=True))
+            for position, (spec, dtype) in enumerate(handle.outputs):
+                made = numpy.empty(spec.shape, dtype)
+                request.set_output_tensor(position, ov.Tensor(made, shared_memory=True))
+                results.append(made)
+            request.start_async()
+            request.wait()
+        except RuntimeError as error:
+            raise DelegateError(f"OpenVINO failed: {error}", code=ErrorCode.INTERNAL) from error
+        if handle.copied:
+            for position in handle.copied:
+                results[position] = _with_strides(results[position], context.outputs[position])
+        device = context.device
+        return [ArrayData(device, spec, array) for array, (spec, _) in zip(results, handle.outputs, strict=True)]
+
+    def destroy(self, handle: _Compiled | None) -> None:
+        if handle is not None:
+            handle.request = None
+
+    def text(self, processed: Processed) -> str:
+        _, length, _, _ = _HEADER.unpack_from(processed.data)
+        return bytes(processed.data[_HEADER.size : _HEADER.size + length]).decode()
+
+
+def _read(processed: FreeableBuffer) -> Any:
+    """The model of compiled bytes. Raises :class:`CompileError` for anything else."""
+    import openvino as ov
+
+    data = memoryview(processed.data)
+    try:
+        magic, length, size, checksum = _HEADER.unpack_from(data)
+        start, end = _HEADER.size + length, _HEADER.size + length + size
+        if magic != _MAGIC or end != len(data) or zlib.crc32(data[_HEADER.size :]) != checksum:
+            raise ValueError("they are damaged")
+        xml, weights = bytes(data[_HEADER.size : start]), bytes(data[start:end])
+        return ov.Core().read_model(xml, weights)
+    except (struct.error, ValueError, RuntimeError) as error:
+        raise CompileError(f"these bytes were not made by the openvino backend: {error}; lower again") from error
+
+
+def _bind(model: Any, constants: Mapping[int, BackendData]) -> None:
+    """Make inputs constants. Their memory is the program's: OpenVINO copies what it packs."""
+    import numpy
+    from openvino import opset13
+
+    parameters = list(model.get_parameters())
+    for position, data in constants.items():
+        array = numpy.ascontiguousarray(data.array)  # type: ignore[attr-defined]
+        constant = opset13.constant(array, shared_memory=True)
+        parameter = parameters[position]
+        for target in list(parameter.output(0).get_target_inputs()):
+            target.replace_source_output(constant.output(0))
+        model.remove_parameter(parameter)
+    model.validate_nodes_and_infer_types()
+
+
+def _with_strides(array: Any, spec: TensorSpec) -> Any:
+    import numpy
+
+    order = sorted(range(len(spec.shape)), key=lambda axis: -spec.strides[axis])
+    made = numpy.empty([spec.shape[axis] for axis in order], array.dtype)
+    view = made.transpose([order.index(axis) for axis in range(len(order))])
+    view[...] = array
+    return view
