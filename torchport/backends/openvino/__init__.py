@@ -11,6 +11,7 @@ is bfloat16 on CPUs that have it.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import struct
 import zlib
@@ -39,13 +40,19 @@ _HEADER: Final = struct.Struct("<8sQQI")
 _MAGIC: Final = b"TPOVN001"
 
 
+def _modules() -> tuple[Any, Any]:
+    """NumPy and OpenVINO, which are imported when they are first needed."""
+    return importlib.import_module("numpy"), importlib.import_module("openvino")
+
+
 class _Compiled:
     """A compiled model with one request."""
 
-    def __init__(self, request: Any, outputs: Sequence[TensorSpec], dtypes: Sequence[Any]) -> None:
+    def __init__(self, request: Any, outputs: Sequence[TensorSpec], dtypes: Sequence[Any], held: Sequence[Any]) -> None:
         self.request = request
+        self.held = held
+        """Memory of constants: OpenVINO does not keep alive what it is given to share."""
         self.outputs = list(zip(outputs, dtypes, strict=True))
-        self.options: dict[str, Any] = {}
         self.copied = [at for at, spec in enumerate(outputs) if not spec.is_contiguous]
 
 
@@ -78,10 +85,9 @@ class OpenVinoBackend(Backend):
         return Processed(_HEADER.pack(_MAGIC, len(xml), len(weights), zlib.crc32(xml + weights)) + xml + weights)
 
     def init(self, processed: FreeableBuffer, specs: CompileSpecs, context: InitContext) -> _Compiled:
-        import openvino as ov
-
+        _, ov = _modules()
         model = _read(processed)
-        _bind(model, context.constants)
+        held = _bind(model, context.constants)
         config = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY", **dict(context.options)}
         try:
             compiled = ov.Core().compile_model(model, specs.text("openvino.device", "CPU"), config)
@@ -89,21 +95,21 @@ class OpenVinoBackend(Backend):
             raise CompileError(f"OpenVINO cannot compile this model: {error}") from error
         processed.free()
         dtypes = [output.get_element_type().to_dtype() for output in compiled.outputs]
-        return _Compiled(compiled.create_infer_request(), context.outputs, dtypes)
+        return _Compiled(compiled.create_infer_request(), context.outputs, dtypes, held)
 
     def execute(
         self, handle: _Compiled, args: Sequence[BackendData], context: ExecutionContext
     ) -> Sequence[BackendData]:
-        import numpy
-        import openvino as ov
-
+        numpy, ov = _modules()
         request = handle.request
         results: list[Any] = []
+        copies: list[Any] = []  # OpenVINO does not keep alive what it is given to share
         try:
             for position, arg in enumerate(args):
                 array = arg.array  # type: ignore[attr-defined]
                 if not array.flags.c_contiguous:
                     array = numpy.ascontiguousarray(array)
+                    copies.append(array)
                 request.set_input_tensor(position, ov.Tensor(array, shared_memory=True))
             for position, (spec, dtype) in enumerate(handle.outputs):
                 made = numpy.empty(spec.shape, dtype)
@@ -130,8 +136,7 @@ class OpenVinoBackend(Backend):
 
 def _read(processed: FreeableBuffer) -> Any:
     """The model of compiled bytes. Raises :class:`CompileError` for anything else."""
-    import openvino as ov
-
+    _, ov = _modules()
     data = memoryview(processed.data)
     try:
         magic, length, size, checksum = _HEADER.unpack_from(data)
@@ -144,20 +149,21 @@ def _read(processed: FreeableBuffer) -> Any:
         raise CompileError(f"these bytes were not made by the openvino backend: {error}; lower again") from error
 
 
-def _bind(model: Any, constants: Mapping[int, BackendData]) -> None:
-    """Make inputs constants. Their memory is the program's: OpenVINO copies what it packs."""
-    import numpy
-    from openvino import opset13
-
+def _bind(model: Any, constants: Mapping[int, BackendData]) -> list[Any]:
+    """Make inputs constants. Their memory is the program's: OpenVINO copies what it packs. Returns the arrays."""
+    numpy, ov = _modules()
     parameters = list(model.get_parameters())
+    held: list[Any] = []
     for position, data in constants.items():
         array = numpy.ascontiguousarray(data.array)  # type: ignore[attr-defined]
-        constant = opset13.constant(array, shared_memory=True)
+        held.append(array)
+        constant = ov.opset13.constant(array, shared_memory=True)
         parameter = parameters[position]
         for target in list(parameter.output(0).get_target_inputs()):
             target.replace_source_output(constant.output(0))
         model.remove_parameter(parameter)
     model.validate_nodes_and_infer_types()
+    return held
 
 
 def _with_strides(array: Any, spec: TensorSpec) -> Any:

@@ -6,6 +6,7 @@ taken; integers are taken as indices of an embedding.
 
 from __future__ import annotations
 
+import importlib
 import math
 import operator
 import tempfile
@@ -33,9 +34,7 @@ _CHECKS: Final[dict[Any, Check]] = {}
 
 
 def _ops() -> Any:
-    from openvino import opset13
-
-    return opset13
+    return importlib.import_module("openvino.opset13")
 
 
 def _rule(*ops: Any, check: Check | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -66,7 +65,7 @@ def supports(node: fx.Node) -> Support:
     if op not in _RULES:
         return Support.no("there is no translation to OpenVINO")
     values = node.meta["val"]
-    index_at = _INDEX_OPS.get(op)
+    index_at = _INDEX_OPS.get(op)  # type: ignore[arg-type]
     for value in values if isinstance(values, (list, tuple)) else [values]:
         if value is not None and value.dtype not in (*_FLOATS, torch.bool):
             return Support.no(f"OpenVINO computes {value.dtype} in fewer bits")
@@ -74,7 +73,7 @@ def supports(node: fx.Node) -> Support:
         for leaf in arg if isinstance(arg, (list, tuple)) else [arg]:
             if isinstance(leaf, fx.Node) and position != index_at and _val(leaf).dtype not in (*_FLOATS, torch.bool):
                 return Support.no(f"OpenVINO computes {_val(leaf).dtype} in fewer bits")
-    if any(0 in _val(value).shape for value in [node, *node.all_input_nodes] if isinstance(_val(value), torch.Tensor)):
+    if any(0 in _val(value).shape for value in [node, *node.all_input_nodes] if hasattr(_val(value), "shape")):
         return Support.no("a tensor is empty")
     reason = _CHECKS[op](node) if op in _CHECKS else ""
     return Support.no(f"there is no translation {reason}") if reason else Support.yes()
@@ -117,8 +116,7 @@ class _Writer:
 
 def to_ir(graph: fx.GraphModule) -> tuple[bytes, bytes]:
     """The graph as OpenVINO IR: XML and weights. Raises :class:`CompileError`."""
-    import openvino as ov
-
+    ov: Any = importlib.import_module("openvino")
     w = _Writer()
     parameters: list[Any] = []
     results: list[Any] = []
@@ -275,7 +273,7 @@ def _to_copy(w: _Writer, node: fx.Node) -> Any:
 def _full(w: _Writer, node: fx.Node) -> Any:
     import numpy
 
-    number = node.args[1] if node.target is aten.full.default else node.args[0]
+    number: Any = node.args[1] if node.target is aten.full.default else node.args[0]
     kind = numpy.bool_ if _val(node).dtype is torch.bool else numpy.float32
     return w.ops.constant(numpy.full(tuple(_val(node).shape), number, kind))
 
@@ -307,7 +305,7 @@ def _transpose(w: _Writer, node: fx.Node) -> Any:
     first, second = (int(node.args[1]), int(node.args[2])) if len(node.args) > 2 else (0, len(order) - 1)  # type: ignore[arg-type]
     if order:
         order[first], order[second] = order[second], order[first]
-    return w.ops.transpose(w.value(node.args[0]), w.ints(order))
+        order[first], order[second] = order[second], order[first]
 
 
 @_rule(aten.slice.Tensor)
@@ -419,6 +417,8 @@ def _attention(w: _Writer, node: fx.Node) -> Any:
     scale = node.kwargs.get("scale")
     factor = w.value(1 / math.sqrt(_val(node.args[0]).shape[-1]) if scale is None else scale)
     given = w.value(0.0) if mask is None else w.value(mask)
+    if mask is not None and _val(mask).dtype is torch.bool:
+        given = w.ops.select(given, w.value(0.0), w.value(-math.inf)).output(0)
     if mask is None and not causal:
         return w.ops.scaled_dot_product_attention(query, key, value, w.value(0.0), factor)
     return w.ops.scaled_dot_product_attention(query, key, value, given, factor, causal)
@@ -489,8 +489,7 @@ def _max_pool(w: _Writer, node: fx.Node) -> Any:
     strides, pads = _pair(_arg(node, 2, "stride") or kernel, 2), _pair(_arg(node, 3, "padding", 0), 2)
     dilations = _pair(_arg(node, 4, "dilation", 1), 2)
     rounding = "ceil_torch" if _arg(node, 5, "ceil_mode", False) else "floor"
-    from openvino import opset14
-
+    opset14: Any = importlib.import_module("openvino.opset14")
     return opset14.max_pool(w.value(node.args[0]), strides, dilations, pads, pads, kernel, rounding).output(0)
 
 

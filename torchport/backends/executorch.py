@@ -1,0 +1,143 @@
+"""``executorch``: ExecuTorch with the XNNPACK partitioner; a delegate's bytes are a ``.pte`` file.
+
+``runtime.load(path).delegate_data(method, index)`` takes the ``.pte`` out, for a phone: its inputs are the delegate's,
+its weights are inside. Operators that XNNPACK does not take run on ExecuTorch's portable kernels, so only float32
+operators that XNNPACK has, and shapes between them, are supported here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from torchport.backend.interface import (
+    Backend,
+    BackendData,
+    ExecutionContext,
+    FreeableBuffer,
+    InitContext,
+    Processed,
+    Support,
+    TensorData,
+)
+from torchport.core.errors import CompileError, ConfigError, DelegateError, ErrorCode
+from torchport.core.specs import CompileSpecs, TensorSpec
+
+__all__ = ["ExecuTorchBackend"]
+
+aten = torch.ops.aten
+_OPS: Final = {
+    aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.maximum.default, aten.minimum.default,
+    aten.add.Scalar, aten.sub.Scalar, aten.mul.Scalar, aten.div.Scalar,
+    aten.neg.default, aten.abs.default, aten.exp.default, aten.sqrt.default, aten.rsqrt.default, aten.tanh.default,
+    aten.sigmoid.default, aten.relu.default, aten.gelu.default, aten.hardtanh.default, aten.clamp.default,
+    aten.leaky_relu.default, aten.elu.default, aten.floor.default, aten.ceil.default,
+    aten.mm.default, aten.addmm.default, aten.bmm.default, aten.linear.default, aten.matmul.default,
+    aten.conv1d.default, aten.conv2d.default, aten.max_pool2d.default, aten.avg_pool2d.default,
+    aten._native_batch_norm_legit_no_training.default, aten._softmax.default, aten.softmax.int, aten.mean.dim,
+    aten.view.default, aten.reshape.default, aten.permute.default, aten.transpose.int, aten.t.default,
+    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default, aten.cat.default,
+    aten.slice.Tensor, aten.select.int, aten.clone.default, aten.dropout.default, aten.flatten.using_ints,
+    aten.adaptive_avg_pool2d.default, aten.layer_norm.default,
+}  # fmt: skip
+_CODE: Final = re.compile(r"error:? (?:code )?(0x[0-9a-fA-F]+)")
+
+
+class ExecuTorchBackend(Backend):
+    """ExecuTorch with XNNPACK, on the CPU."""
+
+    name = "executorch"
+    version = "1"
+    binds_constants = True
+
+    def is_available(self) -> bool:
+        return importlib.util.find_spec("executorch") is not None
+
+    def unavailable_reason(self) -> str:
+        return "" if self.is_available() else "executorch is not installed: pip install torchport[executorch]"
+
+    def supports(self, node: fx.Node) -> Support:
+        if getattr(node.target, "__name__", "") == "getitem":
+            return Support.yes()
+        if node.target not in _OPS:
+            return Support.no("XNNPACK does not have it, and the portable kernels are slow")
+        for value in (node, *node.all_input_nodes):
+            found = value.meta["val"]
+            for tensor in found if isinstance(found, (list, tuple)) else [found]:
+                if tensor is not None and tensor.dtype is not torch.float32:
+                    return Support.no(f"XNNPACK computes float32, not {tensor.dtype}")
+        return Support.yes()
+
+    def preprocess(self, graph: fx.GraphModule, specs: CompileSpecs) -> Processed:
+        if specs:
+            raise ConfigError(f"executorch has no compile specs, but got {', '.join(specs)}")
+        xnnpack: Any = importlib.import_module("executorch.backends.xnnpack.partition.xnnpack_partitioner")
+        exir: Any = importlib.import_module("executorch.exir")
+        module, inputs = _with_constants(graph)
+        exported = torch.export.export(module, inputs)
+        try:
+            edge = exir.to_edge_transform_and_lower(
+                exported,
+                partitioner=[xnnpack.XnnpackPartitioner()],
+                compile_config=exir.EdgeCompileConfig(_check_ir_validity=False),
+            )
+            return Processed(bytes(edge.to_executorch().buffer))
+        except (RuntimeError, ValueError, AssertionError) as error:
+            raise CompileError(f"ExecuTorch cannot lower this graph: {type(error).__name__}: {error}") from error
+
+    def init(self, processed: FreeableBuffer, specs: CompileSpecs, context: InitContext) -> Any:
+        runtime: Any = importlib.import_module("executorch.runtime")
+        data = bytes(processed.data)
+        processed.free()
+        try:
+            program = runtime.Runtime.get().load_program(data)
+            # The program reads its weights from these bytes for as long as it lives.
+            return program.load_method("forward"), program, data
+        except RuntimeError as error:
+            raise CompileError(f"ExecuTorch cannot load these bytes: {error}; lower again") from error
+
+    def execute(self, handle: Any, args: Sequence[BackendData], context: ExecutionContext) -> Sequence[BackendData]:
+        tensors = [arg.tensor.contiguous() for arg in args if isinstance(arg, TensorData) and arg.tensor is not None]
+        try:
+            results = handle[0].execute(tensors)
+        except RuntimeError as error:
+            found = _CODE.search(str(error))
+            code = int(found[1], 16) if found else int(ErrorCode.INTERNAL)
+            raise DelegateError(f"ExecuTorch failed: {error}", code=code) from error
+        return [
+            TensorData(context.device, spec, _with_strides(result, spec))
+            for result, spec in zip(results, context.outputs, strict=True)
+        ]
+
+
+def _with_constants(graph: fx.GraphModule) -> tuple[fx.GraphModule, tuple[torch.Tensor, ...]]:
+    """The graph with constants as buffers, and example tensors for the inputs that remain."""
+    root = torch.nn.Module()
+    made = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    inputs: list[torch.Tensor] = []
+    for node in graph.graph.nodes:
+        constant = node.meta.get("constant") if node.op == "placeholder" else None
+        if isinstance(constant, torch.Tensor):
+            name = f"constant_{len(values)}"
+            root.register_buffer(name, constant.detach())
+            values[node] = made.get_attr(name)
+            continue
+        values[node] = made.node_copy(node, lambda n: values[n])
+        if node.op == "placeholder":
+            fake = node.meta["val"]
+            inputs.append(torch.zeros(tuple(fake.shape), dtype=fake.dtype))
+    return fx.GraphModule(root, made), tuple(inputs)
+
+
+def _with_strides(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    if tuple(tensor.stride()) == spec.strides:
+        return tensor
+    with torch.no_grad():
+        return torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype).copy_(tensor)
