@@ -301,11 +301,12 @@ def _permute(w: _Writer, node: fx.Node) -> Any:
 
 @_rule(aten.transpose.int, aten.t.default)
 def _transpose(w: _Writer, node: fx.Node) -> Any:
-    order = list(range(len(_val(node).shape)))
-    first, second = (int(node.args[1]), int(node.args[2])) if len(node.args) > 2 else (0, len(order) - 1)  # type: ignore[arg-type]
+    order: list[int] = list(range(_val(node).dim()))
+    args: Any = node.args
+    first, second = (args[1], args[2]) if len(args) > 2 else (0, len(order) - 1)
     if order:
         order[first], order[second] = order[second], order[first]
-        order[first], order[second] = order[second], order[first]
+    return w.ops.transpose(w.value(node.args[0]), w.ints(order))
 
 
 @_rule(aten.slice.Tensor)
