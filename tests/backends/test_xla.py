@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -157,6 +158,26 @@ def test_a_result_that_is_an_argument_or_another_result_is_not_computed_twice() 
     backend.destroy(handle)
 
 
+def test_branches_and_loops_stay_in_the_graph() -> None:
+    from torch._higher_order_ops.while_loop import while_loop
+
+    class Model(torch.nn.Module):
+        def forward(self, x: torch.Tensor, n: torch.Tensor) -> Any:
+            y = torch.cond(x.sum() > 0, lambda x: (x.sin(),), lambda x: (x.cos() * 2,), (x,))[0]
+            start = (torch.zeros((), dtype=torch.int64), x)
+            return while_loop(lambda i, z: i < n, lambda i, z: (i + 1, z * 1.5 + y), start)
+
+    model = Model()
+    exported = torch.export.export(model, (rand(3, 4), torch.tensor(3)))
+    handle = open_(backend.preprocess(exported.graph_module, CompileSpecs()))
+    for sign, n in ((1, 3), (-1, 5), (1, 0)):
+        x = rand(3, 4).abs() * sign
+        got = get(backend.execute(handle, put([x, torch.tensor(n)]), ExecutionContext(CPU)))
+        for one, other in zip(got, model(x, torch.tensor(n)), strict=True):
+            torch.testing.assert_close(one, other)
+    backend.destroy(handle)
+
+
 def test_a_graph_without_inputs() -> None:
     graph = build(
         lambda g, _: [g.call_function(aten.full.default, ([2, 3], 1.5)), g.call_function(aten.arange.default, (5,))], []
@@ -298,6 +319,38 @@ assert "torchport.backends.xla.ops" not in sys.modules
     assert done.stdout.strip() == "128.0", done.stderr
 
 
+def test_the_stored_executable_is_used_where_it_fits(add_one: Processed, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchport.backends.xla import executables, jax_api, program
+
+    program._fresh.clear()
+    compiled: list[Any] = []
+    compile_module = jax_api.compile_module
+
+    def counted(*args: Any) -> Any:
+        compiled.append(args)
+        return compile_module(*args)
+
+    monkeypatch.setattr(jax_api, "compile_module", counted)
+    artifact = container.decode(add_one.data)
+    assert artifact.executable
+    x = rand(8, 8)
+    for change, compiles in (
+        (lambda a: None, 0),
+        (lambda a: setattr(a, "executable", b"nonsense"), 1),
+        (lambda a: a.made_by["executable"].update(processor="another"), 1),
+        (lambda a: setattr(a, "executable", b""), 1),
+    ):
+        compiled.clear()
+        artifact = container.decode(add_one.data)
+        change(artifact)
+        handle = open_(Processed(container.encode(artifact)))
+        torch.testing.assert_close(get(backend.execute(handle, put([x]), ExecutionContext(CPU)))[0], x + 1)
+        assert len(compiled) == compiles
+        with pytest.raises(ExecutionError, match=r"but is float32\[9, 8\]"):
+            backend.execute(handle, put([rand(9, 8)]), ExecutionContext(CPU))
+    assert executables.load(b"", [], [], program.jax_device(CPU)) is None
+
+
 def test_the_users_own_jax_is_left_alone(add_one: Processed) -> None:
     import jax
     import jax.numpy as jnp
@@ -330,6 +383,80 @@ def test_threads(add_one: Processed) -> None:
     for thread in threads:
         thread.join()
     assert not failures
+
+
+# -- several devices ------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        ({"mesh": "{"}, "not JSON"),
+        ({"mesh": "[1]"}, '"mesh" must be like'),
+        ({"mesh": '{"axes": ["a", "b"], "shape": [2]}'}, "as many names as sizes"),
+        ({"mesh": '{"axes": ["a", "a"], "shape": [2, 1]}'}, "different strings"),
+        ({"mesh": '{"axes": ["a"], "shape": [0]}'}, "whole numbers above 0"),
+        ({"input_shardings": "[null]"}, 'needs "mesh"'),
+        ({"mesh": '{"axes": ["a"], "shape": [4]}', "input_shardings": "[]"}, "a JSON list of 1 entries"),
+        ({"mesh": '{"axes": ["a"], "shape": [4]}', "input_shardings": '[["b"]]'}, "names 'b'; the mesh has: a"),
+        ({"mesh": '{"axes": ["a"], "shape": [3]}', "input_shardings": '[["a"]]'}, "8 into 3 parts"),
+        ({"mesh": '{"axes": ["a"], "shape": [2]}', "input_shardings": '[["a", "a"]]'}, "uses a mesh axis twice"),
+        ({"mesh": '{"axes": ["a"], "shape": [2]}', "input_shardings": '[["a", "a", null]]'}, "at most 2 entries"),
+        ({"mesh": '{"axes": ["a"], "shape": [4096]}'}, "the mesh has 4096 devices, but JAX has"),
+    ],
+)
+def test_meshes_and_shardings_are_checked(specs: dict[str, str], message: str) -> None:
+    graph, _ = normal_form(lambda x: x + 1, [rand(8, 8)])
+    with pytest.raises((ConfigError, CompileError), match=message):
+        backend.preprocess(graph, CompileSpecs(specs))
+
+
+def test_a_mesh_of_one_device_is_no_mesh() -> None:
+    graph, args = normal_form(lambda x: x + 1, [rand(8, 8)])
+    specs = CompileSpecs({"mesh": '{"axes": ["data"], "shape": [1]}', "input_shardings": '[["data", null]]'})
+    torch.testing.assert_close(compute(graph, args, specs)[0], args[0] + 1)
+
+
+def test_inputs_are_split_over_four_devices() -> None:
+    program = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from helpers_graphs import normal_form
+from torchport.backend.interface import *
+from torchport.backends.xla import XlaBackend, container
+from torchport.core.specs import CompileSpecs
+backend = XlaBackend()
+assert len(backend.devices()) == 4
+x, w = torch.randn(8, 6), torch.randn(6, 12)
+graph, args = normal_form(lambda x, w: (x @ w, (x @ w).sum(0)), [x, w])
+specs = CompileSpecs({
+    "mesh": '{"axes": ["data", "model"], "shape": [2, 2]}', "input_shardings": '[["data"], [null, "model"]]'})
+processed = backend.preprocess(graph, specs)
+print(container.decode(processed.data).placement)
+for ordinal in (0, 2):
+    device = BackendDevice("cpu", ordinal)
+    handle = backend.init(FreeableBuffer(processed.data), specs, InitContext(device))
+    product, total = backend.execute(handle, [backend.to_device(t, device) for t in args], ExecutionContext(device))
+    print(len(product.handle.devices()), product.handle.sharding.shard_shape((8, 12)))
+    torch.testing.assert_close(backend.from_device(product), x @ w)
+    torch.testing.assert_close(backend.from_device(total), (x @ w).sum(0))
+plain = backend.preprocess(graph, CompileSpecs())
+device = BackendDevice("cpu", 3)
+handle = backend.init(FreeableBuffer(plain.data), CompileSpecs(), InitContext(device))
+product, _ = backend.execute(handle, [backend.to_device(t, device) for t in args], ExecutionContext(device))
+print(product.handle.devices())
+torch.testing.assert_close(backend.from_device(product), x @ w)
+"""
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    tests = str(Path(__file__).parents[1])
+    command = [sys.executable, "-W", "ignore", "-c", program, tests]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4, done.stderr
+    assert lines[0].startswith(
+        "{'mesh': {'axes': ['data', 'model'], 'shape': [2, 2]}, 'inputs': [[['data']], [[], ['model']]]}"
+    )
+    assert lines[1:3] == ["4 (4, 6)"] * 2
+    assert lines[3] == "{CpuDevice(id=3)}"
 
 
 # -- errors -------------------------------------------------------------------------------------------

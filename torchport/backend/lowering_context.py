@@ -187,9 +187,11 @@ class LoweringContext(ABC, Generic[Value, Built]):
             elif node.op == "call_function":
                 args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
                 values[node] = args[0][args[1]] if node.target is _getitem else self.lower(node, args, kwargs)
+            elif node.op == "get_attr" and isinstance(inner := getattr(graph, str(node.target)), fx.GraphModule):
+                values[node] = inner  # what a higher-order operator calls
             elif node.op == "output":
                 results: Any = node.args[0]
-                for result in results:
+                for result in (results,) if isinstance(results, fx.Node) else results:
                     self.add_result(values[result], TensorSpec.of(result.meta["val"]))
             else:
                 raise GraphError(f"a {node.op} node cannot be lowered; run verify_graph first")

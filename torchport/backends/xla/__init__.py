@@ -32,6 +32,7 @@ from torchport.core.specs import CompileSpecs, TensorSpec
 
 from . import container
 from .settings import Settings
+from .sharding import Placement
 
 if TYPE_CHECKING:
     from .program import XlaProgram
@@ -118,8 +119,10 @@ class XlaBackend(Backend):
         import jax
 
         from . import jax_api, lowering
+        from .program import compile_now
 
         settings = Settings.of(specs)
+        placement = Placement.of(specs, input_specs(graph))
         program = lowering.Program(graph)
         module = jax_api.export_function(program, lowering.shapes_of(graph), settings)
         artifact = container.Artifact(
@@ -128,8 +131,10 @@ class XlaBackend(Backend):
             outputs=output_specs(graph),
             origins=program.origins,
             settings=settings.to_json(),
+            placement=placement.to_json() if placement is not None and placement.mesh.size > 1 else None,
             made_by={"jax": jax.__version__, "platforms": jax_api.platforms()},
         )
+        compile_now(artifact)
         return Processed(container.encode(artifact))
 
     def init(self, processed: FreeableBuffer, specs: CompileSpecs, context: InitContext) -> XlaProgram:

@@ -38,8 +38,10 @@ class Artifact:
     """The settings compiled with, as :meth:`Settings.to_json` gives them."""
     made_by: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Versions and platforms, for messages and for checking."""
+    placement: Mapping[str, Any] | None = None
+    """Mesh and input shardings, as :meth:`Placement.to_json` gives them, for more than one device."""
     executable: bytes = b""
-    """The compiled executable of the machine that made it; empty where there is none."""
+    """The compiled executable for the device and machine in ``made_by["executable"]``; empty where there is none."""
 
 
 def _spec_to_json(spec: TensorSpec) -> list[Any]:
@@ -63,6 +65,7 @@ def encode(artifact: Artifact) -> bytes:
         "origins": list(artifact.origins),
         "settings": dict(artifact.settings),
         "made_by": dict(artifact.made_by),
+        "placement": artifact.placement,
         "sections": [[name, len(data), zlib.crc32(data)] for name, data in sections.items()],
     }
     text = json.dumps(document, separators=(",", ":")).encode()
@@ -90,6 +93,7 @@ def decode(data: bytes | memoryview) -> Artifact:
             origins=tuple(document["origins"]),
             settings=document["settings"],
             made_by=document["made_by"],
+            placement=document["placement"],
             executable=sections["executable"],
         )
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -11,14 +11,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import export
 
 from torchport.core.errors import CompileError
 
 from .container import Artifact
 from .settings import Settings
+from .sharding import Placement
 
-__all__ = ["compile_module", "export_function", "module_text", "scope", "x64"]
+__all__ = ["compile_module", "export_function", "input_places", "module_text", "platforms", "scope", "x64"]
 
 
 def x64() -> Any:
@@ -64,8 +66,11 @@ def _deserialised(module: bytes) -> export.Exported:
         ) from error
 
 
-def compile_module(artifact: Artifact, device: Any, donated: frozenset[int]) -> Any:
-    """The artifact's module as an executable of a JAX device: called with arrays, it returns a tuple of arrays."""
+def compile_module(artifact: Artifact, device: Any, donated: frozenset[int] = frozenset()) -> Any:
+    """The artifact's module as an executable: called with arrays, it returns a tuple of arrays.
+
+    For one JAX device, or for the devices of the artifact's mesh, ``device`` first.
+    """
     settings = Settings.from_json(artifact.settings)
     exported = _deserialised(artifact.module)
     if device.platform not in exported.platforms:
@@ -73,10 +78,38 @@ def compile_module(artifact: Artifact, device: Any, donated: frozenset[int]) -> 
             f"this was compiled for {', '.join(exported.platforms)}, but the device is {device}; compile again"
         )
     with scope(settings):
-        place = jax.sharding.SingleDeviceSharding(device)
-        arguments = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place) for a in exported.in_avals]
-        jitted = jax.jit(exported.call, donate_argnums=tuple(sorted(donated)), out_shardings=place)
+        places = input_places(artifact, device)
+        arguments = [
+            jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=place)
+            for aval, place in zip(exported.in_avals, places, strict=True)
+        ]
+        several = artifact.placement is not None
+        jitted = jax.jit(
+            exported.call,
+            donate_argnums=tuple(sorted(donated)),
+            keep_unused=True,
+            out_shardings=None if several else jax.sharding.SingleDeviceSharding(device),
+        )
         return jitted.lower(*arguments).compile(compiler_options=dict(settings.options))
+
+
+def input_places(artifact: Artifact, device: Any) -> list[Any]:
+    """The sharding of every input. Raises :class:`CompileError` where there are fewer devices than the mesh has."""
+    if artifact.placement is None:
+        return [jax.sharding.SingleDeviceSharding(device)] * len(artifact.inputs)
+    placement = Placement.from_json(artifact.placement, artifact.inputs)
+    count = placement.mesh.size
+    found = [device, *(other for other in jax.devices(device.platform) if other != device)][:count]
+    if len(found) < count:
+        raise CompileError(
+            f"the mesh has {count} devices, but JAX has {len(found)} of the platform {device.platform}; "
+            "compile for a smaller mesh"
+        )
+    mesh = jax.sharding.Mesh(np.array(found).reshape(placement.mesh.shape), placement.mesh.axes)
+    return [
+        jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*(dim or None for dim in dims or ())))
+        for dims in placement.inputs
+    ]
 
 
 def module_text(module: bytes) -> str:

@@ -16,7 +16,7 @@ from .dtypes import jax_dtype
 from .ops import TABLE
 from .ops.support import Array, cast, jnp
 
-__all__ = ["Program", "shapes_of"]
+__all__ = ["Program", "inner_results", "shapes_of"]
 
 
 class JaxLowering(LoweringContext[Array, tuple[tuple[Array, ...], tuple[int, ...]]]):
@@ -57,6 +57,13 @@ def _finished(call: Call, value: Any, val: Any) -> Array:
     if tuple(value.shape) != tuple(val.shape):
         raise CompileError(f"{call.node.target} gives {tuple(val.shape)}, its lowering {tuple(value.shape)}")
     return jnp.asarray(value)
+
+
+def inner_results(graph: fx.GraphModule, arguments: Sequence[Array]) -> tuple[Array, ...]:
+    """The results of a graph inside a graph (a branch, a loop's body) on these arrays."""
+    context = JaxLowering(arguments)
+    context.lower_graph(graph)
+    return tuple(context.results)
 
 
 class Program:

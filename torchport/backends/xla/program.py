@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import jax
 
@@ -12,11 +15,12 @@ from torchport.backend.interface import BackendData, BackendDevice
 from torchport.core.errors import BackendUnavailable, ExecutionError
 from torchport.core.specs import TensorSpec
 
-from . import jax_api
+from . import executables, jax_api
 from .container import Artifact
+from .dtypes import jax_dtype
 from .values import XlaData
 
-__all__ = ["XlaProgram", "jax_device", "wait"]
+__all__ = ["XlaProgram", "compile_now", "jax_device", "wait"]
 
 _x64 = jax.enable_x64
 
@@ -37,6 +41,44 @@ def wait(device: BackendDevice) -> None:
             array.block_until_ready()
 
 
+_fresh: Final[OrderedDict[tuple[bytes, Any], Any]] = OrderedDict()
+"""What ``preprocess`` has just compiled, by module and device: ``init`` in the same process need not load it."""
+_FRESH: Final = 8
+_lock: Final = threading.Lock()
+
+
+def _key(artifact: Artifact, place: Any) -> tuple[bytes, Any]:
+    text = repr((artifact.settings, artifact.placement)).encode()
+    return hashlib.blake2b(artifact.module + text, digest_size=16).digest(), place
+
+
+def compile_now(artifact: Artifact) -> None:
+    """Compile for JAX's first device, and put the executable's bytes into the artifact where there are any."""
+    place = jax.devices()[0]
+    compiled = jax_api.compile_module(artifact, place)
+    if artifact.placement is None:
+        artifact.executable = executables.serialise(compiled)
+        artifact.made_by = {**artifact.made_by, "executable": executables.here(place)}
+    with _lock:
+        _fresh[_key(artifact, place)] = compiled
+        while len(_fresh) > _FRESH:
+            _fresh.popitem(last=False)
+
+
+def executable_of(artifact: Artifact, place: Any) -> Any:
+    """The artifact's executable: the one just compiled, the one in the artifact, or one compiled from the module."""
+    with _lock:
+        found = _fresh.pop(_key(artifact, place), None)
+    if found is None and artifact.executable and executables.fits(artifact.made_by.get("executable", {}), place):
+        computed = {
+            origin: spec for origin, spec in zip(artifact.origins, artifact.outputs, strict=True) if origin >= 0
+        }
+        inputs = [(spec.shape, jax_dtype(spec.dtype)) for spec in artifact.inputs]
+        outputs = [(computed[position].shape, jax_dtype(computed[position].dtype)) for position in sorted(computed)]
+        found = executables.load(artifact.executable, inputs, outputs, place)
+    return jax_api.compile_module(artifact, place) if found is None else found
+
+
 class XlaProgram:
     """One executable, and one more for each set of inputs that is given away; ``close`` releases them."""
 
@@ -49,7 +91,8 @@ class XlaProgram:
         self._kept = frozenset(-1 - origin for origin in artifact.origins if origin < 0)
         self._artifact = artifact
         self._place = jax_device(device)
-        self._plain: Any = jax_api.compile_module(artifact, self._place, frozenset())
+        self._plain: Any = executable_of(artifact, self._place)
+        self._places = jax_api.input_places(artifact, self._place) if artifact.placement is not None else None
         self._donating: dict[frozenset[int], Any] = {}
 
     def run(self, args: Sequence[BackendData], donated: frozenset[int]) -> list[BackendData]:
@@ -58,7 +101,10 @@ class XlaProgram:
         try:
             # NumPy arrays among the arguments would lose half of their 64 bits outside of this.
             with _x64(True):
-                results = call(*[arg.array for arg in args])  # pyright: ignore[reportAttributeAccessIssue]
+                arrays = [arg.array for arg in args]  # pyright: ignore[reportAttributeAccessIssue]
+                if self._places is not None:
+                    arrays = jax.device_put(arrays, self._places)
+                results = call(*arrays)
         except Exception as error:
             raise self._explained(args, error) from error
         device = self.device

@@ -3,6 +3,7 @@
 from . import (
     activations,
     binary,
+    control_flow,
     convolution,
     factories,
     fourier,
@@ -21,5 +22,17 @@ from .support import TABLE
 
 __all__ = ["TABLE"]
 
-del activations, binary, convolution, factories, fourier, histograms, indexing, losses, matmul, normalization
+del (
+    activations,
+    binary,
+    control_flow,
+    convolution,
+    factories,
+    fourier,
+    histograms,
+    indexing,
+    losses,
+    matmul,
+    normalization,
+)
 del pointwise, pooling, reductions, sorting, views
