@@ -587,6 +587,12 @@ def test_what_a_program_cannot_hold() -> None:
         aot.lower(Chain(), (X, W), backend="reference").save("/nonexistent/program.pt2")
 
 
+def test_one_tensor_given_for_two_inputs_is_two_inputs() -> None:
+    x = torch.ones(4)
+    lowered = aot.lower(Sum(4), (x, x), backend="reference")
+    torch.testing.assert_close(lowered(x, x * 3), torch.full((4,), 4.0) - torch.arange(4.0))
+
+
 def test_outputs_do_not_share_memory() -> None:
     class Views(nn.Module):
         def __init__(self) -> None:
@@ -626,9 +632,9 @@ print(sorted(sys.modules))
 
 
 class Sum(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, size: int = 0) -> None:
         super().__init__()
-        self.register_buffer("amount", torch.tensor([0.5, 1.0, 1.5]))
+        self.register_buffer("amount", torch.arange(float(size)) if size else torch.tensor([0.5, 1.0, 1.5]))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return x + y - self.amount

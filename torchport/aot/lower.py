@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
+from torch.utils._pytree import tree_map
 
 from .. import __version__
 from ..backend.fx_normalise import has_symbols, normalise, source_line
@@ -35,18 +36,33 @@ _FORWARD: Final = "forward"
 
 
 # -- what is to be lowered -----------------------------------------------------------------------------------------
+def _distinct(given: Any) -> Any:
+    """Example arguments where no tensor occurs twice: ``torch.export`` takes one that does for one input."""
+    seen: set[int] = set()
+
+    def own(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        known = id(value) in seen
+        seen.add(id(value))
+        return value.clone() if known else value
+
+    return tree_map(own, given)
+
+
 def _export(
     module: torch.nn.Module, name: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None, dynamic_shapes: Any
 ) -> ExportedProgram:
     """Export a method of a module. A method other than ``forward`` stands in for it meanwhile."""
     if not callable(getattr(module, name, None)):
         raise ConfigError(f"{type(module).__name__} has no method {name!r}")
+    args, kwargs = _distinct((tuple(args), dict(kwargs or {})))
     if name == _FORWARD:
-        return torch.export.export(module, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes)
+        return torch.export.export(module, tuple(args), kwargs, dynamic_shapes=dynamic_shapes)
     had = module.__dict__.get(_FORWARD)
     module.__dict__[_FORWARD] = getattr(module, name)
     try:
-        return torch.export.export(module, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes)
+        return torch.export.export(module, tuple(args), kwargs, dynamic_shapes=dynamic_shapes)
     finally:
         if had is None:
             del module.__dict__[_FORWARD]

@@ -125,9 +125,15 @@ class LoweredProgram:
         if loaded is None:
             state = next((one.state for one in self._methods.values()), None)
             loaded = self._methods[method] = self.program.load_method(method, state=state)
+        flat = self.flatten(method, args, kwargs)
+        spec = self._exported[method].call_spec
+        assert spec.out_spec is not None
+        return tree_unflatten(list(loaded(*flat)), spec.out_spec)
+
+    def flatten(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        """A method's inputs in order, from the model's arguments. Raises :class:`MethodError` if they do not fit."""
         spec = self._exported[method].call_spec
         assert spec.in_spec is not None
-        assert spec.out_spec is not None
         names = list(tree_unflatten(list(range(spec.in_spec.num_leaves)), spec.in_spec)[1])
         if set(kwargs) != set(names):
             raise MethodError(f"method {method!r} takes keyword arguments {names}, but got {sorted(kwargs)}")
@@ -136,7 +142,7 @@ class LoweredProgram:
             raise MethodError(
                 f"the arguments have another structure than when the model was exported: {given}, not {spec.in_spec}"
             )
-        return tree_unflatten(list(loaded(*flat)), spec.out_spec)
+        return flat
 
     # -- looking -----------------------------------------------------------------------------------------------------
     def _delegate_rows(self, method: str) -> list[list[str]]:
@@ -170,6 +176,11 @@ class LoweredProgram:
                     rows.append([op, str(count), one.module, one.source, reason])
                 parts.append(_table(rows))
         return "\n\n".join(parts)
+
+    def graph_module(self, method: str = "") -> tuple[fx.GraphModule, ExportedProgram]:
+        """The outer graph of a method, whose inputs are those of the exported program that is returned with it."""
+        name = method or self.methods[0]
+        return self._graphs[name], self._exported[name]
 
     def graph(self, method: str = "") -> str:
         """The outer graph of a method, where each delegate is one call, and every delegate's graph. As text."""
