@@ -22,10 +22,12 @@ if TYPE_CHECKING:
         ExecutionContext,
         FreeableBuffer,
         InitContext,
+        KernelRegistrar,
         Processed,
         Support,
         TensorData,
     )
+    from .backend.lowering_context import Call, Lowering, LoweringContext, LoweringTable
     from .backend.normal_form import verify_graph
     from .backend.registry import BackendInfo, Registry, registry
     from .core import dispatch, errors, metrics
@@ -59,9 +61,10 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "torchport.backend.interface": (
-        "ArrayData Backend BackendData BackendDevice Computation ExecutionContext FreeableBuffer InitContext Processed "
-        "Support TensorData"
+        "ArrayData Backend BackendData BackendDevice Computation ExecutionContext FreeableBuffer InitContext "
+        "KernelRegistrar Processed Support TensorData"
     ),
+    "torchport.backend.lowering_context": "Call Lowering LoweringContext LoweringTable",
     "torchport.backend.normal_form": "verify_graph",
     "torchport.backend.registry": "BackendInfo Registry registry",
     "torchport.core.config": "config",

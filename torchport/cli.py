@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from . import __version__
@@ -60,6 +62,11 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--device", help="for tensors of this device, such as port")
     explain.set_defaults(run=_explain)
 
+    new = commands.add_parser("new", help="a package with a backend of your own that already runs, and its tests")
+    new.add_argument("name", metavar="NAME", help="the backend's name: lower-case letters, digits, underscores")
+    new.add_argument("--dir", metavar="DIR", help="the folder to make (default: torchport-NAME)")
+    new.set_defaults(run=_new)
+
     from .testing.command import add_commands
 
     add_commands(commands)
@@ -96,6 +103,15 @@ def _explain(arguments: argparse.Namespace) -> int:
     from .debug.explain import explain_cli
 
     print(explain_cli(arguments.op, arguments.device))
+    return 0
+
+
+def _new(arguments: argparse.Namespace) -> int:
+    from .scaffold import new_package
+
+    folder = new_package(arguments.name, Path(arguments.dir) if arguments.dir else None)
+    print(f"{folder} is there. Next:\n")
+    print(f"  pip install -e {shlex.quote(str(folder))}\n  torchport conform {arguments.name} --quick")
     return 0
 
 

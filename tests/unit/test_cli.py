@@ -18,7 +18,7 @@ def run(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, 
     return code, out, err
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("demo", "--help"), ("backends", "--help"), ("explain", "--help")])
+@pytest.mark.parametrize("arguments", [("--help",), *((f, "--help") for f in ("demo", "backends", "explain", "new"))])
 def test_help(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(arguments)
@@ -43,6 +43,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (("demo", "--steps", "many"), "many"),
         (("demo", "--fast"), "--fast"),
         (("explain",), "OP"),
+        (("new",), "NAME"),
     ],
 )
 def test_a_wrong_command_line_is_one_line(
