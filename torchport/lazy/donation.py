@@ -16,7 +16,7 @@ from ..core.specs import TensorSpec
 from .record import user_line
 from .runtime import threads
 from .tensor import IndexedLazyTensor, LazyTensor, make_handle
-from .trace import Trace, lock, release, unwrap
+from .trace import NONE, Trace, lock, release, unwrap
 
 __all__ = ["donate"]
 
@@ -42,7 +42,7 @@ def _give_up(trace: Trace, handle: Any, line: str | None) -> None:
     with lock:
         release(handle)
         take_place(trace, handle)
-        handle.value, handle.number = None, -1
+        handle.value, handle.number = None, NONE
         handle.failure = ExecutionError("the tensor was given to donate(), so its value is gone", source=line)
     metrics.count("DonatedByHand")
 
@@ -55,4 +55,4 @@ def take_place(trace: Trace, handle: LazyTensor) -> None:
     former.number, former.value = handle.number, handle.value
     position = next(place for place, held in enumerate(trace.leaves) if held is handle)
     trace.leaves[position] = former
-    trace.leaf_numbers[id(former)] = former.number - trace.base
+    trace.leaf_numbers[id(former)] = former.number

@@ -79,15 +79,14 @@ def _plan(trace: Trace, node: Node, numbers: tuple[int, ...], cause: str) -> Pla
     return plan
 
 
-def by_number(trace: Trace, handles: Iterable[LazyTensor]) -> dict[int, list[LazyTensor]]:
+def by_number(handles: Iterable[LazyTensor]) -> dict[int, list[LazyTensor]]:
     """The pending values' numbers in the trace, in order, and the handles of each.
 
     Several may stand for one value (a parameter's wrapper and its storage do), which is then computed once.
     """
-    base = trace.base
     groups: dict[int, list[LazyTensor]] = {}
     for handle in handles:
-        groups.setdefault(handle.number - base, []).append(handle)
+        groups.setdefault(handle.number, []).append(handle)
     return groups
 
 
@@ -95,7 +94,7 @@ def is_known(trace: Trace) -> bool:
     """Whether the values that are pending were computed before at the same place, so that a flush compiles nothing."""
     with lock:
         plans = trace.cursor.plans
-        return bool(plans) and tuple(by_number(trace, trace.live())) in plans
+        return bool(plans) and tuple(by_number(trace.live())) in plans
 
 
 def flush(trace: Trace, cause: str) -> TorchportError | None:
@@ -132,7 +131,7 @@ def flush(trace: Trace, cause: str) -> TorchportError | None:
 
 def _run(trace: Trace, handles: Sequence[LazyTensor], cause: str, kind: str) -> TorchportError | None:
     """Compute the handles' values; returns the first error where some could not be computed."""
-    groups = by_number(trace, handles)
+    groups = by_number(handles)
     numbers = tuple(groups)
     groups_of = list(groups.values())
     specs = [group[0].spec or TensorSpec.of(group[0]) for group in groups_of]
@@ -230,7 +229,7 @@ def _compute_alone(owner: Trace, tensor: LazyTensor) -> None:
     with lock:
         if tensor.value is not None or tensor.failure is not None:
             return
-        node, number = owner.cursor, tensor.number - owner.base
+        node, number = owner.cursor, tensor.number
         metrics.count("Flush: thread")
         with default_state():
             specs = [leaf.spec or TensorSpec.of(leaf) for leaf in owner.leaves]

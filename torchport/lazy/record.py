@@ -20,7 +20,7 @@ from .trace import (
     FLOAT,
     FOREIGN_DEVICE,
     LEAF,
-    SPAN,
+    NONE,
     HostScalar,
     Leaf,
     Node,
@@ -62,12 +62,13 @@ def record(trace: Trace, kernel: Kernel, key: tuple[Any, ...], args: Sequence[An
 def _record(trace: Trace, kernel: Kernel, key: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     with lock:
         mark = _Mark(trace, key, is_random(kernel.op))
-        if any(_is_strayed(key[a.part]) for a in kernel.arguments if a.holds_tensors and a.part is not None):
+        tensors = [a for a in kernel.arguments if a.holds_tensors and a.part is not None]
+        if any(_is_strayed(trace, key[a.part] if a.is_list else [key[a.part]]) for a in tensors):
             # A pending value of another thread or of a former binding: it becomes a leaf, and the key is made again.
             mark.undo()
             for tensor in _handles((args, kwargs)):
-                if not 0 <= tensor.number - trace.base < SPAN:
-                    leaf(trace, tensor)
+                if not trace.holds(tensor.number) and leaf(trace, tensor) is FOREIGN_DEVICE:
+                    raise _mismatch(trace, kernel.op, tensor)
             call = kernel.fast if trace.index == 0 else kernel.indexed
             return call(*(() if trace.index == 0 else (trace,)), *args, **kwargs)
         try:
@@ -92,11 +93,9 @@ def _flat(key: Any) -> Any:
             yield part
 
 
-def _is_strayed(part: Any) -> bool:
-    """Whether a tensor argument's key part is a number far outside this trace: a value of a younger trace."""
-    if part.__class__ is tuple:
-        return any(_is_strayed(inner) for inner in part)
-    return part.__class__ is int and part >= SPAN
+def _is_strayed(trace: Trace, part: Sequence[Any]) -> bool:
+    """Whether one of the key parts of tensors is a number of another thread's trace."""
+    return any(number.__class__ is int and not trace.holds(number) for number in part)
 
 
 def _handles(value: Any) -> list[LazyTensor]:
@@ -119,7 +118,7 @@ class _Mark:
         trace = self.trace
         for tensor in trace.leaves[self.leaves :]:
             del trace.leaf_numbers[id(tensor)]
-            tensor.number = -1
+            tensor.number = NONE
         del trace.leaves[self.leaves :]
         del trace.numbers[self.numbers :]
         if self.random:
@@ -183,12 +182,13 @@ class _Call:
         if part is None:
             return None, None
         if part.__class__ is int:
-            return Leaf(part - LEAF) if part >= LEAF else Value(part), TensorSpec.of(given)
+            leaf_at = part - self.trace.base - LEAF
+            return Leaf(leaf_at) if leaf_at >= 0 else Value(part), TensorSpec.of(given)
         if part.__class__ is TensorSpec:
             self.next_leaf += 1
             return Leaf(self.next_leaf - 1), part
         if part is FOREIGN_DEVICE:
-            raise self._mismatch(given)
+            raise _mismatch(self.trace, self.op, given)
         if part.__class__ is tuple and isinstance(part[0], torch.dtype):
             dtype, inner = part
             template = self._number(inner)
@@ -211,14 +211,15 @@ class _Call:
             return [self._number(p) if p is FLOAT else g for p, g in zip(part, given, strict=True)]
         return list(given) if isinstance(given, (list, tuple)) else given
 
-    def _mismatch(self, given: torch.Tensor) -> DeviceMismatch:
-        here = f"port:{self.trace.index}"
-        return DeviceMismatch(
-            f"expected all tensors to be on the same device, but found at least two devices, {here} and "
-            f"{unwrap(given).device}; move the tensor with .to({here!r})",
-            op=str(self.op),
-            source=user_line(),
-        )
+
+def _mismatch(trace: Trace, op: Any, given: torch.Tensor) -> DeviceMismatch:
+    here = f"port:{trace.index}"
+    return DeviceMismatch(
+        f"expected all tensors to be on the same device, but found at least two devices, {here} and "
+        f"{unwrap(given).device}; move the tensor with .to({here!r})",
+        op=str(op),
+        source=user_line(),
+    )
 
 
 def _make_node(
@@ -246,11 +247,12 @@ def _describe_outputs(node: Node, inferred: Inferred, index: int) -> None:
     if index == 0:
         node.templates = tuple(None if spec is None else make_template(spec) for spec in node.specs)
     plain = not node.is_factory and node.depth % CHECKPOINT_EVERY != 0
-    if plain and node.templates and None not in node.specs:
+    if plain and node.templates:
         if node.container is not None:
-            node.ready = [new_handle(node, offset) for offset in range(len(node.specs))]
-        for offset in range(len(node.specs)):
-            fill_pool(node, offset)
+            node.ready = node.container([None] * len(node.specs))
+        for offset, spec in enumerate(node.specs):
+            if spec is not None:
+                fill_pool(node, offset)
 
 
 # -- emitting ----------------------------------------------------------------------------------------------------
@@ -259,13 +261,14 @@ def emit(trace: Trace, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any
     if node.barrier is not None:
         return node.barrier(trace, node, args, kwargs)
     trace.cursor = node
-    base = trace.base + node.number
+    if node.ready is not None:  # a node just recorded
+        return node.ready
     results: list[Any] = []
     for offset, spec in enumerate(node.specs):
         result = None
         if spec is not None:
             result = new_handle(node, offset) if trace.index == 0 else make_handle(spec, trace.index)
-            result.number = base + offset
+            result.number = node.number + offset
             trace.keep(result)
         results.append(result)
     if node.is_factory:
@@ -279,8 +282,7 @@ def emit(trace: Trace, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any
 
 def checkpoint(trace: Trace) -> None:
     """Now and then: forget dead values, and flush a trace that has grown past the bound."""
-    if len(trace.made) > trace.limit:
-        trace.drop_dead()
+    trace.sweep()
     if trace.cursor.depth >= config.max_trace_ops:
         from .executor import flush
 

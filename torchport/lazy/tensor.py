@@ -26,8 +26,8 @@ _CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 class LazyTensor(torch.Tensor):
     """A value of device index 0: pending in a trace, or held as :class:`BackendData`.
 
-    ``number`` is the value's number in the trace it belongs to, offset by that trace's base; ``value`` its data once
-    it is there; ``spec`` its interned spec once it was asked for; ``failure`` the error that its computation ended in.
+    ``number`` is the value's number in the trace it belongs to, -1 if it belongs to none; ``value`` its data once it is
+    there; ``spec`` its interned spec once it was asked for; ``failure`` the error that its computation ended in.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -39,7 +39,7 @@ class LazyTensor(torch.Tensor):
     pooled: bool = False
     """Whether the trie node it was made at will hand it out again, once nobody else holds it."""
     home: tuple[Any, int] | None = None
-    """The trie node and the result it is a handle of, while it is pooled."""
+    """The trie node and which of its results it is a handle of, while it is pooled."""
     fresh: bool = False
     """Whether it came from the host and no trace has used it yet."""
     viewed: bool = False

@@ -4,14 +4,18 @@ An op makes a key of the operator, the trace-local numbers of its tensor argumen
 cursor's node has a child under that key, shapes, dtypes and the dispatch decision are known already; making the
 output handle and moving the cursor is all that is left. Only a first-time op does more (:mod:`.record`).
 
-Numbers: outputs of ops count up from 0 along the path; leaves (values that exist before the trace) count up from
-``LEAF``. A handle stores its number plus the trace's ``base``; a base is never used twice, so whatever is outside
-``[base, base + SPAN)`` is not of this trace.
+Numbers: a trace has the span ``[base, base + SPAN)`` of them for itself. Outputs of ops count up from its base along
+the path; leaves (values that exist before the trace) count up from ``base + LEAF``. A handle that belongs to no pending
+trace has the number ``NONE``; any other number outside the span is of another thread's trace.
+
+A handle that died before a flush never had a value, so its node hands the very same object out on the next step: see
+``Node.ready`` and :meth:`Trace.sweep`.
 """
 
 from __future__ import annotations
 
 import itertools
+import operator
 import sys
 import threading
 import weakref
@@ -35,6 +39,7 @@ __all__ = [
     "COPIES_UNDER_GRAD",
     "FLOAT",
     "LEAF",
+    "NONE",
     "SPAN",
     "HostScalar",
     "Leaf",
@@ -47,6 +52,8 @@ __all__ = [
 
 LEAF: Final = 1 << 30
 SPAN: Final = 1 << 32
+NONE: Final = -1
+"""The number of a handle that belongs to no trace."""
 CHECKPOINT_EVERY: Final = 256
 """Every so many ops the trace forgets dead values and looks at the op bound, so that flushing stays cheap."""
 
@@ -54,7 +61,7 @@ COPIES_UNDER_GRAD: Final = 4
 """While gradients are recorded the optimizer ends a step, and a copy after the forward is likely the batch's labels:
 only the fourth such copy counts as a new batch. Without gradients the first one does."""
 
-_epochs = itertools.count(1)
+_epochs = itertools.count()
 
 
 class _Token:
@@ -144,7 +151,7 @@ class Node:
         self.kwargs: dict[str, Any] = {}
         self.specs: tuple[TensorSpec | None, ...] = ()
         self.templates: tuple[LazyTensor | None, ...] = ()
-        self.ready: LazyTensor | list[LazyTensor] | None = None
+        self.ready: LazyTensor | Sequence[LazyTensor | None] | None = None
         self.container: type | None = None
         self.is_factory = False
         self.source: str | None = None
@@ -154,9 +161,11 @@ class Node:
         self.depth = 0 if parent is None else parent.depth + 1
 
     @classmethod
-    def root(cls) -> Node:
-        """The node before the first op."""
-        return cls(None, None, None)
+    def root(cls, base: int = 0) -> Node:
+        """The node before the first op, whose results count up from ``base``."""
+        root = cls(None, None, None)
+        root.number = root.end = base
+        return root
 
     def path(self) -> list[Node]:
         """The nodes from the first op to this one."""
@@ -195,8 +204,8 @@ def single_op(node: Node, position_of: dict[Any, int]) -> Node:
 
 
 # -- handles -------------------------------------------------------------------------------------------------------
-# A handle that died before a flush never had a value, so its node can hand the very same object out on the next step:
-# that costs two reference counts instead of a new tensor. Both counts matter: PyTorch's C++ side holds handles, too.
+# A node's pool (``Node.ready``) is what its kernel returns, with numbers that never change. A handle of it that is
+# still held when its trace ends is replaced then. Both its reference counts tell: PyTorch's C++ side holds handles, too.
 def make_alive_filter() -> Callable[[Iterable[LazyTensor]], list[LazyTensor]]:
     """A function that keeps the handles somebody holds besides the list it is given and their nodes' pools."""
     count = sys.getrefcount
@@ -220,22 +229,24 @@ def new_handle(node: Node, offset: int) -> LazyTensor:
     template = node.templates[offset]
     made: Any = template.data  # type: ignore[union-attr]
     made.__class__ = LazyTensor
+    made.number = node.number + offset
     return made
 
 
-def fill_pool(node: Node, offset: int) -> LazyTensor:
+def fill_pool(node: Node, offset: int) -> None:
     """Give a node's pool a new handle for one of its results, and let go of the one it had."""
     made = new_handle(node, offset)
     made.pooled, made.home = True, (node, offset)
-    if isinstance(node.ready, list):
-        former = node.ready[offset]
-        node.ready[offset] = made
-    else:
-        former = node.ready
+    former = node.ready
+    if node.container is None:
         node.ready = made
+    else:
+        assert node.ready is not None
+        results: list[Any] = list(node.ready)  # type: ignore[arg-type]
+        former, results[offset] = results[offset], made
+        node.ready = node.container(results)
     if former is not None:
-        former.pooled, former.home = False, None
-    return made
+        former.pooled, former.home = False, None  # type: ignore[union-attr]
 
 
 def release(handle: LazyTensor) -> None:
@@ -247,10 +258,10 @@ def release(handle: LazyTensor) -> None:
 class Trace:
     """One thread's pending ops on one device.
 
-    ``made`` are the handles made since the last flush (dead ones are dropped now and then), ``leaves`` the values the
-    trace starts from in order of first use, ``numbers`` its run-time floats and ``keys`` its random keys, in order.
-    ``fresh`` tells whether one of the leaves came from the host for this trace, ``copies`` how many copies from the
-    host came after that leaf was used.
+    ``made`` are handles made since the last flush: those in no pool, and those of pools up to the node ``swept`` that
+    were held when the trace came by. ``leaves`` are the values the trace starts from in order of first use, ``numbers``
+    its run-time floats and ``keys`` its random keys, in order. ``fresh`` tells whether one of the leaves came from the
+    host for this trace, ``copies`` how many copies from the host came after that leaf was used.
     """
 
     eager = False
@@ -265,7 +276,6 @@ class Trace:
         "generation",
         "index",
         "keep",
-        "keep_all",
         "keys",
         "leaf_numbers",
         "leaves",
@@ -275,6 +285,7 @@ class Trace:
         "numbers",
         "root",
         "runtime",
+        "swept",
     )
 
     def __init__(self, runtime: DeviceRuntime) -> None:
@@ -282,45 +293,71 @@ class Trace:
         self.index = runtime.index
         self.made: list[LazyTensor] = []
         self.keep: Callable[[LazyTensor], None] = self.made.append
-        self.keep_all: Callable[[Iterable[LazyTensor]], None] = self.made.extend
         self.limit = CHECKPOINT_EVERY
-        self.base = 0
-        self.nodes = 0
-        self.root = Node.root()
-        self.generation = runtime.generation
-        self.restart()
-
-    def restart(self) -> None:
-        """Begin an empty trace under a base of its own. The former trace's handles keep their numbers."""
-        owners.pop(self.base // SPAN, None)
         epoch = next(_epochs)
         self.base = epoch * SPAN
-        if self.generation != self.runtime.generation or self.nodes > config.max_trace_nodes:
-            self.generation = self.runtime.generation
-            self.root, self.nodes = Node.root(), 0
-        self.cursor = self.root
+        self.generation = runtime.generation
+        self.nodes = 0
+        self.root = self.cursor = self.swept = Node.root(self.base)
         self.leaves: list[LazyTensor] = []
         self.leaf_numbers: dict[int, int] = {}
         self.numbers: list[float] = []
         self.keys: list[int] = []
         self.fresh = False
         self.copies = 0
-        self.made.clear()
         owners[epoch] = self
 
-    def drop_dead(self) -> None:
-        """Forget handles nobody holds. Amortised constant per op: runs again only after the list has doubled."""
-        self.made[:] = alive(self.made)
-        self.limit = 2 * len(self.made) + CHECKPOINT_EVERY
+    def restart(self) -> None:
+        """Begin an empty trace. Handles of the former one belong to no trace from now on."""
+        self.sweep()
+        for handle in self.made:
+            release(handle)
+            handle.number = NONE
+        for handle in self.leaves:
+            handle.number = NONE
+        if self.generation != self.runtime.generation or self.nodes > config.max_trace_nodes:
+            self.generation = self.runtime.generation
+            self.root, self.nodes = Node.root(self.base), 0
+        self.cursor = self.swept = self.root
+        self.leaves = []
+        self.leaf_numbers = {}
+        self.numbers = []
+        self.keys = []
+        self.fresh = False
+        self.copies = 0
+        self.made.clear()
+
+    def holds(self, number: int) -> bool:
+        """Whether a number is of this trace's span."""
+        return self.base <= number < self.base + SPAN
+
+    def sweep(self) -> None:
+        """Look which handles are still held, of the nodes since the last sweep and of those that were held then."""
+        made, node, swept = self.made, self.cursor, self.swept
+        while node is not swept:
+            ready = node.ready
+            if ready.__class__ is LazyTensor:
+                made.append(ready)  # type: ignore[arg-type]
+            elif ready is not None:
+                made.extend([handle for handle in ready if handle is not None])  # type: ignore[union-attr]
+            assert node.parent is not None
+            node = node.parent
+        ready = None  # a name would count as a holder
+        self.swept = self.cursor
+        made[:] = alive(made)
+        self.limit = 2 * len(made) + CHECKPOINT_EVERY
 
     def live(self) -> list[LazyTensor]:
         """The handles that somebody holds and that have no value yet, oldest first; their nodes let go of them."""
-        handles = [handle for handle in alive(self.made) if handle.value is None and handle.failure is None]
+        self.sweep()
+        handles = [handle for handle in self.made if handle.value is None and handle.failure is None]
         for handle in handles:
-            if handle.pooled:
-                release(handle)
+            release(handle)
+        handles.sort(key=_number_of)
         return handles
 
+
+_number_of: Final = operator.attrgetter("number")
 
 owners: Final[weakref.WeakValueDictionary[int, Trace]] = weakref.WeakValueDictionary()
 """Epoch → trace, so that a thread can find the trace a pending handle belongs to."""
@@ -334,8 +371,10 @@ def leaf(trace: Trace, tensor: LazyTensor) -> Any:
     """Key part of a value that is not of this trace: its spec on first use, its number afterwards."""
     known = trace.leaf_numbers.get(id(tensor))
     if known is not None:
-        tensor.number = trace.base + known  # another thread may have used it meanwhile and left its own number
+        tensor.number = known  # another thread may have used it meanwhile and left its own number
         return known
+    if (tensor.get_device() if tensor.__class__ is IndexedLazyTensor else 0) != trace.index:
+        return FOREIGN_DEVICE
     if tensor.value is None or tensor.value.info is not trace.runtime:
         from .executor import flush, settle
 
@@ -355,16 +394,16 @@ def leaf(trace: Trace, tensor: LazyTensor) -> Any:
         trace.fresh = True
         if not torch.is_grad_enabled():
             trace.copies = COPIES_UNDER_GRAD
+    first = trace.base + LEAF
     other = trace.leaf_numbers.get(id(tensor.value))
-    if other is not None and other - LEAF < len(trace.leaves):
-        held = trace.leaves[other - LEAF]
+    if other is not None and other - first < len(trace.leaves):
+        held = trace.leaves[other - first]
         if held.value is tensor.value and held.spec is spec:
             # Another handle of the same value is a leaf already: as two, neither could be donated.
-            tensor.number = trace.base + other
+            tensor.number = other
             trace.keep(tensor)
             return other
-    number = LEAF + len(trace.leaves)
-    tensor.number = trace.base + number
+    number = tensor.number = first + len(trace.leaves)
     trace.leaves.append(tensor)
     trace.leaf_numbers[id(tensor)] = trace.leaf_numbers[id(tensor.value)] = number
     return spec
@@ -419,10 +458,7 @@ def foreign(trace: Trace, value: Any) -> Any:
     tensor: Any = unwrap(value)
     cls = tensor.__class__
     if cls is LazyTensor or cls is IndexedLazyTensor:
-        if (tensor.get_device() if cls is IndexedLazyTensor else 0) != trace.index:
-            return FOREIGN_DEVICE
-        offset = tensor.number - trace.base
-        return leaf(trace, tensor) if offset < 0 else offset
+        return leaf(trace, tensor) if tensor.number < 0 else tensor.number
     if tensor.dim() == 0 and tensor.device.type == "cpu":
         return host_scalar(trace, tensor)
     return FOREIGN_DEVICE
@@ -438,19 +474,10 @@ def host_scalar(trace: Trace, tensor: torch.Tensor) -> Any:
 
 def tensors(trace: Trace, values: Sequence[Any]) -> tuple[Any, ...]:
     """Key part of a list of tensors, ``None`` allowed."""
-    base = trace.base
-    if trace.index == 0:
-        try:
-            parts = [value.number - base for value in values]
-        except AttributeError:
-            parts = [-1]
-        if not parts or min(parts) >= 0:
-            return tuple(parts)
     mixed: list[Any] = []
     for value in values:
-        if value.__class__ is LazyTensor and trace.index == 0:
-            offset = value.number - base
-            mixed.append(leaf(trace, value) if offset < 0 else offset)
+        if value.__class__ is LazyTensor:
+            mixed.append(leaf(trace, value) if value.number < 0 else value.number)
         else:
             mixed.append(foreign(trace, value))
     return tuple(mixed)

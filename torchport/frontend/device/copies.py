@@ -17,7 +17,7 @@ from ...lazy.jobs import has_failed
 from ...lazy.record import user_line
 from ...lazy.runtime import runtimes, threads
 from ...lazy.tensor import DEVICE_TYPE, IndexedLazyTensor, LazyTensor, make_handle
-from ...lazy.trace import COPIES_UNDER_GRAD, SPAN, Trace, unwrap, wrap
+from ...lazy.trace import COPIES_UNDER_GRAD, Trace, unwrap, wrap
 
 __all__ = ["elsewhere", "kernels", "no_kernel", "special_kernels", "with_generator"]
 
@@ -136,7 +136,7 @@ def _same_value(self: torch.Tensor) -> torch.Tensor:
         raise UnsupportedOp(f"expected a tensor on {DEVICE_TYPE}, got one on {inner.device}", source=user_line())
     index = inner.get_device() if isinstance(inner, IndexedLazyTensor) else 0
     trace = threads.of(index)
-    if inner.value is None and inner.failure is None and not 0 <= inner.number - trace.base < SPAN:
+    if inner.value is None and inner.failure is None and not trace.holds(inner.number):
         settle(trace, inner)  # pending in another thread's trace, which knows its own handles only
     handle = make_handle(inner.spec or TensorSpec.of(inner), index)
     handle.number, handle.value, handle.spec, handle.failure = inner.number, inner.value, inner.spec, inner.failure
