@@ -243,15 +243,12 @@ def _trivial_kernels(chain: Chain) -> torch.library.Library:
         layer_norm: {aten.native_layer_norm.default: ((4, 4), (4, 1), (4, 1))},
         split_cat: {aten.split_copy.Tensor: [(2, 4), (2, 4)], aten.cat.default: None},
     }[chain]
-    from torchport.core.specs import contiguous_strides
-    from torchport.lazy.tensor import make_template
+    from torchport.lazy.executor import leaf_from_host
+    from torchport.lazy.runtime import runtimes
 
     library = torch.library.Library("aten", "IMPL")
     for op, shapes in used.items():
-        made = [
-            make_template(torchport.TensorSpec(shape, torch.float32, contiguous_strides(shape)))
-            for shape in shapes or [(4, 4)]
-        ]
+        made = [leaf_from_host(runtimes.get(0), torch.zeros(shape)) for shape in shapes or [(4, 4)]]
         result = made[0] if shapes is None else type(shapes)(made)
         name = op._schema.name.removeprefix("aten::")
         name += "" if op._overloadname == "default" else f".{op._overloadname}"

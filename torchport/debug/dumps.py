@@ -57,7 +57,7 @@ def _pending(value: Any) -> Iterable[tuple[Any, fx.GraphModule]]:
             handles = trace.live() if trace.cursor.parent is not None else []
             if wanted is not None:
                 handles = [handle for handle in handles if any(handle is other for other in wanted)]
-            numbers = tuple(by_number(trace, handles))
+            numbers = tuple(by_number(handles))
             if numbers:
                 specs = [leaf.spec or TensorSpec.of(leaf) for leaf in trace.leaves]
                 yield trace.runtime, build_graph(trace.cursor.path(), numbers, specs, trace.runtime.capture).module

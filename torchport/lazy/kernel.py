@@ -125,12 +125,19 @@ def _tensor_lines(name: str, kind: str, part: str, fast: bool, wraps: bool) -> l
     number = [f"{part} = {name}.number", f"if {part} < 0: {part} = _leaf(_trace, {name})"]
     other = f"{part} = _foreign(_trace, {name})"
     if wraps or not fast:
-        lines = [f"if type({name}) is _HANDLE:", *_indented(number), f"else: {other}"]
+        lines = [f"if type({name}) is _HANDLE:", *_indented(number)]
+        lines += [f"elif type({name}) is float and {name} - {name} == 0.0:", *_indented(_varying(name, part))] * wraps
+        lines += [f"else: {other}"]
     else:
         lines = [f"try: {number[0]}", f"except AttributeError: {other}", "else:", f"    {number[1]}"]
     if kind == "Tensor":
         return lines
     return [f"if {name} is None: {part} = None", "else:", *_indented(lines)]
+
+
+def _varying(name: str, part: str) -> list[str]:
+    """Statements for a finite float that is an input of the computation, as ``trace.number`` does it."""
+    return [f"{part} = _FLOAT", f"_trace.numbers.append({name})"]
 
 
 def _indented(lines: Sequence[str]) -> list[str]:
@@ -156,8 +163,11 @@ def _key_lines(argument: Argument, part: str, role: str, fast: bool, wraps: bool
     if kind in _TENSOR:
         return _tensor_lines(name, kind, part, fast, wraps)
     if kind in _NUMBER:
+        lines = [f"if type({name}) is int: {part} = {name}"]
+        if role == "number":
+            lines += [f"elif type({name}) is float and {name} - {name} == 0.0:", *_indented(_varying(name, part))]
         convert = "_constant(" if role == "constant" else f"_{role}(_trace, "
-        return [f"{part} = {name} if type({name}) is int else {convert}{name})"]
+        return [*lines, f"else: {part} = {convert}{name})"]
     if kind == "List[number]":
         return [f"{part} = {'_constants(' if role == 'constant' else '_numbers(_trace, '}{name})"]
     if kind in _FLOATS:
@@ -252,7 +262,7 @@ def _source(kernel: Kernel, fast: bool) -> tuple[str, dict[str, Any]]:
     if any(argument.is_device for argument in kernel.arguments):
         lines[:0] = _device_statements(kernel, positional, keywords)
     if fast:
-        lines.insert(0, "_trace = _threads.trace")
+        lines[:0] = ["try: _trace = _threads.trace", "except AttributeError: _trace = _threads.of(0)"]
         header = f"def kernel({parameters}):"
     else:
         header = f"def kernel(_trace, {parameters}):"
@@ -264,7 +274,7 @@ def make_kernel(
 ) -> Kernel:
     """The kernel of an operator.
 
-    ``threads.trace`` must give the calling thread's trace of index 0, ``threads.of(index)`` that of an index;
+    ``threads.of(index)`` must give the calling thread's trace of an index, and set ``threads.trace`` to that of 0;
     ``with_generator`` takes random ops that were given a generator, ``elsewhere`` ops with a result on another device.
     """
     kernel = Kernel(op, next(_numbers_of_ops), _arguments(op), not has_tensor_argument(op))
@@ -275,6 +285,7 @@ def make_kernel(
             **helpers,
             **defaults,
             "_K": kernel,
+            "_FLOAT": trace.FLOAT,
             "_HANDLE": LazyTensor if fast else IndexedLazyTensor,
             "_threads": threads,
             "_with_generator": with_generator,

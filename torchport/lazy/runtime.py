@@ -224,7 +224,7 @@ class _ThreadEnd:
 
 
 class _ThreadTraces(threading.local):
-    """The calling thread's traces: index 0 as an attribute, because every kernel starts there."""
+    """The calling thread's traces: index 0 as an attribute, once it is there, because every kernel starts there."""
 
     trace: Trace
 
@@ -233,12 +233,6 @@ class _ThreadTraces(threading.local):
         self._by_index: dict[int, Trace] = {}
         self._of_other_mode: dict[int, Trace] = {}
         self._at_end = [_ThreadEnd(self._by_index), _ThreadEnd(self._of_other_mode)]
-
-    def __getattr__(self, name: str) -> Any:
-        if name != "trace":
-            raise AttributeError(name)
-        self.trace = self.of(0)
-        return self.trace
 
     def of(self, index: int) -> Trace:
         """The calling thread's trace on a device index. Raises :class:`TorchportError` for an unbound index."""
@@ -249,6 +243,8 @@ class _ThreadTraces(threading.local):
             kind = EagerTrace if self.eager else Trace
             trace = self._by_index[index] = kind(runtimes.get(index))
             _every_trace.add(trace)
+            if index == 0:
+                self.trace = trace
         return trace
 
     def switch(self, eager: bool) -> None:

@@ -205,7 +205,7 @@ def single_op(node: Node, position_of: dict[Any, int]) -> Node:
 
 # -- handles -------------------------------------------------------------------------------------------------------
 # A node's pool (``Node.ready``) is what its kernel returns, with numbers that never change. A handle of it that is
-# still held when its trace ends is replaced then. Both its reference counts tell: PyTorch's C++ side holds handles, too.
+# still held when its trace ends is replaced then. Both its reference counts tell: C++ code holds handles, too.
 def make_alive_filter() -> Callable[[Iterable[LazyTensor]], list[LazyTensor]]:
     """A function that keeps the handles somebody holds besides the list it is given and their nodes' pools."""
     count = sys.getrefcount

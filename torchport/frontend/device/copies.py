@@ -27,7 +27,7 @@ kernels: Final[dict[Any, Any]] = {}
 
 
 def _trace_of(value: Any) -> Trace:
-    return threads.of(value.get_device()) if isinstance(value, IndexedLazyTensor) else threads.trace
+    return threads.of(value.get_device()) if isinstance(value, IndexedLazyTensor) else threads.of(0)
 
 
 def _call(op: Any, trace: Trace, *args: Any, **kwargs: Any) -> Any:

@@ -121,7 +121,7 @@ def _assign(op: Any, target: Any, result: Any) -> None:
             source=user_line(),
         )
     release(target)
-    trace = threads.trace
+    trace = threads.of(0)
     # Ops of this trace use what the target held so far.
     take_place(trace, target)
     target.number, target.value, target.spec, target.failure = result.number, result.value, result.spec, result.failure
