@@ -62,8 +62,8 @@ def record(trace: Trace, kernel: Kernel, key: tuple[Any, ...], args: Sequence[An
 def _record(trace: Trace, kernel: Kernel, key: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     with lock:
         mark = _Mark(trace, key, is_random(kernel.op))
-        tensors = [a for a in kernel.arguments if a.holds_tensors and a.part is not None]
-        if any(_is_strayed(trace, key[a.part] if a.is_list else [key[a.part]]) for a in tensors):
+        parts = [(a.is_list, key[a.part]) for a in kernel.arguments if a.holds_tensors and a.part is not None]
+        if any(_is_strayed(trace, part if is_list else [part]) for is_list, part in parts):
             # A pending value of another thread or of a former binding: it becomes a leaf, and the key is made again.
             mark.undo()
             for tensor in _handles((args, kwargs)):
