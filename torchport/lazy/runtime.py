@@ -8,7 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -243,8 +243,8 @@ class _ThreadTraces(threading.local):
             kind = EagerTrace if self.eager else Trace
             trace = self._by_index[index] = kind(runtimes.get(index))
             _every_trace.add(trace)
-            if index == 0:
-                self.trace = trace
+        if index == 0:
+            self.trace = trace
         return trace
 
     def switch(self, eager: bool) -> None:

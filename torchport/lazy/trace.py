@@ -339,10 +339,15 @@ class Trace:
             if ready.__class__ is LazyTensor:
                 made.append(ready)  # type: ignore[arg-type]
             elif ready is not None:
-                made.extend([handle for handle in ready if handle is not None])  # type: ignore[union-attr]
+                results: Any = ready
+                made.extend([handle for handle in results if handle is not None])
+                if sys.getrefcount(results) > _CONTAINER_ALONE:  # Python code holds the results as one
+                    for handle in results:
+                        if handle is not None:
+                            release(handle)
             assert node.parent is not None
             node = node.parent
-        ready = None  # a name would count as a holder
+        ready = results = handle = None  # each name would count as a holder
         self.swept = self.cursor
         made[:] = alive(made)
         self.limit = 2 * len(made) + CHECKPOINT_EVERY
@@ -356,6 +361,9 @@ class Trace:
         handles.sort(key=_number_of)
         return handles
 
+
+_CONTAINER_ALONE: Final = 4
+"""What ``sys.getrefcount`` says in :meth:`Trace.sweep` of results that only their node holds: node, two names, call."""
 
 _number_of: Final = operator.attrgetter("number")
 
