@@ -7,10 +7,11 @@ the backend is first used; without it the backend is unavailable and says what t
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import fx
@@ -59,6 +60,17 @@ class XlaBackend(Backend):
 
     name = "xla"
     version = "1"
+    compile_options: ClassVar[Mapping[str, str]] = {
+        "xla.matmul_precision": "highest (default), high or default: of float32 products",
+        "xla.options": "a JSON object of XLA compiler options",
+        "mesh": "devices in named dimensions, as JSON",
+        "input_shardings": "how each input is split over the mesh, as JSON",
+    }
+
+    @functools.cached_property
+    def donation(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Where memory is scarce: on the CPU it saved 4% of a step at most, and every set of inputs is compiled."""
+        return any(device.type != "cpu" for device in self.devices())
 
     # -- identity ------------------------------------------------------------------------------------------------
     def is_available(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -45,6 +45,7 @@ _fresh: Final[OrderedDict[tuple[bytes, Any], Any]] = OrderedDict()
 """What ``preprocess`` has just compiled, by module and device: ``init`` in the same process need not load it."""
 _FRESH: Final = 8
 _lock: Final = threading.Lock()
+_VARIANTS: Final = 2
 
 
 def _key(artifact: Artifact, place: Any) -> tuple[bytes, Any]:
@@ -88,16 +89,18 @@ class XlaProgram:
         self.outputs = artifact.outputs
         self._origins = artifact.origins
         self._all_new = artifact.origins == tuple(range(len(artifact.outputs)))
+        self._shared = frozenset(at for at, o in enumerate(artifact.origins) if o < 0 or artifact.origins.count(o) > 1)
         self._kept = frozenset(-1 - origin for origin in artifact.origins if origin < 0)
         self._artifact = artifact
         self._place = jax_device(device)
         self._plain: Any = executable_of(artifact, self._place)
         self._places = jax_api.input_places(artifact, self._place) if artifact.placement is not None else None
+        self._asked: Counter[frozenset[int]] = Counter()
         self._donating: dict[frozenset[int], Any] = {}
 
     def run(self, args: Sequence[BackendData], donated: frozenset[int]) -> list[BackendData]:
         """Start the computation; values are there when they are needed. Raises :class:`ExecutionError`."""
-        call = self._plain if not donated else self._giving_away(donated - self._kept)
+        call = self._plain if not donated else self._giving_away(args, donated)
         try:
             # NumPy arrays among the arguments would lose half of their 64 bits outside of this.
             with _x64(True):
@@ -107,16 +110,31 @@ class XlaProgram:
                 results = call(*arrays)
         except Exception as error:
             raise self._explained(args, error) from error
-        device = self.device
-        if not self._all_new:
-            results = [results[o] if o >= 0 else args[-1 - o].array for o in self._origins]  # pyright: ignore[reportAttributeAccessIssue]
-        return [XlaData(device, spec, array) for spec, array in zip(self.outputs, results, strict=True)]
+        if self._all_new:
+            return [XlaData(self.device, spec, array) for spec, array in zip(self.outputs, results, strict=True)]
+        return self._shared_out(args, results)
 
-    def _giving_away(self, donated: frozenset[int]) -> Any:
-        found = self._donating.get(donated)
-        if found is None:
-            found = self._donating[donated] = jax_api.compile_module(self._artifact, self._place, donated)
-        return found
+    def _shared_out(self, args: Sequence[Any], values: Sequence[Any]) -> list[BackendData]:
+        """One value per output where several outputs, or an output and an input, are the same array."""
+        arrays = [values[origin] if origin >= 0 else args[-1 - origin].array for origin in self._origins]
+        results = [XlaData(self.device, spec, array) for spec, array in zip(self.outputs, arrays, strict=True)]
+        for value in (*(results[at] for at in self._shared), *(args[at] for at in self._kept)):
+            value.shared = True
+        return list(results)
+
+    def _giving_away(self, args: Sequence[Any], donated: frozenset[int]) -> Any:
+        """The executable that takes these arguments' memory, from the second time on that the same ones are offered.
+
+        Each set of arguments costs a compilation, so there are at most two; taking nothing is always right.
+        """
+        offered = frozenset(at for at in donated - self._kept if not getattr(args[at], "shared", True))
+        found = self._donating.get(offered)
+        if found is None and offered:
+            self._asked[offered] += 1
+            if self._asked[offered] > 1 and len(self._donating) < _VARIANTS:
+                found = jax_api.compile_module(self._artifact, self._place, offered)
+                self._donating[offered] = found
+        return found or self._plain
 
     def _explained(self, args: Sequence[BackendData], error: Exception) -> ExecutionError:
         """Why a call failed: wrong arguments first, since JAX's own words do not name ours."""

@@ -30,11 +30,13 @@ _BITS: Final = {torch.bfloat16: torch.int16}
 class XlaData(BackendData):
     """A ``jax.Array``; small ones on the CPU platform may still be NumPy arrays. ``None`` while it is a placeholder."""
 
-    __slots__ = ("array",)
+    __slots__ = ("array", "shared")
 
     def __init__(self, device: BackendDevice, spec: TensorSpec, array: Any) -> None:
         super().__init__(device, spec)
         self.array = array
+        self.shared = False
+        """Whether another value may hold the same array, which therefore is not given away."""
 
     @property
     def handle(self) -> object:
