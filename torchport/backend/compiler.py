@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any, Final
 
+import torch
 from torch import fx
 
 from ..core import metrics
@@ -22,7 +23,7 @@ from .interface import Backend, BackendData, BackendDevice, Computation, Executi
 from .normal_form import input_specs, output_specs, verify_graph
 from .serialize import fingerprint
 
-__all__ = ["Computations", "check_results", "compile_graph", "computations", "run"]
+__all__ = ["Computations", "check_results", "compile_graph", "computations", "run", "run_on_host"]
 
 
 class Computations:
@@ -109,23 +110,44 @@ def compile_graph(
     return Computation(backend, device, inputs, names, outputs, handle, context, mark, len(calls), seconds)
 
 
-def run(computation: Computation, args: Sequence[BackendData]) -> Sequence[BackendData]:
-    """Run a computation at once. Raises :class:`ExecutionError` with the backend's own exception chained."""
-    backend, start = computation.backend, perf_counter()
+def _timed(computation: Computation, execute: Callable[..., Any], *args: Any) -> Any:
+    """``execute(handle, *args)``, counted and timed. Raises :class:`ExecutionError` with the backend's own chained."""
+    start = perf_counter()
     try:
         with computation.lock:
-            results = backend.execute(computation.handle, args, computation.context)
-        if not computation.checked:
-            check_results(results, computation.results)
-            computation.checked = True
+            results = execute(computation.handle, *args)
     except Exception as error:
         raise ExecutionError(
-            f"backend {backend.name!r} failed to execute: {type(error).__name__}: {error}",
+            f"backend {computation.backend.name!r} failed to execute: {type(error).__name__}: {error}",
             op=f"a computation of {computation.graph_ops} operators",
         ) from error
     metrics.count("Execute")
     metrics.metrics.add_time("ExecuteTime", perf_counter() - start)
     return results
+
+
+def run(computation: Computation, args: Sequence[BackendData]) -> Sequence[BackendData]:
+    """Run a computation at once. Raises :class:`ExecutionError` with the backend's own exception chained."""
+
+    def execute(*given: Any) -> Sequence[BackendData]:
+        results = computation.backend.execute(*given)
+        check_results(results, computation.results)
+        return results
+
+    if computation.checked:
+        return _timed(computation, computation.backend.execute, args, computation.context)
+    results = _timed(computation, execute, args, computation.context)
+    computation.checked = True
+    return results
+
+
+def run_on_host(computation: Computation, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Run a computation at once, on CPU tensors lent for the call. Raises :class:`ExecutionError`."""
+    backend, specs = computation.backend, computation.parameters
+    if computation.checked:
+        return _timed(computation, backend.execute_on_host, tensors, specs, computation.context)
+    datas = [backend.borrow(t, spec, computation.device) for t, spec in zip(tensors, specs, strict=True)]
+    return [backend.from_device(result) for result in run(computation, datas)]
 
 
 def check_results(results: Sequence[Any], specs: Sequence[TensorSpec]) -> None:

@@ -415,6 +415,17 @@ class Backend(ABC):
     def execute(self, handle: Any, args: Sequence[BackendData], context: ExecutionContext) -> Sequence[BackendData]:
         """Run the computation. Returns new values, one per output, in order; never changes its arguments."""
 
+    def execute_on_host(
+        self, handle: Any, tensors: list[torch.Tensor], specs: Sequence[TensorSpec], context: ExecutionContext
+    ) -> Sequence[torch.Tensor]:
+        """Run the computation on CPU tensors that are lent for the call, to CPU tensors that are the caller's.
+
+        This is what models on the CPU call. ``specs`` are those of the computation's inputs. Default: :meth:`borrow`,
+        :meth:`execute`, :meth:`from_device`.
+        """
+        args = [self.borrow(t, spec, context.device) for t, spec in zip(tensors, specs, strict=True)]
+        return [self.from_device(result) for result in self.execute(handle, args, context)]
+
     def destroy(self, handle: Any) -> None:
         """Release a handle. Called once per successful :meth:`init`, also for a ``None`` handle."""
 

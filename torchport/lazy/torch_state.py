@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["default_state"]
+__all__ = ["default_state", "modes_are_on"]
 
 _KEYS: Final = torch._C.DispatchKey
 
@@ -30,6 +30,11 @@ def _set_of(*keys: Any) -> Any:
 
 _INCLUDED: Final = _set_of(_KEYS.BackendSelect, _KEYS.ADInplaceOrView)
 _EXCLUDED: Final = _set_of(*(key for name, key in _KEYS.__members__.items() if name.startswith("Autocast")))
+
+
+def modes_are_on() -> bool:
+    """Whether the calling thread has a function or dispatch mode on."""
+    return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from torchport.backend.normal_form import input_specs, output_specs
 from torchport.core.errors import CompileError, ConfigError, ExecutionError
 from torchport.core.specs import CompileSpecs, TensorSpec
 
-from . import container, machine
+from . import caller, container, machine
 from .library import Library
 
 __all__ = ["InductorBackend"]
@@ -143,6 +143,7 @@ class InductorBackend(Backend):
         try:
             made = torch_api.generate(graph, options)
             library = build.build_library(made.toolchain, made.wrapper, made.kernels, made.constants)
+            caller.build(made.toolchain.compiler)
         except (CompileError, ConfigError):
             raise
         except Exception as error:
@@ -174,6 +175,11 @@ class InductorBackend(Backend):
         results = handle.run(tensors)
         device = context.device
         return [TensorData(device, spec, result) for spec, result in zip(handle.outputs, results, strict=True)]
+
+    def execute_on_host(
+        self, handle: Library, tensors: list[torch.Tensor], specs: Sequence[TensorSpec], context: ExecutionContext
+    ) -> Sequence[torch.Tensor]:
+        return handle.run(tensors)
 
     def destroy(self, handle: Library | None) -> None:
         if handle is not None:

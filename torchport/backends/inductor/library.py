@@ -17,7 +17,7 @@ import torch
 from torchport.core.errors import CompileError, ExecutionError
 from torchport.core.specs import TensorSpec
 
-from . import torch_api
+from . import caller, torch_api
 from .container import Artifact
 
 __all__ = ["Library"]
@@ -59,6 +59,7 @@ class Library:
         self._copies: tuple[int, ...] | None = None
         self._always = artifact.borrowed
         self._runner: Any = None
+        self._fast: Any = None
         self._container = ctypes.c_void_p()
         with tempfile.TemporaryDirectory(prefix="torchport-inductor-", ignore_cleanup_errors=True) as private:
             path = Path(private) / "model.so"
@@ -85,6 +86,9 @@ class Library:
         self._run.restype = ctypes.c_int32
         self._input_array = ctypes.c_void_p * len(self.inputs)
         self._output_array = ctypes.c_void_p * len(self.outputs)
+        self._layout = caller.expected_layout(self.inputs)
+        self._fast = caller.load() if self._layout is not None else None
+        self._run_address = ctypes.cast(self._run, ctypes.c_void_p).value
 
     def _checked(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors, as the code expects them: it does not check, and reads whatever memory it is given."""
@@ -110,8 +114,28 @@ class Library:
             raise ExecutionError(f"the compiled computation failed: {_message(self._dll)}")
         return torch_api.take_tensors([_capsule_of(handle, None, None) for handle in results])
 
-    def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _call_fast(self, tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:
+        """What :meth:`_call` does, by ``caller.cpp``; ``None`` if a tensor is not quite as the code expects it."""
+        assert self._fast is not None
+        with self._lock:
+            if not self._container:
+                return None
+            results = self._fast(self._run_address, self._container, tensors, self._layout, len(self.outputs))
+            if results is None:
+                raise ExecutionError(f"the compiled computation failed: {_message(self._dll)}")
+        return None if results.__class__ is int else results
+
+    def run(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Run on CPU tensors. Raises :class:`ExecutionError`; never writes to an input, returns fresh memory."""
+        if self._fast is not None and len(tensors) == len(self.inputs):
+            # In a thread that has not run torch yet OpenMP would use every core: this call gives it torch's number.
+            torch.get_num_threads()
+            results = self._call_fast(tensors)
+            if results is not None:
+                return self._own(tensors, results)
+        return self._run_checked(tensors)
+
+    def _run_checked(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         inputs = self._checked(tensors)
         # In a thread that has not run torch yet OpenMP would use every core: this call gives it torch's number.
         torch.get_num_threads()
@@ -124,6 +148,10 @@ class Library:
                 if isinstance(error, ExecutionError):
                     raise
                 raise ExecutionError(f"the compiled computation failed: {_plain(str(error))}") from error
+        return self._own(inputs, results)
+
+    def _own(self, inputs: Sequence[torch.Tensor], results: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The results, with copies of those whose memory is an input's or the library's, or that have other strides."""
         if self._copies is None:
             self._copies = self._find_copies(inputs, results)
         for position in self._copies:

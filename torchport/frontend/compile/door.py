@@ -6,7 +6,7 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import fx
@@ -18,14 +18,16 @@ from ...core import metrics
 from ...core.specs import TensorSpec
 from ...lazy.kernels import registrar_of
 from ...lazy.tensor import DEVICE_TYPE
-from ...lazy.torch_state import default_state
+from ...lazy.torch_state import default_state, modes_are_on
 from .fake import handle_handles
 from .options import Options
 from .places import Place, place_of
-from .program import Program, make_program
+from .program import make_program
 from .saved import partition_fn
 
 __all__ = ["compile_captured", "compile_graph_module"]
+
+Run: TypeAlias = Callable[[list[Any]], Sequence[Any]]
 
 MAX_SHAPES: Final = 64
 """Programs a graph with symbolic sizes keeps, one per set of shapes, least recently used out first."""
@@ -56,20 +58,25 @@ class CompiledGraph:
 
     def __init__(self, graph: fx.GraphModule, options: Options) -> None:
         self.graph = graph
+        self.options = options
         inputs, outputs = _values(graph, "placeholder"), _values(graph, "output")
         self.devices = [_device(value) for value in inputs]
         self.wanted = [_device(value) for value in outputs]
-        inner = [node.meta.get("val") for node in graph.graph.nodes if node.op == "call_function"]
-        self.place = place_of([*inputs, *outputs, *inner], options)
-        self.specs = options.specs(self.place.backends)
         self.symbolic = any(map(has_symbols, inputs))
-        self._programs: OrderedDict[Any, Program] = OrderedDict()
-        self._only: Program | None = None
-        if not self.symbolic:
-            given = [TensorSpec.of(v) if isinstance(v, torch.Tensor) else v for v in inputs]
-            self._only = self._compile(given)
+        self._programs: OrderedDict[Any, Run] = OrderedDict()
+        self._place(inputs, outputs)
 
-    def _compile(self, inputs: Sequence[Any]) -> Program:
+    def _place(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Find out where the tensors live, and compile for there what can be compiled now."""
+        inner = [node.meta.get("val") for node in self.graph.graph.nodes if node.op == "call_function"]
+        self.place = place_of([*inputs, *outputs, *inner], self.options)
+        self.specs = self.options.specs(self.place.backends)
+        self._programs.clear()
+        self._only: Run | None = None
+        if not self.symbolic:
+            self._only = self._compile([TensorSpec.of(v) if isinstance(v, torch.Tensor) else v for v in inputs])
+
+    def _compile(self, inputs: Sequence[Any]) -> Run:
         """The program for inputs of these specs. Raises :class:`CompileError` and :class:`UnsupportedOp`."""
         start = perf_counter()
         place = self.place
@@ -91,13 +98,18 @@ class CompiledGraph:
         metrics.metrics.add_time("CompileDoorTime", perf_counter() - start)
         return program
 
-    def __call__(self, args: list[Any]) -> list[Any]:
+    def __call__(self, args: list[Any]) -> Sequence[Any]:
         """Run; ``args`` is emptied, so that values can be let go of as soon as they are not needed."""
+        if not self.place.is_current():
+            self._place(_values(self.graph, "placeholder"), _values(self.graph, "output"))
         program = self._only or self._specialised(args)
-        with default_state():
-            return program(args)
+        if modes_are_on():
+            with default_state():
+                return program(args)
+        # AOTAutograd calls us with gradients and autocast off.
+        return program(args)
 
-    def _specialised(self, args: Sequence[Any]) -> Program:
+    def _specialised(self, args: Sequence[Any]) -> Run:
         key = tuple([TensorSpec.of(value) if isinstance(value, torch.Tensor) else value for value in args])
         program = self._programs.get(key)
         if program is None:
@@ -109,11 +121,11 @@ class CompiledGraph:
         return program
 
 
-def compile_graph_module(graph: fx.GraphModule, options: Options) -> Callable[[list[Any]], list[Any]]:
+def compile_graph_module(graph: fx.GraphModule, options: Options) -> Run:
     """A graph of functional ATen operators as a function that takes a list of arguments, which it empties."""
     compiled = CompiledGraph(graph, options)
 
-    def call(args: list[Any]) -> list[Any]:
+    def call(args: list[Any]) -> Sequence[Any]:
         return compiled(args)
 
     vars(call)["_boxed_call"] = True  # AOTAutograd then gives it its arguments as a list

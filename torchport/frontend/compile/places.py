@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 
-from ...backend.interface import Backend, BackendData, BackendDevice
+from ...backend.compiler import run, run_on_host
+from ...backend.interface import Backend, BackendData, BackendDevice, Computation
 from ...backend.registry import resolve_device
 from ...core.errors import ConfigError, DeviceMismatch
 from ...core.specs import TensorSpec
+from ...lazy.executor import leaf_from_host, value_of
 from ...lazy.random import RANDOM
-from ...lazy.tensor import DEVICE_TYPE
+from ...lazy.runtime import DeviceRuntime, default_backend, runtimes, threads
+from ...lazy.tensor import DEVICE_TYPE, LazyTensor, intern_spec, make_handle, make_template
+from ...lazy.trace import unwrap
 from .options import Options
 
-if TYPE_CHECKING:
-    from ...lazy.runtime import DeviceRuntime
+__all__ = ["Caller", "HostPlace", "Place", "PortPlace", "place_of"]
 
-__all__ = ["HostPlace", "Place", "PortPlace", "place_of"]
+Caller: TypeAlias = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 class Place(ABC):
@@ -38,19 +42,23 @@ class Place(ABC):
 
     @abstractmethod
     def keys(self, count: int) -> torch.Tensor:
-        """The next keys of the generator in charge, int64."""
+        """The next keys of the generator in charge, int64, on the CPU."""
 
-    @abstractmethod
     def is_here(self, device: torch.device) -> bool:
-        """Whether the user's tensors on that device are this place's own."""
+        """Whether tensors on that device are this place's own."""
+        return device.type == self.device.type
+
+    def is_current(self) -> bool:
+        """Whether the user's device still stands for the backend that graphs were compiled for."""
+        return True
 
     @abstractmethod
-    def take(self, tensor: torch.Tensor, backend: Backend, spec: TensorSpec) -> BackendData:
-        """A tensor of this place as an argument of one call."""
+    def from_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The user's tensor with the contents of a CPU tensor, to which others may write."""
 
     @abstractmethod
-    def give(self, data: BackendData, backend: Backend, spec: TensorSpec) -> torch.Tensor:
-        """A result as the user's tensor."""
+    def caller(self, computation: Computation) -> Caller:
+        """The computation as a function from the user's tensors to the user's tensors."""
 
 
 class HostPlace(Place):
@@ -60,8 +68,6 @@ class HostPlace(Place):
     device = torch.device("cpu")
 
     def __init__(self, options: Options) -> None:
-        from ...lazy.runtime import default_backend
-
         chosen = options.backends()
         self.backends = chosen or [default_backend()[0]]
         first = resolve_device(self.backends[0], options.ordinal)
@@ -74,14 +80,11 @@ class HostPlace(Place):
     def keys(self, count: int) -> torch.Tensor:
         return torch.randint(-(2**63), 2**63 - 1, (count,), dtype=torch.int64, device="cpu")
 
-    def is_here(self, device: torch.device) -> bool:
-        return device.type == "cpu"
+    def from_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
 
-    def take(self, tensor: torch.Tensor, backend: Backend, spec: TensorSpec) -> BackendData:
-        return backend.borrow(tensor, spec, self._devices[backend.name])
-
-    def give(self, data: BackendData, backend: Backend, spec: TensorSpec) -> torch.Tensor:
-        return backend.from_device(data)
+    def caller(self, computation: Computation) -> Caller:
+        return functools.partial(run_on_host, computation)
 
 
 class PortPlace(Place):
@@ -107,26 +110,48 @@ class PortPlace(Place):
     def keys(self, count: int) -> torch.Tensor:
         return torch.tensor([self.runtime.next_key() for _ in range(count)], dtype=torch.int64, device="cpu")
 
-    def is_here(self, device: torch.device) -> bool:
-        return device.type == DEVICE_TYPE
+    def from_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch._to_functional_tensor(leaf_from_host(self.runtime, tensor.detach().clone()))
 
-    def take(self, tensor: torch.Tensor, backend: Backend, spec: TensorSpec) -> BackendData:
-        from ...lazy.executor import value_of
-        from ...lazy.runtime import threads
-        from ...lazy.trace import unwrap
+    def caller(self, computation: Computation) -> Caller:
+        runtime, own = self.runtime, computation.backend is self.runtime.backend
+        make = [self._maker(intern_spec(spec)) for spec in computation.results]
 
-        trace = threads.of(self.runtime.index)
-        value = value_of(unwrap(tensor), trace)  # type: ignore[arg-type]
-        if backend is self.runtime.backend:
-            return value
-        return backend.to_device(self.runtime.backend.from_device(value).clone(), self.device_of(backend))
+        def call(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            trace = threads.of(runtime.index)
+            handles: list[Any] = [unwrap(tensor) for tensor in tensors]
+            values = [value_of(handle, trace) for handle in handles]
+            results = run(computation, values) if own else self._elsewhere(computation, values)
+            return [wrapped(result) for wrapped, result in zip(make, results, strict=True)]
 
-    def give(self, data: BackendData, backend: Backend, spec: TensorSpec) -> torch.Tensor:
-        from ...lazy.executor import leaf_from_data
+        return call
 
-        if backend is not self.runtime.backend:
-            data = self.runtime.backend.to_device(backend.from_device(data).clone(), self.runtime.device)
-        return torch._to_functional_tensor(leaf_from_data(self.runtime, data))
+    def _maker(self, spec: TensorSpec) -> Callable[[BackendData], torch.Tensor]:
+        """A function that gives a result of this spec to the user."""
+        runtime, wrap = self.runtime, torch._to_functional_tensor
+        template = make_template(spec) if runtime.index == 0 else None
+
+        def wrapped(data: BackendData) -> torch.Tensor:
+            if template is None:
+                handle: Any = make_handle(spec, runtime.index)
+            else:
+                handle = template.data  # as new, without a dispatch
+                handle.__class__ = LazyTensor
+                handle.spec = spec
+            data.info, data.exported = runtime, True
+            handle.value = data
+            return wrap(handle)
+
+        return wrapped
+
+    def is_current(self) -> bool:
+        return threads.of(self.runtime.index).runtime is self.runtime
+
+    def _elsewhere(self, computation: Computation, values: Sequence[BackendData]) -> list[BackendData]:
+        """A computation of another backend than the device's: through the host."""
+        mine = self.runtime.backend
+        results = run_on_host(computation, [mine.from_device(value) for value in values])
+        return [mine.to_device(result, self.runtime.device) for result in results]
 
 
 def place_of(values: Sequence[Any], options: Options) -> Place:
@@ -146,6 +171,4 @@ def place_of(values: Sequence[Any], options: Options) -> Place:
         raise DeviceMismatch(f"one compiled graph has tensors on {shown}; move them to one device first")
     if not indices:
         return HostPlace(options)
-    from ...lazy.runtime import runtimes
-
     return PortPlace(runtimes.get(indices.pop()), options)

@@ -8,14 +8,13 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
-from ...backend.compiler import run
-from ...backend.interface import Backend, BackendData, Computation
+from ...backend.interface import BackendData, Computation
 from ...backend.partition import Partitioned
 from ...core import metrics
 from ...core.config import config
@@ -24,7 +23,7 @@ from ...core.specs import TensorSpec
 from ...lazy.kernels import registrar_of
 from .places import Place
 
-__all__ = ["Program", "make_program"]
+__all__ = ["make_program"]
 
 _getitem: Any = operator.getitem
 Step = Callable[[list[Any]], None]
@@ -42,32 +41,24 @@ class _Slot:
 class Program:
     """One compiled graph for one set of shapes. Called with a list of arguments, which it empties."""
 
-    def __init__(
-        self, steps: Sequence[Step], inputs: Sequence[int], size: int, constants: Mapping[int, Any], results: Any
-    ) -> None:
+    def __init__(self, steps: Sequence[Step], size: int, constants: Mapping[int, Any], results: Sequence[Any]) -> None:
         self._steps = tuple(steps)
-        self._inputs = tuple(inputs)
         self._size = size
-        self._constants = dict(constants)
-        self._results: tuple[Any, ...] = tuple(results)
+        self._constants = tuple(constants.items())
+        self._results = tuple(results)
 
     def __call__(self, args: list[Any]) -> list[Any]:
         slots: list[Any] = [*args, *[None] * (self._size - len(args))]
         args.clear()
-        for at, value in self._constants.items():
+        for at, value in self._constants:
             slots[at] = value
         for step in self._steps:
             step(slots)
         return [slots[r.at] if r.__class__ is _Slot else r for r in self._results]
 
 
-def _device_name(node: fx.Node) -> torch.device | None:
-    value = node.meta.get("val")
-    return value.device if isinstance(value, torch.Tensor) else None
-
-
 class _Planner:
-    """Writes the steps. A node's value may be in several forms: the user's tensor, a CPU tensor, a backend's data."""
+    """Writes the steps. A value is a tensor of the place, or a CPU tensor beside a ``port`` model's."""
 
     def __init__(self, parts: Partitioned, place: Place, computations: Mapping[str, Computation]) -> None:
         self.parts = parts
@@ -77,67 +68,38 @@ class _Planner:
         self.size = 0
         self.constants: dict[int, Any] = {}
         self.user: dict[fx.Node, int] = {}
-        """Slots of tensors of the place (or of numbers and whatever else is handed through)."""
+        """Slots of tensors of the place, and of whatever else is handed through."""
         self.host: dict[fx.Node, int] = {}
         """Slots of CPU tensors where the place is another."""
-        self.data: dict[tuple[fx.Node, str], int] = {}
-        """Slots of values in a backend's form."""
 
     def slot(self) -> int:
         """A new slot."""
         self.size += 1
         return self.size - 1
 
-    # -- forms -----------------------------------------------------------------------------------------------
-    def as_data(self, node: fx.Node, backend: Backend) -> int:
-        """The slot of a value in a backend's form."""
-        found = self.data.get((node, backend.name))
-        if found is not None:
-            return found
-        spec = TensorSpec.of(node.meta["val"])
-        made = self.data[node, backend.name] = self.slot()
-        place = self.place
-        if node.op == "get_attr" and node in self.host:
-            value = self.constants[self.host[node]].detach().clone()
-            self.constants[made] = backend.to_device(value, place.device_of(backend))
-        elif node in self.host:
-            source, device = self.host[node], place.device_of(backend)
-
-            def borrow(slots: list[Any]) -> None:
-                slots[made] = backend.borrow(slots[source], spec, device)
-
-            self.steps.append(borrow)
-        else:
-            user = self.as_user(node)
-
-            def take(slots: list[Any]) -> None:
-                slots[made] = place.take(slots[user], backend, spec)
-
-            self.steps.append(take)
-        return made
-
     def as_user(self, node: fx.Node) -> int:
         """The slot of a value as a tensor of the place."""
-        if node in self.user:
-            return self.user[node]
-        made = self.user[node] = self.slot()
-        name = next(name for other, name in self.data if other is node)
-        source, place = self.data[node, name], self.place
-        backend, spec = self._backend(name), TensorSpec.of(node.meta["val"])
+        found = self.user.get(node)
+        if found is not None:
+            return found
+        made, source, place = self.slot(), self.host[node], self.place
+        self.user[node] = made
+        if node.op == "get_attr":
+            self.constants[made] = place.from_host(self.constants[source])
+            return made
 
-        def give(slots: list[Any]) -> None:
-            slots[made] = place.give(slots[source], backend, spec)
+        def move(slots: list[Any]) -> None:
+            slots[made] = place.from_host(slots[source])
 
-        self.steps.append(give)
+        self.steps.append(move)
         return made
-
-    def _backend(self, name: str) -> Backend:
-        return next(backend for backend in self.place.backends if backend.name == name)
 
     # -- nodes -----------------------------------------------------------------------------------------------
     def placeholder(self, node: fx.Node, device: torch.device | None, keys: bool) -> None:
-        """An input: the user's tensor, a CPU tensor beside a ``port`` model's, a number, or the keys we draw."""
+        """An input: a tensor, a number, or the keys we draw."""
         at = self.slot()
+        here = self.place.is_here(torch.device("cpu")) if keys else device is None or self.place.is_here(device)
+        (self.user if here else self.host)[node] = at
         if keys:
             count, place = node.meta["val"].numel(), self.place
 
@@ -145,48 +107,40 @@ class _Planner:
                 slots[at] = place.keys(count)
 
             self.steps.append(draw)
-            self.host[node] = at
-        elif device is None or self.place.is_here(device):
-            self.user[node] = at
-        else:
-            self.host[node] = at
-        if self.place.is_here(torch.device("cpu")):
-            self.user[node] = at
 
     def constant(self, node: fx.Node) -> None:
         """A tensor or a graph that the graph holds."""
         at = self.slot()
         value: Any = getattr(self.parts.module, str(node.target))
         self.constants[at] = value
-        self.user[node] = at
-        if isinstance(value, torch.Tensor) and not self.place.is_here(value.device):
-            self.host[node] = at
-            del self.user[node]
+        here = not isinstance(value, torch.Tensor) or self.place.is_here(value.device)
+        (self.user if here else self.host)[node] = at
 
     def delegate(self, node: fx.Node) -> None:
         """A call of a computation; its results are the ``getitem`` nodes that follow."""
         computation = self.computations[str(node.target)]
-        backend = computation.backend
-        inputs = tuple(self.as_data(value, backend) for value in node.args)  # type: ignore[arg-type]
-        outputs: list[int] = []
-        for _ in computation.results:
-            outputs.append(self.slot())
+        inputs = tuple(self.as_user(value) for value in node.args)  # type: ignore[arg-type]
+        outputs = tuple(self.slot() for _ in computation.results)
         for user in node.users:
-            self.data[user, backend.name] = outputs[user.args[1]]  # type: ignore[index]
+            self.user[user] = outputs[user.args[1]]  # type: ignore[index]
+        caller = self.place.caller(computation)
 
         def call(slots: list[Any]) -> None:
-            results = run(computation, [slots[at] for at in inputs])
-            for at, result in zip(outputs, results, strict=True):
+            for at, result in zip(outputs, caller([slots[i] for i in inputs]), strict=True):
                 slots[at] = result
 
         self.steps.append(call)
 
-    def _template(self, node: fx.Node, form: Callable[[fx.Node], int]) -> tuple[Any, Any]:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: _Slot(form(n)))  # type: ignore[misc]
+    def _template(self, node: fx.Node) -> tuple[Any, Any]:
+        def slot(n: fx.Node) -> _Slot:
+            # A CPU tensor beside a model on another device stays one: a scalar that acts as a number.
+            return _Slot(self.host[n] if n in self.host and n not in self.user else self.as_user(n))
+
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), slot)  # type: ignore[misc]
         return args, {k: self.place.device if isinstance(v, torch.device) else v for k, v in kwargs.items()}
 
     def item(self, node: fx.Node) -> None:
-        """One of several results of an operator that was left."""
+        """One of several results of an operator that is no delegate's."""
         made = self.user[node] = self.slot()
         source, position = self.user[node.args[0]], node.args[1]  # type: ignore[index]
 
@@ -196,33 +150,27 @@ class _Planner:
         self.steps.append(item)
 
     def call(self, node: fx.Node, left: bool) -> None:
-        """An operator that is no delegate's: by the backend's own kernel, else on the user's tensors."""
+        """An operator that is no delegate's: a view, or one that was left.
+
+        On a ``port`` device the device itself decides who runs it, and counts; here that is done for the CPU.
+        """
         target: Any = node.target
-        made = self.slot()
-        on_host = self.place.is_here(torch.device("cpu"))
+        template = self._template(node)
+        made = self.user[node] = self.slot()
         own = self._own_kernel(node) if left else None
-        if own is not None and on_host:
-            backend = self.place.backends[0]
-            template = self._template(node, lambda n: self.as_data(n, backend))
-            self.steps.append(_kernel_step(own, template, made, backend))
-            self.user[node] = made
-            return
         if left and own is None:
             self._check_policy(node)
-        template = self._template(node, self._form)
-        self.user[node] = made
-        if left and on_host:
-            self.steps.append(_counted(node))  # on a port device the device itself decides and counts
+        if left and self.place.is_here(torch.device("cpu")):
+            if own is not None:
+                self.steps.append(_kernel_step(own, template, made, self.place))
+                return
+            self.steps.append(_counted(node))
 
         def call(slots: list[Any]) -> None:
             args, kwargs = _filled(template, slots)
             slots[made] = target(*args, **kwargs)
 
         self.steps.append(call)
-
-    def _form(self, node: fx.Node) -> int:
-        """The form an operator that was left takes a value in."""
-        return self.host[node] if node in self.host and node not in self.user else self.as_user(node)
 
     def _own_kernel(self, node: fx.Node) -> Callable[..., Any] | None:
         if not isinstance(node.target, torch._ops.OpOverload):
@@ -264,28 +212,23 @@ class _Planner:
                 self.item(node)
             elif node.op == "call_function":
                 self.call(node, node in left)
-        output = self.parts.module.graph.output_node()
-        results = [
-            self.result(value, device)
-            for value, device in zip(output.args[0], wanted, strict=True)  # type: ignore[arg-type]
-        ]
-        return Program(self.steps, range(len(devices)), self.size, self.constants, results)
+        outputs: Any = self.parts.module.graph.output_node().args[0]
+        results = [self.result(value, device) for value, device in zip(outputs, wanted, strict=True)]
+        return Program(self.steps, self.size, self.constants, results)
 
     def result(self, value: Any, device: torch.device | None) -> Any:
         """An output: a number or ``None`` as it is, a tensor on the device it was on when the graph was recorded."""
         if not isinstance(value, fx.Node):
             return value
-        if device is None or self.place.is_here(device):
-            return self._copied(value, self.as_user(value)) if value.op == "get_attr" else _Slot(self.as_user(value))
-        if value in self.host:
-            return self._copied(value, self.host[value])
-        return self._copied(value, self.as_user(value), device)
-
-    def _copied(self, node: fx.Node, source: int, device: torch.device | None = None) -> _Slot:
+        here = device is None or self.place.is_here(device)
+        if here and value.op != "get_attr":
+            return _Slot(self.as_user(value))
         made = self.slot()
+        source = self.as_user(value) if here or value not in self.host else self.host[value]
 
         def copy(slots: list[Any]) -> None:
-            slots[made] = slots[source].clone() if device is None else slots[source].to(device)
+            found = slots[source]
+            slots[made] = found.clone() if device is None or found.device == device else found.to(device)
 
         self.steps.append(copy)
         return _Slot(made)
@@ -295,17 +238,19 @@ def _filled(template: Any, slots: list[Any]) -> tuple[Any, Any]:
     return tree_map(lambda v: slots[v.at] if isinstance(v, _Slot) else v, template)
 
 
-_NOT_DATA: Final = object()
-
-
-def _kernel_step(kernel: Callable[..., Any], template: Any, made: int, backend: Backend) -> Step:
+def _kernel_step(kernel: Callable[..., Any], template: Any, made: int, place: Place) -> Step:
     """A backend's own kernel for one operator: :class:`BackendData` in and out."""
+    backend = place.backends[0]
+    device = place.device_of(backend)
+
+    def data(value: Any) -> Any:
+        return backend.borrow(value, TensorSpec.of(value), device) if isinstance(value, torch.Tensor) else value
 
     def host(value: Any) -> Any:
         return backend.from_device(value) if isinstance(value, BackendData) else value
 
     def step(slots: list[Any]) -> None:
-        args, kwargs = _filled(template, slots)
+        args, kwargs = tree_map(data, _filled(template, slots))
         metrics.count("KernelCall")
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
         slots[made] = tree_map(host, kernel(*args, **kwargs), is_leaf=lambda v: isinstance(v, BackendData))
@@ -329,16 +274,49 @@ def _counted(node: fx.Node) -> Step:
     return step
 
 
+def _direct(parts: Partitioned, place: Place, computations: Mapping[str, Computation], inputs: int) -> Any:
+    """The one computation with the graph's own inputs and results, if that is all there is; else ``None``."""
+    calls = [n for n in parts.module.graph.nodes if n.op not in ("placeholder", "output") and n.target is not _getitem]
+    placeholders = parts.module.graph.find_nodes(op="placeholder")
+    outputs: Any = parts.module.graph.output_node().args[0]
+    if len(calls) != 1 or calls[0].op != "call_module" or len(placeholders) != inputs:
+        return None
+    known = {node: (False, at) for at, node in enumerate(placeholders)}
+    known |= {item: (True, item.args[1]) for item in calls[0].users}
+    sources = [known[value] if isinstance(value, fx.Node) else (None, value) for value in outputs]
+    caller = place.caller(computations[str(calls[0].target)])
+    order = [known[value][1] for value in calls[0].args]
+    whole = order == list(range(inputs))
+    plain = sources == [(True, at) for at in range(len(sources))]
+
+    def direct(args: list[Any]) -> Sequence[Any]:
+        given = args.copy() if whole else [args[at] for at in order]
+        if plain:
+            args.clear()
+            return caller(given)
+        results = caller(given)
+        made = [results[at] if own else at if own is None else args[at] for own, at in sources]
+        args.clear()
+        return made
+
+    return direct
+
+
 def make_program(
     parts: Partitioned,
     place: Place,
     computations: Mapping[str, Computation],
     devices: Sequence[torch.device | None],
     wanted: Sequence[torch.device | None],
-) -> Program:
-    """The program of a split graph. ``computations`` are by the names of its delegates.
+) -> Callable[[list[Any]], Sequence[Any]]:
+    """The program of a split graph: called with a list of arguments, which it empties.
 
-    ``devices`` are those of the inputs and ``wanted`` those of the outputs as they were recorded, ``None`` for what is
-    no tensor. Raises :class:`UnsupportedOp` where an operator is left and ``config.fallback`` is ``"error"``.
+    ``computations`` are by the names of the delegates, ``devices`` those of the inputs and ``wanted`` those of the
+    outputs as they were recorded, ``None`` for what is no tensor. Raises :class:`UnsupportedOp` where an operator is
+    left and ``config.fallback`` is ``"error"``.
     """
+    if all(device is None or place.is_here(device) for device in (*devices, *wanted)):
+        direct = _direct(parts, place, computations, len(devices))
+        if direct is not None:
+            return direct
     return _Planner(parts, place, computations).run(devices, wanted)
