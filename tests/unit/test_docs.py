@@ -18,7 +18,7 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-RUN = ["README.md", "docs/write-a-backend.md"]
+RUN = ["README.md", "docs/write-a-backend.md", "docs/torch-compile.md"]
 """Pages with code; ``dispatch.md`` is run by tests of its own."""
 INTERNALS = ROOT / "docs" / "torch-internals.md"
 EXAMPLE = ROOT / "examples" / "tiny_backend.py"
@@ -292,7 +292,8 @@ def g(module):
 
 
 def test_c_names_are_listed() -> None:
-    text = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "torchport/backends/inductor").glob("*.py"))
+    files = (ROOT / "torchport/backends/inductor").glob("*.[cp]*")
+    text = "".join(path.read_text(encoding="utf-8") for path in files if path.suffix in (".py", ".cpp"))
     names = r"dll\.(AOTInductor\w+)|(torch/csrc/[\w/]+\.h)|\"(torch_exception\w+)\"|(\w+\.cpp)\""
     used = {name for match in re.findall(names, text) for name in match if name}
     used -= {"wrapper.cpp", "kernels.cpp", "model.cpp"}  # files of ours

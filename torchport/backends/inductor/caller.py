@@ -25,7 +25,7 @@ from . import torch_api
 
 __all__ = ["build", "expected_layout", "load"]
 
-_SOURCE: Final = Path(__file__).with_name("caller.cpp")
+_SOURCE: Final = Path(__file__).with_suffix(".cpp")
 _lock = threading.Lock()
 _DTYPE_CODES: Final = {
     dtype: code
