@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import os
 import subprocess
 import sys
 import sysconfig
@@ -20,8 +21,6 @@ from typing import Any, Final
 import torch
 
 from torchport.core.specs import TensorSpec
-
-from . import torch_api
 
 __all__ = ["build", "expected_layout", "load"]
 
@@ -40,22 +39,27 @@ _DTYPE_CODES: Final = {
 
 
 def _path() -> Path:
-    """Where the library is: its name hashes source, torch, Python and platform."""
+    """Where the library is: its name hashes source, torch, Python and platform.
+
+    In a folder of the user's own: where Inductor keeps things is not known before it is imported.
+    """
     parts = [_SOURCE.read_text(), torch.__version__, sys.version, sysconfig.get_platform()]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
-    return torch_api.shared_folder() / f"caller-{digest}.so"
+    return Path(tempfile.gettempdir()) / f"torchport-{os.getuid()}" / f"caller-{digest}.so"
 
 
 def build(compiler: Sequence[str]) -> None:
     """Build the library if it is not there. What cannot be built is done without: Python's headers may be missing."""
+    if sys.platform != "linux":
+        return
     path = _path()
     include = sysconfig.get_paths()["include"]
-    if sys.platform != "linux" or path.exists() or not (Path(include) / "Python.h").exists():
+    if path.exists() or not (Path(include) / "Python.h").exists():
         return
     torch_home = Path(torch.__file__).parent
     includes = [include, str(torch_home / "include"), str(torch_home / "include/torch/csrc/api/include")]
     with _lock:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-", ignore_cleanup_errors=True) as private:
             made = Path(private) / "caller.so"
             command = [
@@ -74,9 +78,11 @@ def build(compiler: Sequence[str]) -> None:
 @functools.cache
 def load() -> Callable[..., Any] | None:
     """``(run, container, list of tensors, expected layout, number of outputs) → results``, or ``None``."""
-    path = _path()
-    if not path.exists():
+    if sys.platform != "linux":
         return None
+    path = _path()
+    if not path.exists() or path.stat().st_uid != os.getuid():
+        return None  # not there, or put there by somebody else
     try:
         function = ctypes.PyDLL(str(path)).torchport_call
     except (OSError, AttributeError):

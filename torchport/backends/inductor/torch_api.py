@@ -57,7 +57,7 @@ from . import machine
 from .build import Toolchain
 from .source import MODEL, Wrapper, guard_kernels, quiet_interface, split_kernels, strip_wrapper
 
-__all__ = ["Generated", "generate", "last_error", "proxy_runner", "shared_folder", "take_handles", "take_tensors"]
+__all__ = ["Generated", "generate", "last_error", "proxy_runner", "take_handles", "take_tensors"]
 
 _compile_lock = threading.RLock()
 """Inductor keeps a compilation's state in globals; one at a time per process."""
@@ -333,13 +333,6 @@ def _lower(graph: fx.GraphModule, inputs: list[torch.Tensor], precompile: bool) 
     return Generated(body, files, constants, extern, borrowed, _toolchain(precompile))
 
 
-def shared_folder() -> Path:
-    """Where what every graph shares is kept: Inductor's cache directory."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return Path(cache_dir()) / "torchport"
-
-
 def _threads() -> int:
     """The most threads a kernel may use; not just torch's setting of the moment, since the code may outlive it."""
     return max(torch.get_num_threads(), os.cpu_count() or 1)
@@ -355,6 +348,7 @@ def _toolchain(precompile: bool) -> Toolchain:
     """The compiler and flags Inductor would use, under the options in force."""
     from torch._inductor import cpp_builder
     from torch._inductor.cpu_vec_isa import pick_vec_isa
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     isa = pick_vec_isa()
     gcc = ["-fno-gnu-unique"] if cpp_builder.is_gcc() else []  # else libraries share variables of inline functions
@@ -383,7 +377,7 @@ def _toolchain(precompile: bool) -> Toolchain:
         kernel_header="torch/csrc/inductor/cpp_prefix.h",
         interface=quiet_interface(_interface()),
         model=MODEL,
-        cache_dir=shared_folder(),
+        cache_dir=Path(cache_dir()) / "torchport",
         precompile=precompile,
         fingerprint=f"{torch.__version__} {machine.here(native=True)}",
     )
