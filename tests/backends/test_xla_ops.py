@@ -31,7 +31,7 @@ CPU = BackendDevice("cpu", 0)
 PAGE = Path(__file__).parents[2] / "docs" / "xla-ops.md"
 aten = torch.ops.aten
 getitem: Any = operator.getitem
-FAST = 40
+FAST = 20
 """How many overloads are tested by default; a fixed choice, the others are slow tests."""
 
 TOLERANCES: dict[torch.dtype, dict[str, float]] = {
@@ -42,8 +42,8 @@ TOLERANCES: dict[torch.dtype, dict[str, float]] = {
 }
 CANCELLING = {"native_layer_norm_backward", "native_group_norm_backward", "native_batch_norm_backward"}
 """Gradients that are differences of large numbers where few elements are normalised: zero up to rounding."""
-UNCHECKED = {torch.ops.aten.native_batch_norm.default}
-"""Where CPU eager takes weights of other sizes than the input has channels, once the input is empty."""
+CHECKED = {"activations", "binary", "factories", "matmul", "pointwise", "reductions", "sorting", "views"}
+"""Topics whose operators check every shape they are given; others' CPU kernels may read what is not there."""
 ROUNDED_OFTEN = {"addbmm", "addr"}
 """The CPU adds one product after the other in bfloat16 and rounds each time; XLA rounds once."""
 TIES = {"sort", "topk"}
@@ -142,8 +142,7 @@ def test_an_overload_equals_cpu_eager(op: Any, dtype: torch.dtype) -> None:
     if not calls:
         assert dtype is torch.bfloat16, "no sample of OpInfo reaches it any more: write xla_sources.txt again"
         return
-    more = [] if op in UNCHECKED else xla_samples.more(calls)
-    assert _check([*calls, *more])
+    assert _check([*calls, *xla_samples.more(calls, other_shapes=TABLE[op].topic in CHECKED)])
 
 
 @pytest.mark.parametrize("descending", [False, True])

@@ -172,10 +172,10 @@ def scalar(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1)[0].clone() if tensor.numel() else tensor
 
 
-def more(calls: Sequence[Instance]) -> list[Instance]:
-    """Of each call: with gaps in memory, with 0-dim and with empty tensors, where CPU eager takes it; a few of each."""
+def more(calls: Sequence[Instance], other_shapes: bool) -> list[Instance]:
+    """The calls with gaps in memory and, if wanted, with 0-dim and empty tensors where CPU eager takes them; a few."""
     found: list[Instance] = []
-    for change in (spread, scalar, emptied):
+    for change in (spread, scalar, emptied) if other_shapes else (spread,):
         made = (variant(call, change) for call in calls)
         found += list(itertools.islice((one for one in made if one is not None), 3))
     return found
