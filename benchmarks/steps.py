@@ -59,16 +59,16 @@ def _lazy(model: str, make: Make, core: LazyCore) -> Timed:
     return timed(whole)
 
 
-def _compiled(model: str, make: Make) -> Timed:
-    example = MODELS[model]()
-    compiled = torch.compile(example.model)
+def compiled(example: Example, make: Make) -> Callable[[], torch.Tensor]:
+    """A step of the model under ``torch.compile``."""
+    module = torch.compile(example.model)
     example.model.train(make is training)
 
     def forward(found: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        return lambda _, batch: found(compiled, batch)
+        return lambda _, batch: found(module, batch)
 
     loss = None if example.loss is None else forward(example.loss)
-    return timed(make(Example(example.model, example.batch, forward(example.forward), loss)))
+    return make(Example(example.model, example.batch, forward(example.forward), loss))
 
 
 def _with_first(batch: Timed, name: str, firsts: dict[str, float]) -> Timed:
@@ -90,7 +90,7 @@ def _engines(model: str, make: Make, backends: list[str]) -> dict[str, Timed]:
         engines[f"port-{backend}"] = lambda backend=backend: _port(model, make, backend)
     engines["eager"] = lambda: _eager(model, make)
     engines["lazy"] = lambda: _lazy(model, make, core)
-    engines["torch.compile"] = lambda: _compiled(model, make)
+    engines["torch.compile"] = lambda: timed(compiled(MODELS[model](), make))
     made: dict[str, Timed] = {}
     for name, build in engines.items():
         try:

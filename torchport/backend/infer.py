@@ -89,6 +89,13 @@ def _key(value: Any) -> Any:
     return value
 
 
+def _bound_fake_cache() -> None:
+    """PyTorch's fake tensors remember every operator with every shape, without a bound."""
+    mode = type(fake_mode())
+    if mode.cache_info().size > _REMEMBER:
+        mode.cache_clear()
+
+
 def infer(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Inferred:
     """What the op returns for these arguments, specs standing for tensors. Results are remembered.
 
@@ -104,6 +111,7 @@ def infer(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
         found = _remembered[key] = _infer(op, args, kwargs)
         if len(_remembered) > _REMEMBER:
             _remembered.popitem(last=False)
+            _bound_fake_cache()
     return found
 
 

@@ -46,6 +46,9 @@ __all__ = [
 NOW: Final = frozenset({"read", "eager", "host", "kernel"})
 """Causes of a flush after which the calling thread needs a value at once."""
 
+PLANS_AT_MOST: Final = 256
+"""Plans kept at one place of a trie: a program that keeps other values each time would fill it without end."""
+
 WAITING: Final = NOW - {"eager"}
 """Those that the program could do without."""
 
@@ -70,6 +73,8 @@ def _plan(trace: Trace, node: Node, numbers: tuple[int, ...], cause: str) -> Pla
                 plan = error
             if metrics.counter("UncachedCompile") > compiled:
                 history.reasons.append(reason)
+        if len(node.plans) >= PLANS_AT_MOST:
+            node.plans.clear()
         node.plans[numbers] = plan
     if isinstance(plan, CompileError):
         # What did not compile once is not tried again on every step.

@@ -63,10 +63,13 @@ class IndexedLazyTensor(LazyTensor):
 
 
 _specs: dict[TensorSpec, TensorSpec] = {}
+_MOST_SPECS = 65_536
 
 
 def intern_spec(spec: TensorSpec) -> TensorSpec:
-    """One object per distinct spec, so that comparing trace keys compares pointers."""
+    """One object per distinct spec, so that comparing trace keys compares pointers; equal ones are equal anyway."""
+    if len(_specs) > _MOST_SPECS:
+        _specs.clear()
     return _specs.setdefault(spec, spec)
 
 

@@ -105,6 +105,7 @@ class InductorBackend(Backend):
 
     name = "inductor"
     releases_gil = True
+    donation = True
     version = f"1-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
 
     compile_options: ClassVar[Mapping[str, str]] = {
@@ -172,7 +173,11 @@ class InductorBackend(Backend):
         tensors = [arg.tensor for arg in args if isinstance(arg, TensorData) and arg.tensor is not None]
         if len(tensors) != len(args):
             raise ExecutionError("an argument is not a TensorData with a value")
-        results = handle.run(tensors)
+        for position in context.donated:
+            data = args[position]
+            if isinstance(data, TensorData):
+                data.tensor = None
+        results = handle.run(tensors, given=True)
         device = context.device
         return [TensorData(device, spec, result) for spec, result in zip(handle.outputs, results, strict=True)]
 

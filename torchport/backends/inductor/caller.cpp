@@ -35,8 +35,9 @@ bool fits(const at::Tensor& tensor, const int64_t*& expected) {
 } // namespace
 
 // A list of results; an int, the position of an input that is not as expected; or None, when the run failed.
+// let_go: the list is emptied before the run, so that the code frees what nobody else holds after its last use.
 extern "C" PyObject* torchport_call(
-    void* run, void* container, PyObject* inputs, const int64_t* expected, int64_t outputs) {
+    void* run, void* container, PyObject* inputs, const int64_t* expected, int64_t outputs, int let_go) {
   const Py_ssize_t count = PyList_GET_SIZE(inputs);
   for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject* item = PyList_GET_ITEM(inputs, i);
@@ -48,6 +49,9 @@ extern "C" PyObject* torchport_call(
   std::vector<void*> results(outputs, nullptr);
   for (Py_ssize_t i = 0; i < count; ++i) {
     given[i] = new at::Tensor(THPVariable_Unpack(PyList_GET_ITEM(inputs, i)));
+  }
+  if (let_go && PyList_SetSlice(inputs, 0, count, nullptr) != 0) {
+    PyErr_Clear();
   }
   int32_t failed = 0;
   Py_BEGIN_ALLOW_THREADS

@@ -77,7 +77,7 @@ def build(compiler: Sequence[str]) -> None:
 
 @functools.cache
 def load() -> Callable[..., Any] | None:
-    """``(run, container, list of tensors, expected layout, number of outputs) → results``, or ``None``."""
+    """``(run, container, list of tensors, expected layout, number of outputs, let go) → results``, or ``None``."""
     if sys.platform != "linux":
         return None
     path = _path()
@@ -87,7 +87,8 @@ def load() -> Callable[..., Any] | None:
         function = ctypes.PyDLL(str(path)).torchport_call
     except (OSError, AttributeError):
         return None
-    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p, ctypes.c_int64]
+    pointer = ctypes.c_void_p
+    function.argtypes = [pointer, pointer, ctypes.py_object, pointer, ctypes.c_int64, ctypes.c_int]
     function.restype = ctypes.py_object
     return function
 

@@ -114,23 +114,26 @@ class Library:
             raise ExecutionError(f"the compiled computation failed: {_message(self._dll)}")
         return torch_api.take_tensors([_capsule_of(handle, None, None) for handle in results])
 
-    def _call_fast(self, tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:
+    def _call_fast(self, tensors: list[torch.Tensor], let_go: bool) -> list[torch.Tensor] | None:
         """What :meth:`_call` does, by ``caller.cpp``; ``None`` if a tensor is not quite as the code expects it."""
         assert self._fast is not None
         with self._lock:
             if not self._container:
                 return None
-            results = self._fast(self._run_address, self._container, tensors, self._layout, len(self.outputs))
+            results = self._fast(self._run_address, self._container, tensors, self._layout, len(self.outputs), let_go)
             if results is None:
                 raise ExecutionError(f"the compiled computation failed: {_message(self._dll)}")
         return None if results.__class__ is int else results
 
-    def run(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Run on CPU tensors. Raises :class:`ExecutionError`; never writes to an input, returns fresh memory."""
+    def run(self, tensors: list[torch.Tensor], given: bool = False) -> list[torch.Tensor]:
+        """Run on CPU tensors. Raises :class:`ExecutionError`; never writes to an input, returns fresh memory.
+
+        ``given``: the list may be emptied, so that memory nobody else holds is freed once the code is done with it.
+        """
         if self._fast is not None and len(tensors) == len(self.inputs):
             # In a thread that has not run torch yet OpenMP would use every core: this call gives it torch's number.
             torch.get_num_threads()
-            results = self._call_fast(tensors)
+            results = self._call_fast(tensors, given and self._copies is not None)
             if results is not None:
                 return self._own(tensors, results)
         return self._run_checked(tensors)
