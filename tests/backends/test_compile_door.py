@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -484,3 +485,78 @@ def test_the_lazy_door_and_this_one_share_computations(backend: str) -> None:
     torch.compiler.reset()
     same(compiled(lambda v: (v * 17).exp().tanh(), backend)(x), fn(x.cpu()).tanh())
     assert metrics.counter("CachedCompile") == shared + 1
+
+
+# -- the device's binding, threads, control flow -------------------------------------------------------------------
+def test_another_backend_bound_to_the_device_is_compiled_for() -> None:
+    first, second = CountingBackend.install(), CountingBackend.install()
+    x = torch.randn(3)
+    run = torch.compile(lambda v: v.sin() + 1, backend=DOOR, fullgraph=True)
+    for backend in (first, second, first):
+        torchport.use(backend.name)
+        same(run(x.to("port")), x.sin() + 1)
+    assert first.count("aten.sin.default") == 2
+    assert second.count("aten.sin.default") == 1
+
+
+def test_threads_call_one_compiled_function(place: torch.device, backend: str) -> None:
+    model, ours = pair(lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)), place)
+    run = compiled(ours, backend)
+    inputs = [torch.randn(3, 4) for _ in range(8)]
+    with torch.no_grad():
+        run(inputs[0].to(place))
+        expected = [model(x) for x in inputs]
+    results: list[Any] = [None] * len(inputs)
+
+    def work(start: int) -> None:
+        with torch.no_grad():
+            for _ in range(20):
+                for at in range(start, len(inputs), 4):
+                    results[at] = run(inputs[at].to(place)).cpu()
+
+    threads = [threading.Thread(target=work, args=(start,)) for start in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for ours_at, theirs_at in zip(results, expected, strict=True):
+        same(ours_at, theirs_at)
+
+
+def test_control_flow_is_left_and_counted(place: torch.device, backend: str) -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda v: v.sin(), lambda v: v.cos(), (x,)) + 1
+
+    run = compiled(fn, backend)
+    for x in (torch.ones(3), -torch.ones(3)):
+        same(run(x.to(place)), fn(x))
+
+
+def test_batch_norm_in_training_reaches_a_steady_state() -> None:
+    """The running statistics come out of the graph and go back into their buffers: nothing is computed for that."""
+    counting = CountingBackend.install()
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)).to(counting.device)
+    run = torch.compile(model, backend=DOOR, fullgraph=True)
+    x = torch.randn(2, 2, 6, 6).to(counting.device)
+    for step in range(4):
+        if step == 2:
+            torchport.sync()
+            before = metrics.counter("UncachedCompile"), metrics.counter("Execute")
+        run(x)
+    torchport.sync()
+    assert metrics.counter("UncachedCompile") == before[0]
+    assert metrics.counter("Execute") == before[1] + 2, "one computation per call"
+
+
+def test_an_operator_that_fails_inside_compiled_code(place: torch.device, backend: str) -> None:
+    table = torch.randn(4, 2)
+
+    def fn(index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.embedding(index, weight) * 2
+
+    run = compiled(fn, backend)
+    good, bad = torch.tensor([1, 3]), torch.tensor([1, 9])
+    same(run(good.to(place), table.to(place)), fn(good, table))
+    with pytest.raises((torchport.ExecutionError, IndexError)):
+        run(bad.to(place), table.to(place)).cpu()
+    same(run(good.to(place), table.to(place)), fn(good, table))

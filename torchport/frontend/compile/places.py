@@ -18,7 +18,6 @@ from ...lazy.executor import leaf_from_host, value_of
 from ...lazy.random import RANDOM
 from ...lazy.runtime import DeviceRuntime, default_backend, runtimes, threads
 from ...lazy.tensor import DEVICE_TYPE, LazyTensor, intern_spec, make_handle, make_template
-from ...lazy.trace import unwrap
 from .options import Options
 
 __all__ = ["Caller", "HostPlace", "Place", "PortPlace", "place_of"]
@@ -59,6 +58,12 @@ class Place(ABC):
     @abstractmethod
     def caller(self, computation: Computation) -> Caller:
         """The computation as a function from the user's tensors to the user's tensors."""
+
+
+def _inner(tensor: torch.Tensor) -> Any:
+    """The handle in a wrapper, brought up to date (``torch._sync`` without its detour through Python)."""
+    torch._functionalize_sync(tensor)
+    return torch._from_functional_tensor(tensor)
 
 
 class HostPlace(Place):
@@ -119,8 +124,7 @@ class PortPlace(Place):
 
         def call(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             trace = threads.of(runtime.index)
-            handles: list[Any] = [unwrap(tensor) for tensor in tensors]
-            values = [value_of(handle, trace) for handle in handles]
+            values = [value_of(_inner(tensor), trace) for tensor in tensors]
             results = run(computation, values) if own else self._elsewhere(computation, values)
             return [wrapped(result) for wrapped, result in zip(make, results, strict=True)]
 

@@ -5,6 +5,8 @@ Where a value lives at each point is known when the program is made, so running 
 
 from __future__ import annotations
 
+import copy
+import functools
 import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -160,6 +162,9 @@ class _Planner:
         own = self._own_kernel(node) if left else None
         if left and own is None:
             self._check_policy(node)
+        if left and not isinstance(target, torch._ops.OpOverload):
+            self.steps += [_counted(node), _host_step(target, template, made, self.place)]
+            return
         if left and self.place.is_here(torch.device("cpu")):
             if own is not None:
                 self.steps.append(_kernel_step(own, template, made, self.place))
@@ -226,11 +231,11 @@ class _Planner:
         made = self.slot()
         source = self.as_user(value) if here or value not in self.host else self.host[value]
 
-        def copy(slots: list[Any]) -> None:
+        def copied(slots: list[Any]) -> None:
             found = slots[source]
             slots[made] = found.clone() if device is None or found.device == device else found.to(device)
 
-        self.steps.append(copy)
+        self.steps.append(copied)
         return _Slot(made)
 
 
@@ -256,6 +261,34 @@ def _kernel_step(kernel: Callable[..., Any], template: Any, made: int, place: Pl
         slots[made] = tree_map(host, kernel(*args, **kwargs), is_leaf=lambda v: isinstance(v, BackendData))
 
     return step
+
+
+def _host_step(target: Any, template: Any, made: int, place: Place) -> Step:
+    """What is no operator, such as control flow on graphs: on CPU copies of its tensors."""
+    cpu = torch.device("cpu")
+
+    def host(value: Any) -> Any:
+        if isinstance(value, fx.GraphModule):
+            return _on_host(value)
+        return value.to(cpu) if isinstance(value, torch.Tensor) else value
+
+    def step(slots: list[Any]) -> None:
+        args, kwargs = tree_map(host, _filled(template, slots))
+        results = target(*args, **kwargs)
+        slots[made] = tree_map(lambda v: place.from_host(v) if isinstance(v, torch.Tensor) else v, results)
+
+    return step
+
+
+@functools.lru_cache(64)
+def _on_host(graph: fx.GraphModule) -> fx.GraphModule:
+    """A graph that makes its new tensors on the CPU."""
+    made = copy.deepcopy(graph)
+    for node in made.graph.nodes:
+        if "device" in node.kwargs:
+            node.update_kwarg("device", torch.device("cpu"))
+    made.recompile()
+    return made
 
 
 def _counted(node: fx.Node) -> Step:

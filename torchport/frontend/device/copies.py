@@ -126,6 +126,8 @@ def _copy(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> 
         source = _host_to_device(source, index, target.dtype)
         if TensorSpec.of(source) == TensorSpec.of(target):
             return source
+    elif source.value is not None and TensorSpec.of(source) == TensorSpec.of(target):
+        return _same_value(source)  # a value never changes, so the target may hold the very same one
     return _call(aten.copy.default, trace, target, source)
 
 
