@@ -14,11 +14,12 @@ TORCH := 2.13.0
 TORCH_STAMP := $(VENV)/.torch-$(TORCH)
 DEMO_STAMP := $(VENV)/.installed-demo
 TEST_STAMP := $(VENV)/.installed-test
+DOCS_STAMP := $(VENV)/.installed-docs
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-all test-slow-sample lint format types imports bench check-python clean
+.PHONY: help setup demo test test-all test-slow-sample lint format types imports bench docs check-python clean
 
 help:  ## what there is
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{printf "%-22s %s\n", $$1, $$2}'
@@ -52,10 +53,13 @@ imports: $(TEST_STAMP)  ## which module may import which
 bench: $(TEST_STAMP)  ## ratios against PyTorch's own lazy core, CPU eager and torch.compile
 	$(BIN)/python -m benchmarks $(ARGS)
 
+docs: $(DOCS_STAMP)  ## the pages as a site, in site/; a link or a name that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet $(ARGS)
+
 setup: $(TEST_STAMP)  ## .venv with everything the other targets need
 
 clean:  ## remove .venv and caches
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache .grimp_cache
+	rm -rf $(VENV) build site *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache .grimp_cache
 
 check-python:
 	@test -n "$(PYTHON)" || { echo "torchport needs Python 3.11 or newer; install one, or say which: make PYTHON=/path/to/python3" >&2; exit 1; }
@@ -75,3 +79,7 @@ $(DEMO_STAMP): pyproject.toml $(TORCH_STAMP)
 $(TEST_STAMP): pyproject.toml $(TORCH_STAMP)
 	$(PIP) install -e ".[demo,test]"
 	@touch $@ $(DEMO_STAMP)
+
+$(DOCS_STAMP): pyproject.toml $(TORCH_STAMP)
+	$(PIP) install -e ".[docs]"
+	@touch $@
