@@ -31,7 +31,7 @@ CPU = BackendDevice("cpu", 0)
 PAGE = Path(__file__).parents[2] / "docs" / "xla-ops.md"
 aten = torch.ops.aten
 getitem: Any = operator.getitem
-FAST = 20
+FAST = 10
 """How many overloads are tested by default; a fixed choice, the others are slow tests."""
 
 TOLERANCES: dict[torch.dtype, dict[str, float]] = {
