@@ -59,6 +59,10 @@ def cpu_attention(
     if attn_mask is not None and attn_mask.dtype is torch.bool:
         zeros = torch.zeros(attn_mask.shape, dtype=query.dtype, device=query.device)
         attn_mask = zeros.masked_fill(~attn_mask, -torch.inf)
+    # The kernel steps through memory as if the last dimension were contiguous, and does not check.
+    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+    if attn_mask is not None and attn_mask.stride(-1) not in (0, 1):
+        attn_mask = attn_mask.contiguous()
     out, _ = aten._scaled_dot_product_flash_attention_for_cpu.default(
         query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
     )

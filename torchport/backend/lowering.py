@@ -57,11 +57,17 @@ def _zeros(b: GraphBuilder, specs: Any, *args: Any, **kwargs: Any) -> fx.Node:
     return b.filled(spec, 0)
 
 
+def _expanded(b: GraphBuilder, source: fx.Node, size: Sequence[int]) -> fx.Node:
+    """The value at a larger size, in memory of its own: kernels that want contiguous arguments read past a stride 0."""
+    node = b(aten.expand.default, source, list(size))
+    return b(aten.clone.default, node, memory_format=torch.contiguous_format) if b.val(node).numel() > 1 else node
+
+
 def _copy(b: GraphBuilder, specs: Any, x: fx.Node, source: fx.Node, non_blocking: bool = False) -> fx.Node:
     (spec,) = specs
     source = b.cast(source, spec.dtype)
     if tuple(b.val(source).shape) != spec.shape:
-        source = b(aten.expand.default, source, list(spec.shape))
+        source = _expanded(b, source, spec.shape)
     return source
 
 
@@ -138,21 +144,26 @@ def _tensor_form(op: Any) -> Callable[..., fx.Node]:
     return lower
 
 
+def _spread(b: GraphBuilder, value: Any, dtype: torch.dtype, size: Sequence[int]) -> fx.Node:
+    """A tensor of one varying number."""
+    return _expanded(b, b.cast(value, dtype), size)
+
+
 def _fill(b: GraphBuilder, x: fx.Node, value: Any) -> fx.Node:
     val = b.val(x)
-    return b(aten.expand.default, b.cast(value, val.dtype), list(val.shape))
+    return _spread(b, value, val.dtype, val.shape)
 
 
 def _full(b: GraphBuilder, size: Sequence[int], value: Any, dtype: Any = None, **kwargs: Any) -> fx.Node:
-    return b(aten.expand.default, b.cast(value, dtype or torch.get_default_dtype()), list(size))
+    return _spread(b, value, dtype or torch.get_default_dtype(), size)
 
 
 def _full_like(b: GraphBuilder, x: fx.Node, value: Any, dtype: Any = None, **kwargs: Any) -> fx.Node:
-    return b(aten.expand.default, b.cast(value, dtype or b.val(x).dtype), list(b.val(x).shape))
+    return _spread(b, value, dtype or b.val(x).dtype, b.val(x).shape)
 
 
 def _new_full(b: GraphBuilder, x: fx.Node, size: Sequence[int], value: Any, dtype: Any = None, **kw: Any) -> fx.Node:
-    return b(aten.expand.default, b.cast(value, dtype or b.val(x).dtype), list(size))
+    return _spread(b, value, dtype or b.val(x).dtype, size)
 
 
 def _scalar_tensor(b: GraphBuilder, value: Any, dtype: Any = None, **kwargs: Any) -> fx.Node:

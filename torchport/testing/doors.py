@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
-import io
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from .plan import VARIANTS
@@ -99,6 +101,7 @@ def _no_aot() -> str:
 
 def _aot(backend: str) -> Place:
     import torch
+    from torch.utils._pytree import tree_leaves, tree_unflatten
 
     aot: Any = importlib.import_module("torchport.aot")
     runtime: Any = importlib.import_module("torchport.runtime")
@@ -113,10 +116,11 @@ def _aot(backend: str) -> Place:
 
     def call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         exported = torch.export.export(fn if isinstance(fn, torch.nn.Module) else Program(fn), args, kwargs)
-        file = io.BytesIO()
-        aot.lower(exported, backend=backend).save(file)
-        file.seek(0)
-        return runtime.load(file)(*args, **kwargs)
+        with tempfile.TemporaryDirectory(prefix="torchport-aot-") as folder:
+            path = Path(folder) / "case.pt2"
+            aot.lower(exported, backend=backend).save(path)
+            results = runtime.load(path).load_method()(*tree_leaves((args, kwargs)))
+        return tree_unflatten(list(results), exported.call_spec.out_spec)
 
     return Place(torch.device("cpu"), call, executes=True)
 

@@ -27,6 +27,8 @@ from .variants import ACCEPTED
 
 __all__ = ["Judge"]
 
+_DRAWS = 12
+_DRAWS_THAT_AGREE = 5
 _CPU = Place(torch.device("cpu"), lambda fn, *args, **kwargs: fn(*args, **kwargs))
 
 
@@ -140,6 +142,7 @@ class Judge:
             message = str(error)
             if case.variant == "error":
                 message = "accepts a call that the CPU refuses"
+                message += " (with out=)" if "out" in getattr(sample, "kwargs", {}) else ""
             return Result(case, "wrong", message, error.largest_abs, error.largest_rel)
         except Exception as error:
             status = "unsupported" if _unsupported(error) else "raised"
@@ -155,28 +158,34 @@ class Judge:
         except Mismatch:
             if subject.values_undefined:
                 compare(actual, expected, how="shapes", device=device)
-            elif self._draws(case, subject, sample, expected, own):
-                compare(actual, expected, how="statistics", device=device)
-            else:
+                return
+            draws = self._draws(case, subject, sample, expected, own)
+            if not draws:
                 raise
+            compare(actual, expected, how="statistics", device=device, draws=draws)
 
     def _draws(
         self, case: Case, subject: Runnable, sample: Any, expected: Any, own: tuple[tuple[float, float], ...]
-    ) -> bool:
-        """Whether the CPU itself gives other values when drawn again: then only shapes and statistics compare."""
+    ) -> list[Any]:
+        """Several draws of the CPU's, if it gives other values when it draws again; else none."""
         torch.manual_seed(self.seed + 1)
+        drawn: list[Any] = []
+        differ = False
         with (
             mock.patch("torchport.testing.variants.default_generators_seeded"),
             mock.patch("torchport.testing.subjects.default_generators_seeded"),
             mock.patch.object(torch, "manual_seed"),  # the database seeds, too: its wrapper_set_seed
         ):
-            for _ in range(5):
+            for _ in range(_DRAWS):
+                drawn.append(self._call(case, subject, sample, _CPU))
                 try:
-                    compare(self._call(case, subject, sample, _CPU), expected, own)
+                    compare(drawn[-1], expected, own)
                 except Mismatch:
-                    return True
+                    differ = True
                 torch.rand(1)
-        return False
+                if not differ and len(drawn) >= _DRAWS_THAT_AGREE:
+                    return []
+        return drawn
 
     def _figures(self, case: Case, subject: Runnable, sample: Any, place: Place, truth: _Truth) -> Mapping[str, float]:
         """What a model's second run costs: compiles, host operators, and time against CPU eager's second run."""

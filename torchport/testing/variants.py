@@ -143,7 +143,9 @@ def _view(op: Any, sample: Any, place: Place, seed: int) -> Any:
 
 
 def _gives_a_view(op: Any, sample: Any) -> bool:
-    """Whether the CPU's result shares the input's memory."""
+    """Whether the CPU's result shares the input's memory, and people may write to it (not so for ``unsafe_…``)."""
+    if op.name.startswith("unsafe_"):
+        return False
     input_, args, kwargs = arguments(op, sample, torch.device("cpu"))
     result = tree_leaves(op.op(input_, *args, **kwargs))
     return any(isinstance(t, torch.Tensor) and is_alias(t, input_) for t in result)

@@ -126,13 +126,32 @@ def _keep_parameters() -> None:
         if recurse:
             for child in self.children():
                 child._apply(fn)
+        uninitialized = _move_uninitialized(self, fn)
         future.set_swap_module_params_on_conversion(True)
         try:
             return original(self, fn, False)
         finally:
             future.set_swap_module_params_on_conversion(False)
+            self._parameters.update(uninitialized)
 
     torch.nn.Module._apply = apply  # type: ignore[method-assign]
+
+
+def _move_uninitialized(module: torch.nn.Module, fn: Callable[..., Any]) -> dict[str, Any]:
+    """Move the parameters of lazy modules, which stay uninitialized; they are taken out of the module and returned.
+
+    PyTorch's conversion would make ordinary parameters without elements of them.
+    """
+    found: dict[str, Any] = {}
+    for name, parameter in module._parameters.items():
+        if isinstance(parameter, torch.nn.UninitializedParameter):
+            with torch.no_grad():
+                probe = fn(torch.empty(0, dtype=parameter.dtype, device=parameter.device))
+            moved = torch.nn.UninitializedParameter(parameter.requires_grad, device=probe.device, dtype=probe.dtype)
+            torch.utils.swap_tensors(parameter, moved)
+            found[name] = parameter
+            module._parameters[name] = None
+    return found
 
 
 def _crosses(module: torch.nn.Module, fn: Callable[..., Any]) -> bool:
