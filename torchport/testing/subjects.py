@@ -180,7 +180,7 @@ class Module(Runnable):
     def run(self, variant: str, dtype: torch.dtype, sample: Any, place: Place, seed: int) -> Any:
         made, given = sample.constructor_input, sample.forward_input
         default_generators_seeded(seed)
-        module = self.info.module_cls(*made.args, **{**made.kwargs, "device": "cpu", "dtype": dtype})
+        module = self.info.module_cls(*made.args, **made.kwargs).to(dtype)
         module = module.to(place.device).train(variant == "training")
         args, kwargs = put((given.args, given.kwargs), place.device)
         default_generators_seeded(seed)

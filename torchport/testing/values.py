@@ -16,6 +16,7 @@ _TOLERANCE: Final[Mapping[torch.dtype, tuple[float, float]]] = {
     torch.float32: (2e-5, 2e-5),
     torch.bfloat16: (1.6e-2, 1e-2),
     torch.float16: (2e-3, 2e-3),
+    torch.complex32: (2e-3, 2e-3),
     torch.complex64: (2e-5, 2e-5),
     torch.complex128: (1e-7, 1e-7),
 }
@@ -85,8 +86,8 @@ def _short(value: Any) -> str:
 
 def _same_values(a: torch.Tensor, b: torch.Tensor, own: tuple[tuple[float, float], ...]) -> None:
     rtol, atol = tolerance(b.dtype, own)
-    if b.layout is torch.strided and torch.equal(a.resolve_conj().resolve_neg(), b.resolve_conj().resolve_neg()):
-        return
+    if b.dtype == torch.complex32:  # the CPU cannot compare these
+        a, b = a.to(torch.complex64), b.to(torch.complex64)
     try:
         torch.testing.assert_close(a, b, rtol=rtol, atol=atol, equal_nan=True)
     except AssertionError as error:

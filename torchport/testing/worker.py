@@ -6,6 +6,7 @@ import dataclasses
 import faulthandler
 import os
 import sys
+import time
 import warnings
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
@@ -79,7 +80,7 @@ def work(pipe: Connection, plan: Plan, log: str) -> None:
             file.seek(0)
             file.truncate()
             _run_unit(pipe, judge, unit, first)
-            pipe.send(("end", unit.key))
+            pipe.send(("end", unit.key, time.process_time()))
     except (EOFError, KeyboardInterrupt):
         pass
     except Exception as error:
