@@ -162,7 +162,9 @@ def _conform(given: argparse.Namespace) -> int:
     if report.failures:
         print(failures_by_kind(report.failures) + "\n")
     print(report.summary())
-    print(f"\n{folder / 'report.html'} and report.json, {report.seconds:.0f} s")
+    print(
+        f"\n{folder / 'report.html'} and report.json, {report.seconds:.0f} s, of processors {report.cpu_seconds:.0f} s"
+    )
     if baseline is None:
         return int(report.failed)
     print(difference_text(baseline, report, found))

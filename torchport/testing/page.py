@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .difference import Change
-from .plan import FAILED, PASSED, STATUSES
+from .plan import FAILED, PASSED, STATUSES, VARIANTS
 from .report import Report
 
 __all__ = ["render", "write_page"]
@@ -22,7 +22,8 @@ def _compact(report: Report, changes: Sequence[Change]) -> dict[str, Any]:
     ops = sorted({key[0] for key in report.cells}, key=lambda name: (":" in name, name.lower()))
     doors = list(dict.fromkeys(key[1] for key in report.cells))
     dtypes = list(dict.fromkeys(key[2] for key in report.cells))
-    variants = list(dict.fromkeys(key[3] for key in report.cells))
+    found = {key[3] for key in report.cells}
+    variants = [variant for variant in VARIANTS if variant in found]
     place = [{name: n for n, name in enumerate(names)} for names in (ops, doors, dtypes, variants)]
     cells: list[list[Any]] = []
     for key, cell in report.cells.items():

@@ -107,6 +107,8 @@ class _Worker:
     trouble: int = 0
     units: int = 0
     ready: bool = False
+    cpu: float = 0.0
+    """Processor time of the present process, in seconds, as it last said."""
     results: list[Result] = field(default_factory=list[Result])
     process: Any = None
     pipe: Any = None
@@ -121,7 +123,7 @@ class _Worker:
         self.process = context.Process(target=work, args=(theirs, self.plan, str(self.log)), daemon=True)
         self.process.start()
         theirs.close()
-        self.ready, self.units, self.heard = False, 0, time.monotonic()
+        self.ready, self.units, self.cpu, self.heard = False, 0, 0.0, time.monotonic()
 
     def give(self, unit: Unit, first: int) -> None:
         self.unit, self.case, self.heard = unit, None, time.monotonic()
@@ -146,6 +148,11 @@ class _Run:
     folder: Path
     started: float
     workers: list[_Worker] = field(default_factory=list[_Worker])
+    cpu: float = 0.0
+
+    def stop(self, worker: _Worker) -> str:
+        self.cpu += worker.cpu
+        return worker.stop()
 
     @property
     def over(self) -> bool:
@@ -178,7 +185,7 @@ class _Run:
             raise TorchportError(f"a worker did not start in {_START_SECONDS:.0f} s:\n{tail_of(worker.log)}")
         elif worker.ready and not worker.unit and self.queue and not self.over:
             if worker.units >= _UNITS_PER_WORKER:
-                worker.stop()
+                self.stop(worker)
                 worker.start()
                 return
             worker.units += 1
@@ -201,6 +208,7 @@ class _Run:
                     worker.position = said[1]
                     worker.results.append(said[2])
                 elif said[0] == "end":
+                    worker.cpu = said[2]
                     self._finish(worker, complete=True)
                 else:
                     _raise(said[1], said[2])
@@ -217,7 +225,7 @@ class _Run:
     def _blame(self, worker: _Worker, status: str) -> None:
         """Record the case that a worker died of, and have a new process go on behind it."""
         case, unit = worker.case, worker.unit
-        how = worker.stop()
+        how = self.stop(worker)
         log = tail_of(worker.log)
         if unit is None or not worker.ready:
             raise TorchportError(f"a worker process died while it loaded {self.plan.backend!r} ({how}):\n{log}")
@@ -241,7 +249,7 @@ class _Run:
 
     def end(self) -> None:
         for worker in self.workers:
-            worker.stop()
+            self.stop(worker)
 
 
 def run_units(
@@ -250,10 +258,11 @@ def run_units(
     on_unit: Callable[[Unit, list[Result], bool], None],
     on_case: Callable[[Case], None] = lambda case: None,
     started: float | None = None,
-) -> list[Unit]:
+) -> tuple[list[Unit], float]:
     """Run the units; ``on_unit`` is told each with its results and whether it was completed.
 
-    Returns the units that the time bound left out. Raises :class:`TorchportError` if a worker cannot start.
+    Returns the units that the time bound left out, and the workers' processor time in seconds. Raises
+    :class:`TorchportError` if a worker cannot start.
     """
     with tempfile.TemporaryDirectory(prefix="torchport-conform-") as folder:
         run = _Run(plan, list(units), on_unit, on_case, Path(folder), started or time.monotonic())
@@ -261,4 +270,4 @@ def run_units(
             run.loop()
         finally:
             run.end()
-    return run.queue
+    return run.queue, run.cpu

@@ -52,6 +52,8 @@ class Report:
     failures: list[Result] = field(default_factory=list[Result])
     models: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    """Processor time of all workers: what a run costs where others use the machine too."""
     doors_missing: dict[str, str] = field(default_factory=dict[str, str])
 
     # -- filling ---------------------------------------------------------------------------------------------
@@ -133,6 +135,7 @@ class Report:
             "backend": self.backend,
             "settings": self.settings,
             "seconds": round(self.seconds, 1),
+            "cpu_seconds": round(self.cpu_seconds, 1),
             "doors_missing": self.doors_missing,
             "totals": dict(self.totals()),
             "cells": [
@@ -205,6 +208,7 @@ def read_report(path: Path | str) -> Report:
             )
         report = Report(data["backend"], data["settings"], seconds=data["seconds"], models=data["models"])
         report.doors_missing = data["doors_missing"]
+        report.cpu_seconds = data["cpu_seconds"]
         for row in data["cells"]:
             cell = Cell(Counter(row["counts"]), set(row.get("host_ops", ())), row.get("failed_samples", []))
             cell.reason = row.get("reason", "")

@@ -128,7 +128,7 @@ def conform(
         if progress is not None:
             progress(counts["done"], len(units), report, f"{unit.op} {unit.dtype}")
 
-    not_run = run_units(plan, left, finished, on_case, started)
+    not_run, report.cpu_seconds = run_units(plan, left, finished, on_case, started)
     report.add_not_run([*not_run, *partial])
     report.seconds = time.monotonic() - started
     return report
