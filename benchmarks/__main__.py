@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-BENCHMARKS = ("dispatch_call", "tracing", "flush", "steps", "overlap", "memory", "compile_door", "jax_limit")
+BENCHMARKS = ("dispatch_call", "tracing", "flush", "steps", "overlap", "memory", "compile_door", "jax_limit", "aot")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.export import ExportedProgram
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..backend.interface import Backend
+from ..backend.registry import Registry
 from ..core.errors import ErrorCode, MethodError, ProgramError
 from ..core.specs import CompileSpecs, TensorSpec
 from ..program import document as doc
@@ -64,6 +65,15 @@ def _snapshot(constants: Constants) -> tuple[list[doc.Constant], dict[str, memor
     return found, entries
 
 
+def _registry_of(backends: Iterable[Backend]) -> Registry:
+    """The backends a program was lowered for, which need not be registered."""
+    registry = Registry()
+    for backend in backends:
+        if backend.name not in registry.names():
+            registry.register(backend)
+    return registry
+
+
 def _table(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -106,7 +116,7 @@ class LoweredProgram:
             raise ProgramError(f"constant {constant.name!r} is not in memory", code=ErrorCode.INTERNAL)
 
         package = Package(document, view, external, lambda: debug, sum(map(len, entries.values())))
-        self.program = Program(package)
+        self.program = Program(package, _registry_of(piece.backend for found in pieces.values() for piece in found))
         """The program as :func:`torchport.runtime.load` would give it."""
 
     @property

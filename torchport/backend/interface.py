@@ -88,7 +88,9 @@ class TensorData(BackendData):
     __slots__ = ("tensor",)
 
     def __init__(self, device: BackendDevice, spec: TensorSpec, tensor: torch.Tensor | None) -> None:
-        super().__init__(device, spec)
+        self.device = device  # not by super(): one is made per argument of every call
+        self.spec = spec
+        self.info = None
         self.tensor = tensor
 
     @property

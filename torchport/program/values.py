@@ -97,7 +97,8 @@ class TorchHost(Host):
         torch = self.torch
         dtype, shape, strides = self._dtype(spec.dtype), spec.shape, spec.strides
         kind: Any = torch.Tensor
-        lazy_bits = dtype.is_complex or dtype.is_floating_point
+        strided: Any = torch.strided
+        contiguous, is_complex = spec.is_contiguous, dtype.is_complex
 
         def convert(value: Any) -> Any:
             if not isinstance(value, kind):
@@ -110,11 +111,9 @@ class TorchHost(Host):
                 raise _misfit(where, spec, f"on {value.device} ({value.layout}); call .cpu()", ErrorCode.INVALID_TYPE)
             with torch.no_grad():
                 value = value.detach().resolve_conj().resolve_neg()
-                if value.stride() != strides:
+                if value.stride() != strides and not (contiguous and value.is_contiguous()):
                     value = torch.empty_strided(shape, strides, dtype=dtype).copy_(value)
             return value
-
-        cpu = torch.device("cpu")
 
         def check(value: Any) -> Any:
             # What nearly every value is: a plain tensor that fits. The rest is for the slow path to convert or refuse.
@@ -122,10 +121,12 @@ class TorchHost(Host):
                 type(value) is kind
                 and value.dtype is dtype
                 and value.shape == shape
-                and value.device == cpu
-                and value.stride() == strides
+                and value.is_cpu
+                and value.layout is strided
+                and (value.is_contiguous() if contiguous else value.stride() == strides)
                 and not value.requires_grad
-                and not (lazy_bits and (value.is_neg() or value.is_conj()))
+                and not value.is_neg()
+                and not (is_complex and value.is_conj())
             ):
                 return value
             return convert(value)

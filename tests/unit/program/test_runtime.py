@@ -276,8 +276,9 @@ def test_named_data_reaches_init() -> None:
         ((X, 3), "input 'y'", ErrorCode.INVALID_TYPE),
         ((torch.zeros(2, dtype=torch.int32), Y), "input 'x'", ErrorCode.INVALID_TYPE),
         ((torch.zeros(2, device="meta"), Y), "input 'x'", ErrorCode.INVALID_TYPE),
+        ((torch.zeros(2).to_sparse(), Y), "input 'x'", ErrorCode.INVALID_TYPE),
     ],
-    ids=["few", "many", "dtype", "shape", "text", "number", "tensor dtype", "meta"],
+    ids=["few", "many", "dtype", "shape", "text", "number", "tensor dtype", "meta", "sparse"],
 )
 def test_inputs_are_checked(inputs: Any, says: str, code: ErrorCode) -> None:
     backend = Recording()

@@ -90,9 +90,14 @@ def _boxable(op: Any, args: Sequence[Any]) -> list[Any]:
 
 
 def _of_tensor(op: Any, kernel: Callable[..., Any], original: Any, restride: Callable[..., Any]) -> Callable[..., Any]:
+    scalar_form = getattr(op.overloadpacket, "Scalar", None) if op._overloadname == "Tensor" else None
+
     def inplace(keys: Any, self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         inner = _unwrapped(self)
         if inner.__class__ is not LazyTensor or inner is self:
+            if scalar_form is not None and args and isinstance(args[0], (bool, int, float, complex)):
+                # A number that became a tensor here would be a constant of whatever traces the program (torch.export).
+                return scalar_form.redispatch(keys, self, *args, **kwargs)
             return original.call_boxed(keys, self, *_boxable(op, args), **kwargs)
         out = kernel(inner, *map(_unwrapped, args), **{name: _unwrapped(value) for name, value in kwargs.items()})
         if out.shape != inner.shape or out.dtype is not inner.dtype:

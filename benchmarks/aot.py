@@ -1,0 +1,362 @@
+"""Programs made ahead of time against ExecuTorch, AOTInductor, ONNX Runtime and OpenVINO alone, and eager.
+
+``python -m benchmarks.aot``: latency with one and two threads and the runtime's own cost per call, interleaved in one
+process per model and number of threads; file sizes; process start to first result and load time in their own processes.
+Engines that are not installed are left out, and said so. ``--quick``: the MLP alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from .aot_models import MODELS, Example, build
+from .common import Samples, Timed, interleave, table
+
+OURS = ("inductor", "openvino", "executorch")
+PEERS = {
+    "inductor": "AOTInductor alone",
+    "openvino": "OpenVINO alone",
+    "executorch": "ExecuTorch + XNNPACK",
+    "onnx": "ONNX Runtime",
+}
+Runner = Callable[[], object]
+
+
+def _installed(name: str) -> bool:
+    needed = {"onnx": ("onnxruntime", "onnx", "onnxscript"), "inductor": ()}.get(name, (name,))
+    return all(find_spec(module) is not None for module in needed)
+
+
+# -- making the files -------------------------------------------------------------------------------------------------
+def _make_peer(name: str, example: Example, exported: Any, folder: Path) -> Path:
+    """The peer's own file for a model."""
+    if name == "inductor":
+        path = folder / "aoti.pt2"
+        torch._inductor.aoti_compile_and_package(exported, package_path=str(path))
+        return path
+    if name == "openvino":
+        import openvino as ov
+
+        path = folder / "ov.xml"
+        ov.save_model(ov.convert_model(exported), str(path), compress_to_fp16=False)
+        return path
+    if name == "executorch":
+        from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+        from executorch.exir import to_edge_transform_and_lower
+
+        path = folder / "et.pte"
+        made = to_edge_transform_and_lower(exported, partitioner=[XnnpackPartitioner()]).to_executorch()
+        path.write_bytes(made.buffer)
+        return path
+    path = folder / "model.onnx"
+    torch.onnx.export(example.module, example.args, str(path), dynamo=True, external_data=False)
+    return path
+
+
+def make(model: str, folder: Path) -> dict[str, str]:
+    """Every engine's file for a model, ours and theirs; label → path. What fails is left out with its reason."""
+    from torchport import aot
+
+    example = build(model)
+    with torch.no_grad():
+        exported = torch.export.export(example.module, example.args)
+    found: dict[str, str] = {}
+    for name in OURS:
+        if not _installed(name):
+            continue
+        path = folder / f"ours-{name}.pt2"
+        lowered = aot.lower(exported, backend=name)
+        lowered.save(path)
+        left = lowered.left["forward"]
+        if left:
+            print(f"{model} on {name}: {len(left)} operators are left to PyTorch", flush=True)
+        found[f"torchport {name}"] = str(path)
+    for name, label in PEERS.items():
+        if not _installed(name):
+            print(f"{label} is not installed and left out", flush=True)
+            continue
+        try:
+            found[label] = str(_make_peer(name, example, exported, folder))
+        except Exception as error:
+            print(f"{model}: {label} cannot compile it: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+    return found
+
+
+# -- loading and running --------------------------------------------------------------------------------------------
+def _load_peer(path: str, arrays: Sequence[Any], threads: int) -> Runner:
+    if path.endswith(".xml"):
+        import openvino as ov
+
+        config = {
+            "INFERENCE_PRECISION_HINT": "f32",
+            "INFERENCE_NUM_THREADS": threads,
+            "PERFORMANCE_HINT": "LATENCY",
+        }
+        compiled = ov.Core().compile_model(path, "CPU", config)
+        request = compiled.create_infer_request()
+        return lambda: request.infer(list(arrays), share_inputs=True, share_outputs=True)
+    if path.endswith(".onnx"):
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        feeds = {one.name: array for one, array in zip(session.get_inputs(), arrays, strict=True)}
+        return lambda: session.run(None, feeds)
+    tensors = [torch.from_numpy(array) for array in arrays]
+    if path.endswith(".pte"):
+        from executorch.extension.pybindings import portable_lib
+
+        module = portable_lib._load_for_executorch(path)
+        return lambda: module.forward(tensors)
+    loaded = torch._inductor.aoti_load_package(path)
+    return lambda: loaded(*tensors)
+
+
+def _load_ours(path: str, arrays: Sequence[Any], threads: int) -> Runner:
+    import torchport.runtime as runtime
+
+    options = {"openvino": {"INFERENCE_NUM_THREADS": threads}} if "openvino" in path else {}
+    method = runtime.load(path, backend_options=options).load_method()
+    given: Sequence[Any] = arrays if "openvino" in path else [torch.from_numpy(array) for array in arrays]
+    return lambda: method(*given)
+
+
+def load(path: str, arrays: Sequence[Any], threads: int) -> Runner:
+    """A function that runs a file on inputs."""
+    return (_load_ours if Path(path).name.startswith("ours-") else _load_peer)(path, arrays, threads)
+
+
+START = """
+import sys, time
+begun = time.perf_counter()
+import numpy
+arrays = [value for _, value in sorted(numpy.load({inputs!r}).items())]
+if {kind!r} == "ours":
+    import torchport.runtime as runtime
+    imported = time.perf_counter()
+    method = runtime.load({path!r}).load_method()
+    loaded = time.perf_counter()
+    if {arrays_in!r} == "torch":
+        import torch
+        arrays = [torch.from_numpy(array) for array in arrays]
+    method(*arrays)
+else:
+    sys.path.insert(0, {root!r})
+    if {kind!r} in ("pte", "pt2"):
+        import torch
+        import torch._inductor
+    if {kind!r} == "pte":
+        from executorch.extension.pybindings import portable_lib
+    if {kind!r} == "xml":
+        import openvino
+    if {kind!r} == "onnx":
+        import onnxruntime
+    imported = time.perf_counter()
+    if {kind!r} == "xml":
+        run = openvino.Core().compile_model({path!r}, "CPU", {{"INFERENCE_PRECISION_HINT": "f32"}})
+        run = run.create_infer_request()
+        loaded = time.perf_counter()
+        run.infer(arrays)
+    elif {kind!r} == "onnx":
+        session = onnxruntime.InferenceSession({path!r}, providers=["CPUExecutionProvider"])
+        loaded = time.perf_counter()
+        session.run(None, {{one.name: array for one, array in zip(session.get_inputs(), arrays)}})
+    elif {kind!r} == "pte":
+        module = portable_lib._load_for_executorch({path!r})
+        loaded = time.perf_counter()
+        module.forward([torch.from_numpy(array) for array in arrays])
+    else:
+        module = torch._inductor.aoti_load_package({path!r})
+        loaded = time.perf_counter()
+        module(*[torch.from_numpy(array) for array in arrays])
+done = time.perf_counter()
+print("times", loaded - imported, done - begun)
+"""
+
+
+def start(path: str, inputs: Path, repeats: int) -> tuple[float, float]:
+    """Best of several processes: seconds to load (file to ready), and from process start to the first result."""
+    ours = Path(path).name.startswith("ours-")
+    code = START.format(
+        path=path,
+        inputs=str(inputs),
+        kind="ours" if ours else Path(path).suffix[1:],
+        arrays_in="numpy" if "openvino" in path else "torch",
+        root=str(Path(__file__).parents[1]),
+    )
+    best_load = best_total = float("inf")
+    for _ in range(repeats):
+        begun = perf_counter()
+        done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+        total = perf_counter() - begun
+        if done.returncode:
+            raise RuntimeError(done.stderr.strip().splitlines()[-1])
+        loaded = float(next(line for line in done.stdout.splitlines() if line.startswith("times")).split()[1])
+        best_load, best_total = min(best_load, loaded), min(best_total, total)
+    return best_load, best_total
+
+
+def _batched(run: Runner, calls: int) -> Timed:
+    def batch() -> float:
+        begun = perf_counter()
+        for _ in range(calls):
+            run()
+        return (perf_counter() - begun) / calls
+
+    return batch
+
+
+def latency(model: str, paths: dict[str, str], threads: int, seconds: float) -> dict[str, Samples]:
+    """Every engine's latency, interleaved."""
+    torch.set_num_threads(threads)
+    example = build(model)
+    arrays = [arg.numpy() for arg in example.args]
+
+    def eager() -> object:
+        with torch.no_grad():
+            return example.module(*example.args)
+
+    runners: dict[str, Runner] = {"eager": eager}
+    for label, path in paths.items():
+        runners[label] = load(path, arrays, threads)
+    calls = {label: _calls(run) for label, run in runners.items()}
+    return interleave({label: _batched(run, calls[label]) for label, run in runners.items()}, 200, 3, seconds)
+
+
+def _calls(run: Runner) -> int:
+    """Calls per batch: about two milliseconds."""
+    run()
+    begun = perf_counter()
+    run()
+    return max(1, int(0.002 / max(perf_counter() - begun, 1e-6)))
+
+
+# -- the runtime's own cost -----------------------------------------------------------------------------------------
+def overhead(counts: Sequence[int], seconds: float) -> list[list[str]]:
+    """Microseconds per call of a program over calling its backend directly, by number of inputs; best and median."""
+    from torchport import aot
+    from torchport.backend.interface import Backend, Processed, TensorData
+    from torchport.core.specs import TensorSpec
+
+    spec = TensorSpec((4,), torch.float32, (1,))
+
+    class Nothing(Backend):
+        name = "benchmark_nothing"
+
+        def preprocess(self, graph: Any, specs: Any) -> Processed:
+            return Processed(b"nothing")
+
+        def init(self, processed: Any, specs: Any, context: Any) -> Any:
+            return TensorData(context.device, spec, torch.zeros(4))
+
+        def execute(self, handle: Any, args: Any, context: Any) -> Any:
+            return [handle]
+
+    class Sum(torch.nn.Module):
+        def forward(self, *args: torch.Tensor) -> torch.Tensor:
+            return torch.stack(args).sum(0)
+
+    backend = Nothing()
+    rows: list[list[str]] = []
+    for count in counts:
+        tensors = [torch.rand(4) for _ in range(count)]
+        method = aot.lower(Sum(), tuple(tensors), backend=backend).program.load_method()
+        direct = method._delegates[0]
+        data = [TensorData(direct.context.device, spec, tensor) for tensor in tensors]
+        handle, context = direct._handle, direct.context
+
+        def ours(method: Any = method, tensors: Any = tensors) -> object:
+            return method(*tensors)
+
+        def engine(handle: Any = handle, data: Any = data, context: Any = context) -> object:
+            return backend.execute(handle, data, context)
+
+        found = interleave({"ours": _batched(ours, 500), "engine": _batched(engine, 500)}, 60, 3, seconds)
+        best = (found["ours"].best - found["engine"].best) * 1e6
+        median = (found["ours"].median - found["engine"].median) * 1e6
+        rows.append([str(count), f"{best:.1f} / {median:.1f}", f"{10 + count}"])
+    return rows
+
+
+# -- the whole --------------------------------------------------------------------------------------------------------
+def _size(path: str) -> int:
+    return os.path.getsize(path) + (os.path.getsize(path[:-4] + ".bin") if path.endswith(".xml") else 0)
+
+
+def _report(model: str, folder: Path, seconds: float, repeats: int) -> None:
+    import numpy
+
+    with contextlib.redirect_stdout(sys.stderr) if os.environ.get("QUIET") else contextlib.nullcontext():
+        paths = make(model, folder)
+    inputs = folder / "inputs.npz"
+    numpy.savez(inputs, **{f"input{i}": arg.numpy() for i, arg in enumerate(build(model).args)})
+    rows = []
+    for label, path in paths.items():
+        loaded, total = start(path, inputs, repeats)
+        rows.append([label, f"{_size(path) / 1e6:.2f}", f"{loaded * 1e3:.0f}", f"{total * 1e3:.0f}"])
+    table(
+        f"{model}: file and start (best of {repeats})",
+        ["", "MB", "load, ms", "process start to first result, ms"],
+        rows,
+    )
+    (folder / "paths.json").write_text(json.dumps(paths))
+    for threads in (1, 2):
+        code = f"from benchmarks.aot import timed; timed({model!r}, {str(folder)!r}, {threads}, {seconds})"
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment, check=True)
+
+
+def timed(model: str, folder: str, threads: int, seconds: float) -> None:
+    """Latencies of one model in this process; prints a table."""
+    logging.disable(logging.WARNING)
+    paths = json.loads((Path(folder) / "paths.json").read_text())
+    found = latency(model, paths, threads, seconds)
+    peers = [one for label, one in found.items() if not label.startswith("torchport") and one.seconds]
+    peer = min(one.best for one in peers)
+    rows = [
+        [label, one.cell(1e6), f"{one.best / peer:.2f}" if one.seconds else "—"]
+        for label, one in sorted(found.items(), key=lambda item: item[1].best)
+    ]
+    ours = min((one.best for label, one in found.items() if label.startswith("torchport")), default=float("nan"))
+    title = f"{model}: latency with {threads} thread{'s' * (threads > 1)}, µs, best / median"
+    table(f"{title}; our best to the best peer: {ours / peer:.2f}", ["", "µs", "to the best peer"], rows)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="programs made ahead of time, and peers")
+    parser.add_argument("--quick", action="store_true", help="the MLP alone, and short")
+    parser.add_argument("--only", default=",".join(MODELS), help=f"of {', '.join(MODELS)}")
+    options = parser.parse_args(argv)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    seconds, repeats = (3.0, 2) if options.quick else (10.0, 5)
+    rows = overhead((1, 2, 4, 8, 16), seconds)
+    table(
+        "Runtime: cost per call over the engine alone, µs, best / median",
+        ["inputs", "µs", "target"],
+        rows,
+    )
+    for model in ["mlp"] if options.quick else options.only.split(","):
+        with tempfile.TemporaryDirectory() as folder:
+            _report(model, Path(folder), seconds, repeats)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
