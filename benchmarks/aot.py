@@ -149,11 +149,14 @@ import numpy
 arrays = [value for _, value in sorted(numpy.load({inputs!r}).items())]
 if {kind!r} == "ours":
     import torchport.runtime as runtime
+    if {arrays_in!r} == "torch":
+        import torch
+    else:
+        import openvino
     imported = time.perf_counter()
     method = runtime.load({path!r}).load_method()
     loaded = time.perf_counter()
     if {arrays_in!r} == "torch":
-        import torch
         arrays = [torch.from_numpy(array) for array in arrays]
     method(*arrays)
 else:

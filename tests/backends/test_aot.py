@@ -651,6 +651,20 @@ def test_a_program_that_needs_no_torch_imports_none(tmp_path: Path) -> None:
         assert f"'{name}'" not in loaded
 
 
+def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from torchport.cli import main
+
+    aot.lower(Cache(), (torch.ones(64),), backend="reference").save(tmp_path / "c.pt2")
+    assert main(["inspect", str(tmp_path / "c.pt2")]) == 0
+    shown = capsys.readouterr().out
+    for part in ("all checksums match", "method forward", "input  x: float32[64]", "buffer seen", "delegate #0: refer",
+                 "table: float32[64, 64]  16.0 KiB"):  # fmt: skip
+        assert part in shown
+    (tmp_path / "c.pt2").write_bytes((tmp_path / "c.pt2").read_bytes()[:-1])
+    assert main(["inspect", str(tmp_path / "c.pt2")]) == 2
+    assert "not a whole program file" in capsys.readouterr().err
+
+
 def test_add_sub_on_the_lazy_device() -> None:
     device = torchport.device("add_sub")
     x, y = torch.rand(5, device=device), torch.rand(5, device=device)

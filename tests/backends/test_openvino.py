@@ -1,0 +1,140 @@
+"""OpenVINO's translation, operator by operator, against PyTorch's CPU; as a delegate and on the lazy device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchport
+from torchport import aot, runtime
+from torchport.backend.interface import BackendDevice, FreeableBuffer, InitContext
+from torchport.core.errors import CompileError, ConfigError
+from torchport.core.specs import CompileSpecs
+
+pytestmark = pytest.mark.skipif(find_spec("openvino") is None, reason="openvino is not installed")
+
+F = nn.functional
+A, B = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+M, IMAGE = torch.randn(4, 5), torch.randn(2, 4, 9, 9)
+MASK = A > 0
+BN = nn.BatchNorm2d(4).eval()
+nn.init.uniform_(BN.running_var, 0.5, 2.0)  # type: ignore[arg-type]
+nn.init.normal_(BN.running_mean)  # type: ignore[arg-type]
+
+CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
+    "add": (lambda a, b: a + b * 2 - 1.5, (A, B)),
+    "broadcast": (lambda a, b: a / (b.abs() + 1), (A, B[:, :1])),
+    "rsub": (lambda a: 2 - a, (A,)),
+    "pow": (lambda a: a.abs() ** 1.5 + a**2, (A,)),
+    "unary": (lambda a: a.exp().log() + a.tanh() + a.sigmoid() + a.abs().sqrt() + a.sin() + a.cos() + a.erf(), (A,)),
+    "rounding": (lambda a: (a * 3).floor() + (a * 3).ceil(), (A,)),
+    "rsqrt": (lambda a: (a.abs() + 1).rsqrt() + (a.abs() + 1).reciprocal(), (A,)),
+    "gelu": (lambda a: F.gelu(a) + F.gelu(a, approximate="tanh") + F.silu(a) + F.relu(a), (A,)),
+    "clamp": (lambda a: a.clamp(-0.5, 0.5) + a.clamp(min=0.1) + F.hardtanh(a, -0.2, 0.3), (A,)),
+    "compare": (lambda a, b: torch.where(a > b, a, b) + torch.where(a <= 0.2, a, -a), (A, B)),
+    "equal": (lambda a: (a == a).to(torch.float32) + (a != 0).to(torch.float32), (A,)),
+    "masked_fill": (lambda a, m: a.masked_fill(m, -7.0) + a.masked_fill(~m, 2.0), (A, MASK)),
+    "softmax": (lambda a: a.softmax(-1) + a.softmax(0), (A,)),
+    "layer_norm": (lambda a: F.layer_norm(a, (4,)) + F.layer_norm(a, (3, 4), torch.ones(3, 4) * 2), (A,)),
+    "matmul": (lambda a, m: a @ m, (A, M)),
+    "linear": (lambda a, m: F.linear(a, m.t(), m[0]), (A, M)),
+    "addmm": (lambda a, m: torch.addmm(m[0], a[0], m), (A, M)),
+    "shapes": (lambda a: a.view(6, 4).t().unsqueeze(1).permute(2, 0, 1).flatten(1)[:, 1:3].expand(6, 2).clone(), (A,)),
+    "slice": (lambda a: a[:, ::2, -3:] + a[:1, :2, 1:], (A,)),
+    "select": (lambda a: a[:, -1] + a.select(0, 0)[1], (A,)),
+    "cat": (lambda a, b: torch.cat([a, b, a], 1), (A, B)),
+    "split": (lambda a: a.split(2, -1)[1] * a.split([1, 3], -1)[1][..., :2], (A,)),
+    "reduce": (lambda a: a.mean(-1) + a.sum((0, 2)) [None] + a.amax(2) - a.amin(2), (A,)),
+    "attention": (lambda q: F.scaled_dot_product_attention(q, q * 2, q + 1), (torch.randn(2, 2, 5, 8),)),
+    "causal": (lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True), (torch.randn(2, 2, 5, 8),)),
+    "masked attention": (
+        lambda q, m: F.scaled_dot_product_attention(q, q, q, attn_mask=m),
+        (torch.randn(2, 2, 5, 8), torch.ones(5, 5, dtype=torch.bool).tril()),
+    ),
+    "float mask": (
+        lambda q, m: F.scaled_dot_product_attention(q, q, q, attn_mask=m, scale=0.3),
+        (torch.randn(2, 2, 5, 8), torch.randn(5, 5)),
+    ),
+    "embedding": (lambda i, m: F.embedding(i, m), (torch.tensor([[0, 3], [2, 1]]), M)),
+    "conv2d": (lambda x: F.conv2d(x, torch.ones(6, 4, 3, 3), torch.arange(6.0), 2, 1), (IMAGE,)),
+    "depthwise": (lambda x: F.conv2d(x, torch.ones(8, 1, 3, 3), None, 1, 1, 1, 4), (IMAGE,)),
+    "conv1d": (lambda x: F.conv1d(x, torch.ones(2, 4, 3), torch.ones(2), dilation=2), (IMAGE[:, :, 0],)),
+    "batch_norm": (lambda x: BN(x), (IMAGE,)),
+    "pooling": (lambda x: F.max_pool2d(x, 3, 2, 1) + F.adaptive_avg_pool2d(x, 1), (IMAGE,)),
+    "ceil pooling": (lambda x: F.max_pool2d(x, 2, 2, ceil_mode=True), (IMAGE,)),
+}  # fmt: skip
+
+
+class Function(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: torch.Tensor) -> Any:
+        return self.function(*args)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_operators(name: str) -> None:
+    function, args = CASES[name]
+    lowered = aot.lower(Function(function), args, backend="openvino")
+    assert lowered.program.meta().delegates, lowered.report()
+    torch.testing.assert_close(lowered(*args), function(*args), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "reason"),
+    [
+        (lambda a: a * 2, (torch.arange(4),), "torch.int64 in fewer bits"),
+        (lambda a: a.sin(), (torch.rand(4, dtype=torch.float64),), "torch.float64 in fewer bits"),
+        (lambda a: a.cumsum(0), (torch.rand(4),), "no translation"),
+        (lambda a: a.sin(), (torch.rand(0, 4),), "empty"),
+    ],
+)
+def test_what_openvino_computes_otherwise_is_left(function: Any, args: Any, reason: str) -> None:
+    lowered = aot.lower(Function(function), args, backend="openvino")
+    assert not lowered.program.meta().delegates
+    assert any(reason in one.reason for one in lowered.left["forward"]), lowered.report()
+    torch.testing.assert_close(lowered(*args), function(*args))
+
+
+def test_float32_unless_asked_and_options() -> None:
+    x, layer = torch.randn(8, 64), nn.Linear(64, 64)
+    lowered = aot.lower(layer, (x,), backend="openvino")
+    torch.testing.assert_close(lowered(x), layer(x).detach(), rtol=1e-5, atol=1e-5)
+    program = lowered.program
+    method = program.load_method(backend_options={"openvino": {"INFERENCE_NUM_THREADS": 1}})
+    torch.testing.assert_close(method(x)[0], layer(x).detach(), rtol=1e-5, atol=1e-5)
+    with pytest.raises(RuntimeError, match="init failed"):
+        program.load_method(backend_options={"openvino": {"NO_SUCH_PROPERTY": 1}})
+    with pytest.raises(ConfigError, match=r"openvino\.device"):
+        aot.lower(layer, (x,), backend="openvino", compile_specs={"device": "CPU"})
+
+
+def test_weights_are_stored_once(tmp_path: Path) -> None:
+    x, layer = torch.randn(2, 512), nn.Linear(512, 512)
+    saved = aot.lower(layer, (x,), backend="openvino").save(tmp_path / "m.pt2")
+    assert saved.delegates < 20_000
+    assert saved.total < saved.weights + 60_000
+    method = runtime.load(tmp_path / "m.pt2").load_method()
+    torch.testing.assert_close(method(x)[0], layer(x).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_the_lazy_device() -> None:
+    device = torchport.device("openvino")
+    x, w = torch.randn(4, 8), torch.randn(8, 8)
+    found = torch.relu(x.to(device) @ w.to(device)).sum(1).cpu()
+    torch.testing.assert_close(found, torch.relu(x @ w).sum(1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("data", [b"", b"x" * 100, b"TPOVN001" + b"\0" * 50])
+def test_other_bytes_are_refused(data: bytes) -> None:
+    backend = torchport.get_backend("openvino")
+    with pytest.raises(CompileError, match="not made by the openvino backend"):
+        backend.init(FreeableBuffer(data), CompileSpecs(), InitContext(BackendDevice("cpu")))

@@ -1,0 +1,194 @@
+"""The parts of a program: what its document says, as data classes. See :mod:`.document` for how it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from ..core.specs import CompileSpecs, contiguous_strides
+
+__all__ = [
+    "ELEMENT_SIZE",
+    "Call",
+    "Constant",
+    "DebugInfo",
+    "Delegate",
+    "Document",
+    "Header",
+    "Input",
+    "Instruction",
+    "Kernel",
+    "Literal",
+    "Method",
+    "Output",
+    "Spec",
+    "StateUpdate",
+]
+
+ELEMENT_SIZE: Final[Mapping[str, int]] = {
+    "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4, "uint64": 8, "int64": 8,
+    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex32": 4, "complex64": 8, "complex128": 16,
+    "float8_e4m3fn": 1, "float8_e5m2": 1,
+}  # fmt: skip
+"""Bytes per element of the dtypes a program may hold."""
+
+Literal = None | bool | int | float | str
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """Shape, dtype name and strides (in elements) of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements, without gaps."""
+        size = ELEMENT_SIZE[self.dtype]
+        for extent in self.shape:
+            size *= extent
+        return size
+
+    @property
+    def extent(self) -> int:
+        """Bytes from the first element to the end of the last; 0 if there is none."""
+        if 0 in self.shape:
+            return 0
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return (last + 1) * ELEMENT_SIZE[self.dtype]
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the strides are the row-major ones."""
+        return self.strides == contiguous_strides(self.shape)
+
+    def __str__(self) -> str:
+        tail = "" if self.is_contiguous else f" strides {list(self.strides)}"
+        return f"{self.dtype}{list(self.shape)}{tail}"
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """An input of a method: a tensor (``value`` is its number), or something else that must equal ``literal``."""
+
+    name: str
+    spec: Spec | None
+    literal: Literal = None
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """An output of a method: a value's number, or something that is the same in every call."""
+
+    value: int | None
+    spec: Spec | None = None
+    literal: Literal = None
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A tensor in the file, or in a ``.safetensors`` file beside it (``external``: the file; ``entry``: the key)."""
+
+    name: str
+    spec: Spec
+    entry: str
+    offset: int = 0
+    external: str = ""
+    sha256: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StateUpdate:
+    """A buffer that a method reads or changes: its constant, the number of the value it has, and of its new value.
+
+    The two are equal where a method only reads a buffer that another one changes.
+    """
+
+    constant: int
+    value: int
+    result: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One ATen operator. Arguments are JSON, ``{"n": i}`` for value *i*; ``results`` has ``None`` for unused ones."""
+
+    op: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    results: tuple[int | None, ...]
+    several: bool = False
+    handle: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One delegate's call: numbers of arguments and results."""
+
+    delegate: int
+    args: tuple[int, ...]
+    results: tuple[int, ...]
+
+
+Instruction = Kernel | Call
+
+
+@dataclass(frozen=True, slots=True)
+class Delegate:
+    """Bytes for one backend. ``constants`` are inputs that are given once, by position; ``inputs`` has every input."""
+
+    backend: str
+    version: str
+    entry: str
+    specs: CompileSpecs
+    inputs: tuple[Spec, ...]
+    outputs: tuple[Spec, ...]
+    constants: Mapping[int, int] = field(default_factory=dict[int, int])
+    named_data: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One entry point: ``values`` numbers of values, of which ``inputs`` come first, then ``constants``."""
+
+    name: str
+    values: int
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    constants: Mapping[int, int]
+    state: tuple[StateUpdate, ...]
+    delegates: tuple[Delegate, ...]
+    instructions: tuple[Instruction, ...]
+
+
+@dataclass(slots=True)
+class Document:
+    """A whole program. ``digests`` are the sizes and SHA-256 of the entries that it needs."""
+
+    methods: dict[str, Method]
+    constants: list[Constant]
+    digests: dict[str, tuple[int, str]]
+    producer: dict[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(slots=True)
+class DebugInfo:
+    """Debug handles: module path and user's line. ``maps`` are the delegates' own ids, per method and index."""
+
+    handles: dict[int, tuple[str, str]] = field(default_factory=dict[int, tuple[str, str]])
+    maps: dict[str, list[dict[int | str, tuple[int, ...]]]] = field(
+        default_factory=dict[str, list[dict[int | str, tuple[int, ...]]]]
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The first line of the document: readable whatever the version."""
+
+    version: int
+    oldest: int
+    sha256: str
+    size: int
