@@ -90,6 +90,13 @@ def test_a_lowered_program_is_called_like_the_model_and_runs_its_delegates(net: 
         lowered(X, 3.0, extra={"c": EXTRA["b"]})
 
 
+def test_a_process_that_uses_the_device_lowers_just_the_same(net: Net) -> None:
+    """``calls += 1`` once became a constant tensor in what ``torch.export`` traces, with the device in use."""
+    assert (torch.ones(2, device=torchport.device("reference")) + 1).cpu().tolist() == [2, 2]
+    lowered = aot.lower(net, (X, 3.0), {"extra": EXTRA}, backend=fresh().name)
+    assert lowered(X, 3.0, extra=EXTRA)["calls"] == 1
+
+
 def test_training_on_does_not_change_a_lowered_program(net: Net) -> None:
     lowered = aot.lower(net, (X, 3.0), {"extra": EXTRA}, backend=fresh().name)
     before = lowered(X, 3.0, extra=EXTRA)["y"].clone()
