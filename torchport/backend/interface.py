@@ -88,9 +88,7 @@ class TensorData(BackendData):
     __slots__ = ("tensor",)
 
     def __init__(self, device: BackendDevice, spec: TensorSpec, tensor: torch.Tensor | None) -> None:
-        self.device = device  # not by super(): one is made per argument of every call
-        self.spec = spec
-        self.info = None
+        super().__init__(device, spec)
         self.tensor = tensor
 
     @property
