@@ -21,12 +21,7 @@ __all__ = ["core_operators", "decompositions", "page", "supports", "way"]
 
 aten = torch.ops.aten
 
-_DECOMPOSED: Final = (
-    aten.grid_sampler_2d.default,
-    aten.upsample_bilinear2d.vec,
-    aten.upsample_nearest2d.vec,
-    aten.col2im.default,
-)
+_DECOMPOSED: Final = (aten.grid_sampler_2d.default, aten.col2im.default)
 _RANDOM: Final = {aten.rand.default, aten.randn.default, aten.randperm.default, aten.native_dropout.default}
 _VALUES: Final = {aten.nonzero.default, aten._local_scalar_dense.default}
 _SIZES: Final = "sym_"

@@ -15,6 +15,7 @@ from . import (
     pointwise,
     pooling,
     reductions,
+    resizing,
     sorting,
     views,
 )
@@ -35,4 +36,4 @@ del (
     matmul,
     normalization,
 )
-del pointwise, pooling, reductions, sorting, views
+del pointwise, pooling, reductions, resizing, sorting, views
