@@ -98,12 +98,13 @@ def _at_node(node: Node, numbers: Sequence[int]) -> dict[str, Any] | None:
     """The same ops were computed before, for other values."""
     if not node.plans:
         return None
-    if tuple(numbers) in node.plans:
-        changed = "the computation was dropped from memory (config.max_computations)"
-        return {"kind": "dropped", "changed": changed, "shared": node.depth}
     wanted = set(numbers)
     nearest = max(node.plans, key=lambda known: len(wanted & set(known)) - len(wanted ^ set(known)))
     new = sorted(wanted - set(nearest))
+    if not new:
+        # The plan is there, for these values or for more, but without what it would run.
+        changed = "the computation was dropped from memory (config.max_computations)"
+        return {"kind": "dropped", "changed": changed, "shared": node.depth}
     maker = _maker(node, new[0])
     changed = f"{len(new)} more of its results are kept than before"
     return {"kind": "values", "changed": changed, "shared": node.depth, **_name(maker)}
