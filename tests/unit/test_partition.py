@@ -240,3 +240,20 @@ def test_many_operators_are_grouped_in_reasonable_time() -> None:
     }
     made = partition(graph, tags=tags)
     assert made.delegates
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_views_that_lead_back_are_the_value_itself(both: bool) -> None:
+    def nodes(graph: fx.Graph, args: list[fx.Node]) -> Sequence[fx.Node]:
+        product = graph.call_function(aten.mul.Tensor, (args[0], 2.0))
+        back = graph.call_function(aten.t.default, (graph.call_function(aten.t.default, (product,)),))
+        results = (back, product) if both else (back,)
+        return [graph.call_function(aten.clone.default, (n,)) for n in results]
+
+    graph = _strip_clones(build(nodes, [torch.randn(3, 3)]))
+    made = partition(graph, [ReferenceBackend()], views_outside=True)
+    left = made.module.graph.find_nodes(op="call_function", target=aten.t.default)
+    assert len(left) == (2 if both else 0), "two results are two objects"
+    x = torch.randn(3, 3)
+    for result in made.module(x):
+        assert torch.equal(result, x * 2)

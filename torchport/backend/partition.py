@@ -248,18 +248,24 @@ class _Splitter:
         members = set(nodes)
         wanted = self._outputs(members, nodes)
         outside: dict[fx.Node, None] = {}
+        same: dict[fx.Node, Any] = {}
         if self.views_outside:
             # A view is not computed: the group gives what it is a view of, and the view is taken of that.
             roots: dict[fx.Node, None] = {}
             for node in wanted:
                 chain = self._views(node, members)
-                outside.update(dict.fromkeys(chain))
-                root = chain[0].args[0] if chain else node
+                root: Any = chain[0].args[0] if chain else node
+                if chain and root not in wanted and root not in roots and _shows_all(root, chain):
+                    same[node] = root  # nobody else gets the value: two results are never one object
+                else:
+                    outside.update(dict.fromkeys(chain))
                 if root in members:
-                    roots[root] = None  # type: ignore[index]
+                    roots[root] = None
             wanted = list(roots)
         if wanted:
             self._call(backend, nodes, wanted)
+        for node, root in same.items():
+            self.values[node] = self.values[root]
         for node in outside:
             self.copy(node)
 
@@ -293,6 +299,30 @@ class _Splitter:
         self.copy(self.original.graph.output_node())
         self.outer.lint()
         return Partitioned(fx.GraphModule(self.root, self.outer), self.delegates, self.leftovers)
+
+
+_REARRANGING: Final = {
+    torch.ops.aten.t.default,
+    torch.ops.aten.transpose.int,
+    torch.ops.aten.permute.default,
+    torch.ops.aten.view.default,
+    torch.ops.aten.unsqueeze.default,
+    torch.ops.aten.squeeze.default,
+    torch.ops.aten.squeeze.dim,
+    torch.ops.aten.squeeze.dims,
+    torch.ops.aten.expand.default,
+}
+
+
+def _shows_all(root: fx.Node, chain: Sequence[fx.Node]) -> bool:
+    """Whether views of a value end where they began, as two transpositions do: same shape, same strides, all of it."""
+    first, last = root.meta.get("val"), chain[-1].meta["val"]
+    return (
+        isinstance(first, torch.Tensor)
+        and all(node.target in _REARRANGING for node in chain)
+        and (first.shape, first.stride(), first.dtype) == (last.shape, last.stride(), last.dtype)
+        and 0 not in first.stride()
+    )
 
 
 def _needed(nodes: Sequence[fx.Node], wanted: Sequence[fx.Node]) -> list[fx.Node]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ...backend.interface import BackendData, Computation
 from ...backend.partition import Partitioned
@@ -171,11 +171,7 @@ class _Planner:
                 return
             self.steps.append(_counted(node))
 
-        def call(slots: list[Any]) -> None:
-            args, kwargs = _filled(template, slots)
-            slots[made] = target(*args, **kwargs)
-
-        self.steps.append(call)
+        self.steps.append(_view_step(target, template, made) or _plain_step(target, template, made))
 
     def _own_kernel(self, node: fx.Node) -> Callable[..., Any] | None:
         if not isinstance(node.target, torch._ops.OpOverload):
@@ -237,6 +233,27 @@ class _Planner:
 
         self.steps.append(copied)
         return _Slot(made)
+
+
+def _plain_step(target: Any, template: Any, made: int) -> Step:
+    def call(slots: list[Any]) -> None:
+        args, kwargs = _filled(template, slots)
+        slots[made] = target(*args, **kwargs)
+
+    return call
+
+
+def _view_step(target: Any, template: Any, made: int) -> Step | None:
+    """A call whose first argument alone is a value, without looking through the others each time."""
+    (first, *others), kwargs = (template[0] or [None]), template[1]
+    if not isinstance(first, _Slot) or any(isinstance(leaf, _Slot) for leaf in tree_leaves((others, kwargs))):
+        return None
+    source = first.at
+
+    def view(slots: list[Any]) -> None:
+        slots[made] = target(slots[source], *others, **kwargs)
+
+    return view
 
 
 def _filled(template: Any, slots: list[Any]) -> tuple[Any, Any]:
