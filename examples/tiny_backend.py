@@ -18,7 +18,7 @@ NUMPY = {  # operator → the text of its value; {0}, {1}, … are its positiona
     aten.div.Tensor: "{0} / {1}", aten.pow.Tensor_Scalar: "{0} ** {1}", aten.neg.default: "-{0}",
     aten.exp.default: "np.exp({0})", aten.tanh.default: "np.tanh({0})", aten.relu.default: "np.maximum({0}, 0)",
     aten.le.Scalar: "{0} <= {1}", aten.where.self: "np.where({0}, {1}, {2})", aten.mean.default: "np.mean({0})",
-    aten.sum.dim_IntList: "np.sum({0}, tuple({1} or range({0}.ndim))).reshape({shape})", aten.mm.default: "{0} @ {1}",
+    aten.sum.dim_IntList: "np.sum(np.atleast_1d({0}), tuple({1}) or None).reshape({shape})", aten.mm.default: "{0} @ {1}",
     aten.addmm.default: "{0} + {1} @ {2}", aten.permute.default: "np.transpose({0}, {1})",
     aten.view.default: "np.reshape({0}, {shape})", aten.expand.default: "np.broadcast_to({0}, {shape})",
     aten.select.int: "np.take({0}, {2}, {1})", aten.full.default: "np.full({shape}, {1})",
