@@ -7,6 +7,7 @@ import functools
 import importlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -122,6 +123,47 @@ def test_links_within_the_repository_lead_somewhere(page: Path) -> None:
         assert target.exists(), f"{page.name} links to {link}"
         if anchor and target.parent != DOCS / "reference":  # those are made when the site is built, and checked then
             assert anchor in _anchors(target), f"{page.name} links to {link}"
+
+
+# -- claims --------------------------------------------------------------------------------------------------------
+def _prose(page: Path) -> str:
+    return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+def _resolve(name: str) -> object:
+    found: object = torchport
+    for part in name.split(".")[1:]:
+        if not hasattr(found, part) and isinstance(found, types.ModuleType):
+            importlib.import_module(f"{found.__name__}.{part}")
+        found = getattr(found, part)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_names_and_files_in_the_text_exist(page: Path) -> None:
+    text = _prose(page)
+    for name in set(re.findall(r"`(torchport(?:\.[A-Za-z]\w*)+)[`(]", text)):
+        if not name.startswith("torchport.backends"):  # a group of entry points; the modules need their engines
+            _resolve(name)
+    folders = {path.name for path in (ROOT / "torchport").iterdir() if path.is_dir()}
+    for name in set(re.findall(r"`((?:\w+/)+\w+\.py)`", text)):
+        if name.split("/")[0] in folders:
+            assert (ROOT / "torchport" / name).exists(), f"{page.name}: {name}"
+
+
+def test_commands_on_the_pages_are_commands() -> None:
+    from torchport.cli import _parser
+
+    lines = [
+        line
+        for page in PAGES
+        for block in _blocks(page, "sh")
+        for line in block.replace("\\\n", " ").splitlines()
+        if line.startswith("torchport ")
+    ]
+    assert len(lines) > 5
+    for line in lines:
+        _parser().parse_args(shlex.split(line, comments=True)[1:])
 
 
 # -- the reference -------------------------------------------------------------------------------------------------
