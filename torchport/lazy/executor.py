@@ -139,7 +139,6 @@ def _run(trace: Trace, handles: Sequence[LazyTensor], cause: str, kind: str) -> 
     groups = by_number(handles)
     numbers = tuple(groups)
     groups_of = list(groups.values())
-    specs = [group[0].spec or TensorSpec.of(group[0]) for group in groups_of]
     runtime = trace.runtime
     # After an interrupt in here the values are still pending in the trace, and the next flush computes them.
     try:
@@ -148,7 +147,7 @@ def _run(trace: Trace, handles: Sequence[LazyTensor], cause: str, kind: str) -> 
         job = Job.of_trace(trace, None, numbers)
         trace.restart()
         job.fail(error)
-        return _isolate(job, groups_of, specs)
+        return _isolate(job, groups_of)
     except Exception:
         trace.restart()
         raise
@@ -162,10 +161,10 @@ def _run(trace: Trace, handles: Sequence[LazyTensor], cause: str, kind: str) -> 
         results = job.run()
     except TorchportError as error:
         job.fail(error)
-        return _isolate(job, groups_of, specs)
+        return _isolate(job, groups_of)
     except BaseException:
         # An interrupt: whoever needs one of the values has the job run again.
-        job.promise(groups_of, specs)
+        job.promise(groups_of, _specs(groups_of))
         raise
     specs = plan.select(numbers, plan.specs)
     for group, result, spec in zip(groups_of, plan.select(numbers, results), specs, strict=True):
@@ -174,8 +173,12 @@ def _run(trace: Trace, handles: Sequence[LazyTensor], cause: str, kind: str) -> 
     return None
 
 
-def _isolate(job: Job, owners: Sequence[Sequence[LazyTensor]], specs: Iterable[TensorSpec]) -> TorchportError | None:
-    job.promise(owners, specs)
+def _specs(groups: Sequence[Sequence[LazyTensor]]) -> list[TensorSpec]:
+    return [group[0].spec or TensorSpec.of(group[0]) for group in groups]
+
+
+def _isolate(job: Job, owners: Sequence[Sequence[LazyTensor]]) -> TorchportError | None:
+    job.promise(owners, _specs(owners))
     error = isolate(job)
     for handle in itertools.chain(*owners):
         pending: Any = handle.value
