@@ -27,6 +27,7 @@ from ..core.config import config
 from ..core.errors import ExecutionError, TorchportError
 from ..core.specs import TensorSpec
 from .plans import Plan
+from .torch_state import default_state
 from .trace import Node, lock
 
 if TYPE_CHECKING:
@@ -351,16 +352,25 @@ class Worker:
         """Return when a queued job has ended. Raises :class:`ExecutionError` on the worker itself."""
         if on_worker():
             raise ExecutionError("a finalizer on the device's own thread cannot wait for values that the thread brings")
-        with metrics.metrics.timer("DeviceWaitTime"), self._changed:
-            while job.state in (State.QUEUED, State.RUNNING):
-                self._changed.wait()
+        with metrics.metrics.timer("DeviceWaitTime"):
+            self._wait(lambda: job.state in (State.QUEUED, State.RUNNING))
 
     def drain(self) -> None:
         """Return when every job has ended."""
         if self.busy and not on_worker():
+            self._wait(lambda: self.busy)
+
+    def _wait(self, unfinished: Callable[[], bool]) -> None:
+        """Wait; what the worker has not begun meanwhile is done here, since handing it over would take longer."""
+        while unfinished():
             with self._changed:
-                while self.busy:
+                job = self._take()
+                if job is None and unfinished():
                     self._changed.wait()
+            if job is not None:
+                with default_state():
+                    self._perform(job)
+                del job
 
     def settle_failures(self) -> None:
         """Find out which values the failed jobs could bring; their errors are kept until somebody has seen them."""
@@ -389,30 +399,41 @@ class Worker:
     def _work(self) -> None:
         _here.worker = self
         with torch.no_grad():
-            while (job := self._next()) is not None:
+            while True:
+                with self._changed:
+                    while (job := self._take()) is None:
+                        if self._stopping and not self._queue:
+                            return
+                        self._changed.wait()
                 if torch.get_num_threads() != job.threads:
                     torch.set_num_threads(job.threads)
-                try:
-                    job.attempt()
-                except BaseException as error:
-                    job.fail(ExecutionError(f"the device's thread was interrupted: {type(error).__name__}: {error}"))
-                with self._changed:
-                    self._current = None
-                    if job.state is State.FAILED:
-                        self.failed.append(job)
-                    self._changed.notify_all()
+                self._perform(job)
                 del job
 
-    def _next(self) -> Job | None:
-        with self._changed:
-            while not self._queue:
-                if self._stopping:
-                    return None
-                self._changed.wait()
-            job = self._current = self._queue.popleft()
-            job.state = State.RUNNING
-            self._changed.notify_all()
-            return job
+    def _take(self) -> Job | None:
+        """The next job, if none is running. Call it with the condition held."""
+        if self._current is not None or not self._queue:
+            return None
+        job = self._current = self._queue.popleft()
+        job.state = State.RUNNING
+        self._changed.notify_all()
+        return job
+
+    def _perform(self, job: Job) -> None:
+        try:
+            job.attempt()
+        except BaseException as error:
+            if not on_worker():
+                if job.state is State.RUNNING:
+                    job.state = State.HELD
+                raise
+            job.fail(ExecutionError(f"the device's thread was interrupted: {type(error).__name__}: {error}"))
+        finally:
+            with self._changed:
+                self._current = None
+                if job.state is State.FAILED:
+                    self.failed.append(job)
+                self._changed.notify_all()
 
     # -- fork ------------------------------------------------------------------------------------------------
     def after_fork_in_child(self) -> None:
