@@ -37,9 +37,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Job", "Pending", "Worker", "has_failed", "on_worker", "resolve", "worker_of", "workers"]
 
-SHORT: Final = 0.0005
-"""Seconds under which a computation runs on the calling thread if the device is idle: handing one over costs about
-0.05 ms on the two machines it was measured on, and tracing then competes for the interpreter."""
+SHORT: Final = 0.005
+"""Seconds under which a computation runs on the calling thread if the device is idle. The other thread may have to wait
+for the interpreter as long as Python's switch interval, which this is; on two busy cores a step with a computation of
+0.4 ms took 3.6 ms longer when it was handed over."""
 
 QUEUED_AT_MOST: Final = 2
 """Computations that may wait behind the running one; each holds its inputs in memory."""
