@@ -1,4 +1,4 @@
-"""Docstrings as Markdown: Sphinx roles become links where the name is on the site, ``::`` and tables become code."""
+"""Docstrings as Markdown: Sphinx roles become links where the name is on the site; tables and ``::`` blocks follow."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import griffe
 
 _ROLE = re.compile(r":(?:class|func|meth|attr|data|mod|exc):`([^`]+)`")
-_TABLE = re.compile(r"(^=+(?: +=+)+\n.*?\n=+(?: +=+)+\n.*?^=+(?: +=+)+$)", re.DOTALL | re.MULTILINE)
+_BORDER = re.compile(r"=+(?: +=+)+")
 
 
 def _resolve(name: str, scope: griffe.Object) -> str | None:
@@ -27,6 +27,20 @@ def _resolve(name: str, scope: griffe.Object) -> str | None:
 
 def _alias(member: Any, rest: str) -> str:
     return f"{member.target_path}.{rest}" if rest else member.target_path
+
+
+def _table(paragraph: str) -> str:
+    """A reStructuredText simple table as a Markdown one, anything else as it is."""
+    lines = paragraph.strip().splitlines()
+    borders = [number for number, line in enumerate(lines) if _BORDER.fullmatch(line)]
+    if len(borders) < 2 or borders[0] != 0 or borders[-1] != len(lines) - 1:
+        return paragraph
+    columns = len(lines[0].split())
+    rows = [re.split(r"(?<=``) +| {2,}", line, maxsplit=columns - 1) for line in lines if not _BORDER.fullmatch(line)]
+    if len(borders) == 2:
+        rows.insert(0, [""] * columns)
+    rows.insert(1, ["---"] * columns)
+    return "\n".join("| " + " | ".join(cell.strip().replace("|", "\\|") for cell in row) + " |" for row in rows)
 
 
 class Roles(griffe.Extension):
@@ -54,5 +68,5 @@ class Roles(griffe.Extension):
             return f'<autoref identifier="{path}" optional><code>{shown}</code></autoref>'
 
         text = _ROLE.sub(link, text)
-        text = _TABLE.sub(r"```text\n\1\n```", text)
+        text = "\n\n".join(_table(paragraph) for paragraph in text.split("\n\n"))
         return re.sub(r"^::\n", "", re.sub(r"(?<=\w)::\n", ":\n", text), flags=re.MULTILINE)
