@@ -54,7 +54,7 @@ bench: $(TEST_STAMP)  ## ratios against PyTorch's own lazy core, CPU eager and t
 	$(BIN)/python -m benchmarks $(ARGS)
 
 docs: $(DOCS_STAMP)  ## the pages as a site, in site/; a link or a name that leads nowhere is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
 setup: $(TEST_STAMP)  ## .venv with everything the other targets need
 
