@@ -540,6 +540,21 @@ def test_what_depends_on_values_runs_outside_the_graph() -> None:
     assert torchport.metrics.counter("KernelCall") == 2
 
 
+def test_a_decomposition_that_writes_into_its_lists() -> None:
+    import torchport
+
+    torchport.use("xla")
+    torchport.metrics.reset()
+    here = rand(2, 3, 8).requires_grad_()
+    there = here.detach().to("port").requires_grad_()
+    for x in (here, there):
+        F.pad(x, (2, 2), mode="reflect").square().sum().backward()
+    assert here.grad is not None
+    assert there.grad is not None
+    torch.testing.assert_close(there.grad.cpu(), here.grad)
+    assert torchport.metrics.counter("Fallback") == 0
+
+
 def test_without_jax_the_rest_works_and_the_message_says_what_to_install() -> None:
     program = """
 import sys

@@ -212,7 +212,8 @@ _NOT_REACHED: list[tuple[Any, tuple[Any, ...]]] = [
     *((getattr(aten, f"{n}1d").vec, (_P[0], None, [1.4])) for n in _NEAREST),
     *((getattr(aten, f"{n}2d").vec, (_P, [7, 3], None)) for n in _NEAREST),
     *((getattr(aten, f"{n}3d").vec, (_P[None], None, [1.0, 0.6, 1.7])) for n in _NEAREST),
-    (aten.bucketize.Scalar, (1, _S)), (aten.numpy_T.default, (_F,)),
+    (aten.linspace.Tensor_Tensor, (_F[0, 0], _F[1, 2], 7)), (aten.linspace.Tensor_Scalar, (_F[0, 0], 4, 1)),
+    (aten.linspace.Scalar_Tensor, (-1.5, _F[0, 2], 6)), (aten.bucketize.Scalar, (1, _S)), (aten.numpy_T.default, (_F,)),
 ]  # fmt: skip
 _KEYWORDS = {aten.div.Scalar_mode: {"rounding_mode": "floor"}, aten.scatter.value_reduce: {"reduce": "multiply"}}
 

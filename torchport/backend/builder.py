@@ -6,7 +6,7 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch import fx
@@ -242,7 +242,8 @@ class GraphBuilder:
         def flat(*tensors: Any) -> Any:
             table = dict(zip(nodes, tensors, strict=True))
             real_args, real_kwargs = map_arg((tuple(args), dict(kwargs)), lambda n: table[n])
-            return fn(*real_args, **real_kwargs)
+            # Decompositions may write into the lists they are given; FX makes immutable ones.
+            return fn(*_thawed(real_args), **_thawed(real_kwargs))
 
         with fake_mode(), torch.no_grad():
             traced = make_fx(flat, tracing_mode="real")(*(n.meta["val"] for n in nodes))
@@ -272,6 +273,15 @@ class GraphBuilder:
             taken.add(root)
             results.append(node)
         return results
+
+
+def _thawed(value: Any) -> Any:
+    """Arguments with plain lists and dictionaries in place of FX's immutable ones."""
+    if isinstance(value, dict):
+        return {name: _thawed(one) for name, one in cast("dict[str, Any]", value).items()}
+    if isinstance(value, list):
+        return [_thawed(one) for one in cast("list[Any]", value)]
+    return tuple(_thawed(one) for one in cast("tuple[Any, ...]", value)) if type(value) is tuple else value
 
 
 def _has_node_as_scalar(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

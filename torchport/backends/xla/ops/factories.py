@@ -102,6 +102,17 @@ def _line(start: Any, end: Any, steps: int, dtype: np.dtype[Any]) -> np.ndarray[
     return (np.trunc(line) if dtype.kind in "iu" else line).astype(dtype)
 
 
+@lowers(aten.linspace.Tensor_Tensor, aten.linspace.Tensor_Scalar, aten.linspace.Scalar_Tensor)
+def linspace_tensor(call: Call, start: Any, end: Any, steps: int, **kwargs: Any) -> Array:
+    dtype = out_dtype(call)
+    exact = np.dtype(np.float64) if dtype.kind in "iu" or dtype == np.float64 else np.dtype(np.float32)
+    first, last = (jnp.asarray(cast(bound, exact if dtype.kind != "c" else dtype)) for bound in (start, end))
+    places = lax.iota(np.dtype(np.int64), steps)
+    step = (last - first) / max(steps - 1, 1)
+    line = jnp.where(places < max(steps // 2, 1), first + step * places, last - step * (steps - 1 - places))
+    return jnp.trunc(line) if dtype.kind in "iu" else line
+
+
 @lowers(aten.logspace.default)
 def logspace(call: Call, start: Any, end: Any, steps: int, base: float = 10.0, **kwargs: Any) -> Array:
     dtype = out_dtype(call)
