@@ -264,3 +264,15 @@ def test_the_device_string_with_and_without_index(device: torch.device) -> None:
         assert x.device == torch.device("port:0")
         assert x.get_device() == 0
         assert torch.device("port", 0) == x.device
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+def test_an_operator_whose_shape_rule_is_wrong(device: torch.device, reduction: str) -> None:
+    def use(d: torch.device) -> Any:
+        x = torch.tensor([0.1, 0.2, 0.4, 0.8], device=d, requires_grad=True)
+        target = torch.tensor([3, 0, -1, 1], device=d)
+        loss = torch.nn.functional.multilabel_margin_loss(x, target, reduction=reduction)
+        (gradient,) = torch.autograd.grad(loss, x)
+        return loss, gradient
+
+    agree(use, device)

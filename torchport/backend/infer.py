@@ -115,12 +115,19 @@ def infer(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     return found
 
 
+_WRONG_RULES: Final = frozenset({torch.ops.aten.multilabel_margin_loss_forward.default})
+"""torch 2.13 gives the unreduced loss of a vector one dimension there; the CPU's kernel gives it none."""
+
+
 def _infer(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Inferred:
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,
         UnsupportedOperatorException,
     )
+
+    if op in _WRONG_RULES:
+        raise NoShapeRule(f"PyTorch's shape rule of {op} is wrong")
 
     def to_fake(value: Any) -> Any:
         return fake_tensor(value) if isinstance(value, TensorSpec) else value
