@@ -70,7 +70,7 @@ _FIELDS: Final[dict[str, tuple[Callable[[object], Any], Any]]] = {
     "backend": (_text, ""),
     "fallback": (_choice("allow", "warn", "error"), "allow"),
     "max_trace_ops": (_count(64), 20_000),
-    "max_trace_nodes": (_count(1), 200_000),
+    "max_trace_nodes": (_count(1), 100_000),
     "max_computations": (_count(1), 1_024),
     "verify_graphs": (_flag, False),
     "flush_on_copy": (_flag, True),
