@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import types
 import warnings
 from pathlib import Path
@@ -55,17 +56,19 @@ def _run_pages(pages: list[Path]) -> None:
     """Each page's blocks in order; their ``assert`` lines are the page's claims. One process for all pages."""
     blocks = [(page.relative_to(ROOT).as_posix(), _blocks(page)) for page in pages]
     examples = [path.stem for path in EXAMPLES.glob("*.py")]
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", _RUNNER.format(blocks=blocks, examples=examples)],
-        env={
-            **os.environ,
-            "TORCHPORT_BACKEND": "reference",
-            "PYTHONPATH": os.pathsep.join((str(EXAMPLES), str(ROOT), os.environ.get("PYTHONPATH", ""))),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    with tempfile.TemporaryDirectory() as folder:  # for the files that pages write
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-c", _RUNNER.format(blocks=blocks, examples=examples)],
+            cwd=folder,
+            env={
+                **os.environ,
+                "TORCHPORT_BACKEND": "reference",
+                "PYTHONPATH": os.pathsep.join((str(EXAMPLES), str(ROOT), os.environ.get("PYTHONPATH", ""))),
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     assert done.returncode == 0, done.stderr
 
 
