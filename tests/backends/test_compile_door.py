@@ -250,6 +250,19 @@ def test_constants_of_the_graph(place: torch.device, backend: str) -> None:
         table.zero_()
 
 
+def test_constants_of_no_or_one_element(place: torch.device, backend: str) -> None:
+    """PyTorch computes with such constants for real while it traces."""
+
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        nothing = torch.tensor([], dtype=x.dtype, device=x.device)
+        return torch.cat([nothing, x]), x * torch.tensor(2.5, device=x.device)
+
+    run = compiled(fn, backend)
+    x = torch.randn(3)
+    for ours, theirs in zip(run(x.to(place)), fn(x), strict=True):
+        same(ours, theirs)
+
+
 def test_dtypes_and_numbers(place: torch.device, backend: str) -> None:
     def fn(x: torch.Tensor, scale: float) -> Any:
         return x.to(torch.float64) * scale, (x > 0).sum(), x.bfloat16() + 1, torch.arange(3, device=x.device)

@@ -43,6 +43,27 @@ def install() -> None:
             return ours(self, t, recurse=recurse, trace=trace)
 
     describer.describe_tensor = describe_tensor
+    _no_constants()
+
+
+def _no_constants() -> None:
+    """A fake tensor of no or one element may carry a real one, to compute with while tracing; never one of ours."""
+    import torch._subclasses.fake_tensor as module
+
+    mode, converter = module.FakeTensorMode, module.FakeTensorConverter
+    may_turn, invalidate = mode.may_turn_const, converter.invalidate_constant_aliases
+
+    @functools.wraps(may_turn)
+    def may_turn_const(self: Any, t: torch.Tensor) -> bool:
+        return t.device.type != DEVICE_TYPE and may_turn(self, t)
+
+    @functools.wraps(invalidate)
+    def invalidate_constant_aliases(self: Any, tensor: torch.Tensor) -> None:
+        if tensor.device.type != DEVICE_TYPE:
+            invalidate(self, tensor)
+
+    mode.may_turn_const = may_turn_const  # type: ignore[method-assign]
+    converter.invalidate_constant_aliases = invalidate_constant_aliases  # type: ignore[method-assign]
 
 
 @functools.cache

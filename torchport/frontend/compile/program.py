@@ -54,8 +54,10 @@ class Program:
         args.clear()
         for at, value in self._constants:
             slots[at] = value
-        for step in self._steps:
-            step(slots)
+        # Autograd must not know what is a view of what in here: AOTAutograd tells it about the results itself.
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            for step in self._steps:
+                step(slots)
         return [slots[r.at] if r.__class__ is _Slot else r for r in self._results]
 
 
