@@ -67,3 +67,14 @@ def test_fewer_values_of_a_trace_whose_computation_was_dropped() -> None:
         with torchport.config.override(max_computations=1):
             assert b.cpu().shape == (3,)
             (x.reshape(3, 1) @ x.reshape(1, 3)).cpu()  # takes the one place there is
+
+
+def test_a_detached_handle_of_a_leaf_outlives_the_trace_it_was_made_in() -> None:
+    a = torch.tensor([0.5, 0.1]).to("port")
+    kept = a + 1
+    detached = a.detach()
+    torchport.sync()
+    x = torch.tensor([9.0, 9.0]).to("port")
+    other = x * 1  # the first leaf of the new trace, as ``a`` was of the old one
+    assert (detached + 0).tolist() == pytest.approx([0.5, 0.1])
+    assert (kept.tolist(), other.tolist()) == (pytest.approx([1.5, 1.1]), [9.0, 9.0])

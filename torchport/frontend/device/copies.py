@@ -17,7 +17,7 @@ from ...lazy.jobs import has_failed
 from ...lazy.record import user_line
 from ...lazy.runtime import runtimes, threads
 from ...lazy.tensor import DEVICE_TYPE, IndexedLazyTensor, LazyTensor, make_handle
-from ...lazy.trace import COPIES_UNDER_GRAD, Trace, unwrap, wrap
+from ...lazy.trace import COPIES_UNDER_GRAD, NONE, Trace, unwrap, wrap
 
 __all__ = ["elsewhere", "kernels", "no_kernel", "special_kernels", "with_generator"]
 
@@ -143,7 +143,9 @@ def _same_value(self: torch.Tensor) -> torch.Tensor:
     handle: Any = inner.data if index == 0 else make_handle(inner.spec or TensorSpec.of(inner), index)
     if index == 0:
         handle.__class__ = LazyTensor
-    handle.number, handle.value, handle.spec, handle.failure = inner.number, inner.value, inner.spec, inner.failure
+    handle.value, handle.spec, handle.failure = inner.value, inner.spec, inner.failure
+    # A leaf's number ends with its trace, which knows nothing of this handle: it asks for one of its own when it is used.
+    handle.number = inner.number if inner.value is None else NONE
     if inner.value is None:
         trace.keep(handle)
     return handle
