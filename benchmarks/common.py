@@ -87,8 +87,10 @@ def timed(
     return batch
 
 
-def interleave(engines: dict[str, Timed], batches: int, warmup: int = 4, seconds: float = 60.0) -> dict[str, Samples]:
-    """Run the engines in turn, batch by batch, so that whatever else the machine does hits them all alike.
+def interleave(
+    engines: dict[str, Timed], batches: int, warmup: int = 4, seconds: float = 60.0, in_a_row: int = 1
+) -> dict[str, Samples]:
+    """Run the engines in turn, ``in_a_row`` batches each, so that whatever else the machine does hits them all alike.
 
     Ends after ``batches`` rounds, or at least three when ``seconds`` have passed. An engine that raises while it warms
     up takes no part; the reason is printed.
@@ -108,7 +110,7 @@ def interleave(engines: dict[str, Timed], batches: int, warmup: int = 4, seconds
         if done >= 3 and perf_counter() > end:
             break
         for name, batch in running.items():
-            found[name].seconds.append(batch())
+            found[name].seconds += [batch() for _ in range(in_a_row)]
     return found
 
 

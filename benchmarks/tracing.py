@@ -3,8 +3,9 @@
     python -m benchmarks.tracing [--quick] [--batches N] [--only steps|chains|floor]
 
 Protocol: 100 ops per step on 4×4 float32; the trace is reset (``port``) or marked and waited for (``lazy``) outside the
-timed region; the engines run in turn, batch by batch, and times are the tracing thread's processor time. ``port`` is
-bound to a backend that computes nothing. Eager computes, so its column is for scale.
+timed region; the engines run in turn, a few steps each, as a program repeats its step with its own data in the caches;
+times are the tracing thread's processor time. ``port`` is bound to a backend that computes nothing. Eager computes, so
+its column is for scale.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from .models import MODELS, training
 __all__ = ["CHAINS", "main"]
 
 OPS = 100
+IN_A_ROW = 5
+"""Steps of one engine before the next one's turn."""
 Chain = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -139,7 +142,7 @@ def chains(core: LazyCore, batches: int, only: list[str] | None = None) -> dict[
             def program(device: str, chain: Chain = chain, autograd: bool = autograd) -> Callable[[], object]:
                 return _program(chain, device, autograd)
 
-            found = interleave(_engines(program, core), batches)
+            found = interleave(_engines(program, core), batches, in_a_row=IN_A_ROW)
             rows.append(_row(name, found, 1e6 / OPS))
             worst[f"{name}{', autograd' if autograd else ''}"] = ratio(found["port"], found["lazy"])[0]
         what = "forward and backward, µs per forward op" if autograd else "forward, µs per op"
@@ -209,27 +212,33 @@ def steps(core: LazyCore, batches: int, models: tuple[str, ...] = ("mlp", "resne
 
 
 # -- the floor ---------------------------------------------------------------------------------------------------
-def floor(batches: int) -> None:
+def floor(core: LazyCore, batches: int) -> None:
     """Print what is left when our kernels are replaced by one that returns a tensor it has: PyTorch's own share.
 
-    That is Python's loop, argument parsing, dispatch, functionalization and the call into Python.
+    That is Python's loop, argument parsing, dispatch, functionalization and the call into Python; with autograd also
+    the device guard, which PyTorch calls in Python about five times per operator for devices that Python defines. The
+    operators of the backward pass keep their kernels.
     """
-    rows = []
-    for name, chain in CHAINS.items():
-        program = _program(chain, "port", False)
-        full = interleave({"port": restart(program)}, batches)["port"]
-        new_trace()
-        library = _trivial_kernels(chain)
-        bare = interleave({"bare": timed(program, clock=thread_time)}, batches)["bare"]
-        library._destroy()
-        share = f"{(full.best - bare.best) / full.best:.0%}"
-        cells = [samples.cell(1e6 / OPS) for samples in (full, bare)]
-        rows.append([name, *cells, f"{(full.best - bare.best) * 1e6 / OPS:.2f}", share])
-    table(
-        "The floor: a kernel that does nothing, µs per op (best / median)",
-        ("chain", "port", "trivial kernel", "ours", "our share"),
-        rows,
-    )
+    for autograd in (False, True):
+        rows = []
+        for name, chain in CHAINS.items():
+            program = _program(chain, "port", autograd)
+            full = interleave({"port": restart(program)}, batches)["port"]
+            new_trace()
+            library = _trivial_kernels(chain)
+            engines = {"bare": restart(program), "lazy": core.timed(_program(chain, "lazy", autograd))}
+            found = interleave(engines, batches)
+            library._destroy()
+            new_trace()
+            bare = found["bare"]
+            cells = [samples.cell(1e6 / OPS) for samples in (full, bare, found["lazy"])]
+            rows.append([name, *cells, f"{(full.best - bare.best) * 1e6 / OPS:.2f}", ratio_cell(bare, found["lazy"])])
+        what = "forward and backward" if autograd else "forward"
+        table(
+            f"The floor, {what}: a kernel that does nothing, µs per forward op (best / median)",
+            ("chain", "port", "trivial kernel", "lazy", "ours", "trivial ÷ lazy"),
+            rows,
+        )
 
 
 def _trivial_kernels(chain: Chain) -> torch.library.Library:
@@ -274,7 +283,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.only in (None, "steps"):
         steps(core, max(5, batches // 3), ("mlp",) if options.quick else ("mlp", "resnet18"))
     if options.only in (None, "floor"):
-        floor(batches)
+        floor(core, batches)
 
 
 if __name__ == "__main__":
