@@ -494,7 +494,7 @@ def tensors(trace: Trace, values: Sequence[Any]) -> tuple[Any, ...]:
 def unwrap(tensor: torch.Tensor) -> torch.Tensor:
     """The inner tensor of a functionalization wrapper, brought up to date; any other tensor unchanged."""
     if torch._is_functional_tensor(tensor):
-        torch._sync(tensor)
+        torch._functionalize_sync(tensor)  # what ``torch._sync`` comes to for a wrapper, 3 µs later
         return torch._from_functional_tensor(tensor)
     return tensor
 

@@ -4,8 +4,9 @@ On this device the trace has inferred the shapes already, so the functional oper
 result put into the wrapper. Measured on torch 2.13: a traced AdamW step of a small MLP takes a quarter of the time.
 Every other tensor, and every call whose result would change shape or dtype, goes to PyTorch's own kernel.
 
-Private torch APIs used here: ``torch._functionalize_replace``, ``torch._functionalize_commit_update``, ``torch._sync``,
-``torch._from_functional_tensor``, ``torch._is_functional_tensor`` (what functionalization does after such an op).
+Private torch APIs used here: ``torch._functionalize_replace``, ``torch._functionalize_commit_update``,
+``torch._functionalize_sync``, ``torch._from_functional_tensor``, ``torch._is_functional_tensor`` (what
+functionalization does after such an op).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ["install"]
 
 _is_functional = torch._is_functional_tensor
 _inner_of = torch._from_functional_tensor
-_sync = torch._sync
+_sync = torch._functionalize_sync
 _replace = torch._functionalize_replace
 _commit = torch._functionalize_commit_update
 
