@@ -353,3 +353,14 @@ def test_autocast_as_a_decorator_and_its_default_dtype(device: torch.device) -> 
     assert product(randn(2, 2, device=device)).dtype is torch.bfloat16
     assert torch.get_autocast_dtype(device.type) in {torch.bfloat16, torch.float16}
     assert torch.amp.is_autocast_available(device.type)
+
+
+def test_as_strided_keeps_the_tangent(device: torch.device) -> None:
+    def use(d: torch.device) -> Any:
+        x, tangent = (torch.linspace(0, n, 12, device=d).reshape(3, 4) for n in (1, 2))
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, tangent)
+            result = torch.autograd.forward_ad.unpack_dual(torch.as_strided(dual, (2, 2), (1, 4), 1))
+            return result.primal.clone(), result.tangent.clone()
+
+    agree(use, device)

@@ -97,8 +97,11 @@ def _as_strided(
     """``as_strided`` counts from the start of the memory a tensor is a view of, so it is taken of the base."""
     if self._is_view() and self.device.type == DEVICE_TYPE:
         extent = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        base: Any = self._base
         if storage_offset is not None:
-            self = self._base  # type: ignore[assignment]
+            # A view that shows all of its base serves as well, and has the tangent where make_dual made it.
+            whole = self.is_contiguous() and base.is_contiguous() and self.numel() == base.numel()
+            self = self if whole else base
         elif not self.is_contiguous() or extent > self.numel():
             # A contiguous view holds what it shows in one piece, which serves as well; any other would need its offset.
             raise UnsupportedOp(
