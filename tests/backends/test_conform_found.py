@@ -78,3 +78,15 @@ def test_a_detached_handle_of_a_leaf_outlives_the_trace_it_was_made_in() -> None
     other = x * 1  # the first leaf of the new trace, as ``a`` was of the old one
     assert (detached + 0).tolist() == pytest.approx([0.5, 0.1])
     assert (kept.tolist(), other.tolist()) == (pytest.approx([1.5, 1.1]), [9.0, 9.0])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # what the CPU makes of it
+def test_a_transformer_with_a_padding_mask_asks_for_no_nested_tensors() -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True), 1).eval()
+    x, mask = torch.randn(2, 3, 4), torch.tensor([[False, False, True], [False, False, False]])
+    with torch.no_grad():
+        expected = model(x, src_key_padding_mask=mask)
+        actual = model.to("port")(x.to("port"), src_key_padding_mask=mask.to("port"))
+    kept = ~mask
+    torch.testing.assert_close(actual.cpu()[kept], expected[kept])

@@ -144,7 +144,7 @@ def _same_value(self: torch.Tensor) -> torch.Tensor:
     if index == 0:
         handle.__class__ = LazyTensor
     handle.value, handle.spec, handle.failure = inner.value, inner.spec, inner.failure
-    # A leaf's number ends with its trace, which knows nothing of this handle: it asks for one of its own when it is used.
+    # A leaf's number ends with its trace, which knows nothing of this handle: it asks for its own when it is used.
     handle.number = inner.number if inner.value is None else NONE
     if inner.value is None:
         trace.keep(handle)
@@ -248,6 +248,8 @@ def special_kernels() -> dict[Any, Callable[..., Any]]:
         aten._local_scalar_dense.default: _local_scalar_dense,
         aten.equal.default: _equal,
         aten.allclose.default: _allclose,
+        # Asked by nn.TransformerEncoder before it makes nested tensors, which this device does not hold.
+        aten._nested_tensor_from_mask_left_aligned.default: lambda tensor, mask: False,
         **dict.fromkeys((aten.detach_copy.default, aten.alias_copy.default), _same_value),
         **{op: _with_host_indices(op) for op in _INDEXING},
         aten.set.source_Storage_storage_offset: _set_storage,
