@@ -120,7 +120,8 @@ def _aot(backend: str) -> Place:
             path = Path(folder) / "case.pt2"
             aot.lower(exported, backend=backend).save(path)
             results = runtime.load(path).load_method()(*tree_leaves((args, kwargs)))
-        return tree_unflatten(list(results), exported.call_spec.out_spec)
+        structure: Any = exported.call_spec.out_spec
+        return tree_unflatten(list(results), structure)
 
     return Place(torch.device("cpu"), call, executes=True)
 

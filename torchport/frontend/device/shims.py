@@ -148,7 +148,8 @@ def _move_uninitialized(module: torch.nn.Module, fn: Callable[..., Any]) -> dict
         if isinstance(parameter, torch.nn.UninitializedParameter):
             with torch.no_grad():
                 probe = fn(torch.empty(0, dtype=parameter.dtype, device=parameter.device))
-            moved = torch.nn.UninitializedParameter(parameter.requires_grad, device=probe.device, dtype=probe.dtype)
+            make: Any = torch.nn.UninitializedParameter  # its annotations do not know these options
+            moved = make(parameter.requires_grad, device=probe.device, dtype=probe.dtype)
             torch.utils.swap_tensors(parameter, moved)
             found[name] = parameter
             module._parameters[name] = None
