@@ -165,6 +165,10 @@ const out = {}, $$ = s => [...document.querySelectorAll(s)];
 const names = () => $$("#ops tr.op td.name").map(td => td.textContent);
 const timed = f => { const t = performance.now(); f(); document.body.offsetHeight; return performance.now() - t; };
 out.rows = names().length;
+out.count = $$("#count")[0].textContent;
+const box = $$(".tall")[0];
+for (let n = 0; n < 20; n++) { box.scrollTop = box.scrollHeight; box.onscroll(); }
+out.scrolled = names().length;
 out.title = document.querySelector("#rate").textContent;
 out.search = timed(() => { const i = $$("#search")[0]; i.value = "op77"; i.dispatchEvent(new Event("input")); });
 out.found = names();
@@ -173,6 +177,7 @@ out.sort = timed(() => $$("#ops th button[data-key=failed]")[0].click());
 out.first = names()[0];
 out.open = timed(() => $$("#ops tr.op")[0].click());
 out.detail = $$("#ops tr.detail")[0].textContent;
+$$("#ops tr.op")[0].click(); out.closed = $$("#ops tr.detail").length;
 const chip = $$(".chip").find(c => c.textContent.includes("wrong"));
 chip.click(); out.wrong = names(); chip.click();
 out.order = $$("#ops th[aria-sort]").map(th => th.getAttribute("aria-sort"));
@@ -180,10 +185,15 @@ document.body.innerHTML = "<pre>" + JSON.stringify(out).replace(/</g, "&lt;") + 
 </script>
 """
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-FLAGS = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-sync --dump-dom"
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync --dump-dom"
+)
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed here")
+@pytest.mark.skipif(
+    CHROMIUM is None, reason="needs a program named chromium, chromium-browser or google-chrome, and there is none"
+)
 def test_page_in_a_browser(tmp_path: Path) -> None:
     doors, dtypes = ("lazy", "eager", "compile", "aot"), ("float32", "float64", "bfloat16", "int64", "bool")
     rows = [(f"op{n}/forward/{t}/0/{d}", "native") for n in range(800) for d in doors for t in dtypes]
@@ -196,11 +206,12 @@ def test_page_in_a_browser(tmp_path: Path) -> None:
     found = re.search(r"<pre>(.*?)</pre>", done.stdout, re.DOTALL)
     assert found, done.stdout[-2000:]
     seen = json.loads(found.group(1).replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
-    assert seen["rows"] == 800
+    assert (seen["rows"], seen["count"], seen["scrolled"]) == (100, "800 of 800", 800)  # drawn as they come into sight
     assert seen["title"] == "99.99%"
     assert seen["found"] == ["op77", *(f"op77{n}" for n in range(10))]
     assert seen["first"] == "op123"
     assert "op123/backward/float32/4/lazy" in seen["detail"]
     assert "</script>wrong" in seen["detail"]
+    assert seen["closed"] == 0
     assert seen["wrong"] == ["op123"]
     assert seen["order"] == ["descending"]
