@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -11,6 +12,7 @@ import torch
 from torch import fx
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, TensorArgument
 
+from ..backend.fx_normalise import is_hidden, source_line
 from ..backend.normal_form import alias_root, input_specs, output_specs, source_of
 from ..backend.partition import Partitioned
 from ..backend.serialize import encode_arg
@@ -18,7 +20,7 @@ from ..core.errors import GraphError, UnsupportedOp
 from ..core.specs import TensorSpec
 from ..program import document as doc
 
-__all__ = ["Constants", "Emitted", "emit", "file_spec", "module_path"]
+__all__ = ["Constants", "Emitted", "emit", "file_spec", "module_path", "place_of"]
 
 _getitem: Any = operator.getitem
 _LITERALS: Final = (bool, int, float, str, type(None))
@@ -39,6 +41,24 @@ def module_path(node: fx.Node) -> str:
         return ""
     path, _ = list(stack.values())[-1]
     return str(path)
+
+
+_FRAME: Final = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n((?:(?!\s*File ").*\n?)*)')
+_FRAMES_KEPT: Final = 16
+
+
+def place_of(node: fx.Node) -> doc.Place:
+    """Where a node of an exported program comes from, as errors and profiles show it."""
+    stack: Any = node.meta.get("nn_module_stack") or {}
+    modules = [(str(path), str(kind).rpartition(".")[2]) for path, kind in stack.values()]
+    hierarchy = " > ".join(f"{path}: {kind}" if path else kind for path, kind in modules)
+    frames: list[str] = []
+    for file, line, function, text in _FRAME.findall(node.meta.get("stack_trace") or ""):
+        if not is_hidden(file):
+            code = " ".join(part.strip() for part in text.splitlines())
+            frames.append(f"{file}:{line} in {function}" + (f"\n  {code}" if code else ""))
+    shown = "\n".join(frames[-_FRAMES_KEPT:])
+    return doc.Place(module_path(node), source_line(node) or "", str(node.target), hierarchy, shown)
 
 
 class Constants:

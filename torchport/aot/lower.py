@@ -13,16 +13,16 @@ from torch.export.graph_signature import InputKind
 from torch.utils._pytree import tree_map
 
 from .. import __version__
-from ..backend.fx_normalise import has_symbols, normalise, source_line
+from ..backend.fx_normalise import has_symbols, normalise
 from ..backend.interface import Backend, Processed
 from ..backend.normal_form import verify_graph
 from ..backend.partition import Partitioned, partition
 from ..core.config import config
-from ..core.errors import CompileError, ConfigError, GraphError, UnsupportedOp
+from ..core.errors import BackendUnavailable, CompileError, ConfigError, GraphError, UnsupportedOp
 from ..core.specs import CompileSpecs
 from ..program import document as doc
 from ..program.writer import BLOBS, digest
-from .emit import Constants, Emitted, delegate_specs, emit, module_path
+from .emit import Constants, Emitted, delegate_specs, emit, module_path, place_of
 from .lowered import Left, LoweredProgram, Piece
 from .partitioner import Partitioner, Supported, Wanted, WholeProgram, collect_tags, functional_form
 
@@ -75,6 +75,14 @@ def _exported(
 ) -> dict[str, ExportedProgram]:
     """Every method's exported program, by name."""
     found: dict[str, ExportedProgram] = {}
+    for what, given in {
+        "args": args,
+        **{f"methods[{name!r}]": given for name, given in (methods or {}).items()},
+    }.items():
+        if not isinstance(given, (tuple, list, ExportedProgram)):
+            raise ConfigError(
+                f"{what} is a {type(given).__name__}; give a tuple of example inputs, as (x,) for one input x"
+            )
     if isinstance(model, ExportedProgram):
         if args or kwargs or dynamic_shapes is not None:
             raise ConfigError("an exported program has its inputs and shapes; give args with a module only")
@@ -212,15 +220,19 @@ class _Lowering:
             if node.op == "call_function":
                 handle = len(self.debug.handles) + 1
                 node.meta["debug_handle"] = handle
-                self.debug.handles[handle] = (module_path(node), source_line(node) or "")
+                self.debug.handles[handle] = place_of(node)
 
     def _require_whole(self, name: str, split: Partitioned) -> None:
         if any(isinstance(one, WholeProgram) for one in self.partitioners):
             for item in split.leftovers:
                 reason = self._left(item).reason
+                place = self.debug.handles.get(item.node.meta.get("debug_handle", 0), doc.Place())
+                stack = "".join(f"\n    {line}" for line in place.stack.splitlines())
+                count = len(split.leftovers)
                 raise UnsupportedOp(
-                    f"{len(split.leftovers)} operators of method {name!r} are not supported, so it cannot be lowered "
-                    f"whole; the first: {reason}",
+                    f"{count} operator{'s' * (count > 1)} of method {name!r} {'are' if count > 1 else 'is'} not "
+                    f"supported, so it cannot be lowered whole (Supported(backend) leaves such operators to PyTorch); "
+                    f"the first: {reason}{stack}",
                     op=str(item.node.target),
                     source=item.source,
                 )
@@ -232,6 +244,10 @@ class _Lowering:
             names = [partitioner.backend.name for partitioner in self.partitioners]
             reasons = [f"{who}: {one.reason(node)}" for who, one in zip(names, self.partitioners, strict=True)]
             reason = "; ".join(reasons)
+        elif reason.startswith(f"{node.target}: "):
+            reason = reason.removeprefix(f"{node.target}: ")
+        elif reason.startswith("aten."):
+            reason = f"not supported, and taken apart neither: {reason}"
         return Left(str(node.target), reason, module_path(node), item.source or "")
 
     @staticmethod
@@ -259,8 +275,22 @@ class _Lowering:
                 if len(made.get(name, ())) != len(found):
                     raise CompileError(f"backend {backend.name!r} gave {len(made.get(name, ()))} results for {name!r}")
                 for at, processed in zip(found, made[name], strict=True):
+                    self._check_debug_map(backend, processed)
                     done[name][at] = processed
         return {name: [one for one in found if one is not None] for name, found in done.items()}
+
+    def _check_debug_map(self, backend: Backend, processed: Processed) -> None:
+        """Ids are numbers or text, and each stands for operators of the program."""
+        for ident, handles in processed.debug_map.items():
+            if not isinstance(ident, (int, str)) or isinstance(ident, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+                why = f"has the id {ident!r}; ids are numbers or text"
+            elif not handles:
+                why = f"says of {ident!r} that it stands for no operator; leave it out"
+            elif unknown := [one for one in handles if one and one not in self.debug.handles]:
+                why = f"has debug handle {unknown[0]} for {ident!r}; handles are the nodes' meta['debug_handle']"
+            else:
+                continue
+            raise CompileError(f"the debug map of backend {backend.name!r} {why}")
 
     def program(self, processed: Mapping[str, Sequence[Processed]]) -> tuple[doc.Document, dict[str, bytes]]:
         """The document, and the delegates' bytes by entry; equal bytes are one entry."""
@@ -306,7 +336,7 @@ def _preprocess(
 ) -> Mapping[str, Sequence[Processed]]:
     try:
         return backend.preprocess_methods(graphs, specs)
-    except (CompileError, ConfigError, UnsupportedOp):
+    except (CompileError, ConfigError, UnsupportedOp, ImportError):
         raise
     except Exception as error:
         raise CompileError(
@@ -337,16 +367,22 @@ def lower(
     name. ``partitioners``: more control; see :class:`Partitioner`.
 
     Raises :class:`UnsupportedOp` for what a program cannot hold, :class:`CompileError` where a backend's compiler
-    fails, :class:`ConfigError` for arguments that do not fit together, and what ``torch.export`` raises.
+    fails, :class:`BackendUnavailable` where it is not installed, :class:`ConfigError` for arguments that do not fit
+    together, and what ``torch.export`` raises.
     """
     chosen = _partitioners(backend, partitioners, compile_specs)
     exported = _exported(model, args, kwargs, methods, dynamic_shapes)
     lowering = _Lowering(chosen)
     functional = {name: functional_form(program) for name, program in exported.items()}
     state = {name for program in functional.values() for name in program.graph_signature.buffers_to_mutate.values()}
-    for name, program in functional.items():
-        lowering.method(name, program, state)
-    document, blobs = lowering.program(lowering.preprocess())
+    try:
+        for name, program in functional.items():
+            lowering.method(name, program, state)
+        document, blobs = lowering.program(lowering.preprocess())
+    except ImportError as error:
+        reasons = {one.backend.name: one.backend.unavailable_reason() for one in chosen}
+        shown = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason) or str(error)
+        raise BackendUnavailable(f"a compiler is not installed here ({error}): {shown}") from error
     return LoweredProgram(
         document=document,
         debug=lowering.debug,

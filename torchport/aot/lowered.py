@@ -18,6 +18,7 @@ from ..backend.registry import Registry
 from ..core.errors import ErrorCode, MethodError, ProgramError
 from ..core.specs import CompileSpecs, TensorSpec
 from ..program import document as doc
+from ..program.archive import ALIGNMENT
 from ..program.loader import SegmentInfo
 from ..program.method import Method
 from ..program.package import Package
@@ -154,6 +155,10 @@ class LoweredProgram:
             )
         return flat
 
+    def _named(self, method: str) -> str:
+        """A method's name, the first by default. Raises :class:`MethodError` (``NOT_FOUND``)."""
+        return self.program.meta(method or self.methods[0]).name
+
     # -- looking -----------------------------------------------------------------------------------------------------
     def _delegate_rows(self, method: str) -> list[list[str]]:
         rows = [["delegate", "backend", "operators", "inputs", "constants", "bytes"]]
@@ -176,7 +181,8 @@ class LoweredProgram:
             parts.append(
                 f"method {method}: {taken} operators in {len(self.pieces[method])} delegates, {len(left)} left"
             )
-            parts.append(_table(self._delegate_rows(method)))
+            if self.pieces[method]:
+                parts.append(_table(self._delegate_rows(method)))
             if left:
                 counts = Counter((one.op, one.reason) for one in left)
                 first = {(one.op, one.reason): one for one in reversed(left)}
@@ -189,26 +195,34 @@ class LoweredProgram:
 
     def graph_module(self, method: str = "") -> tuple[fx.GraphModule, ExportedProgram]:
         """The outer graph of a method, whose inputs are those of the exported program that is returned with it."""
-        name = method or self.methods[0]
+        name = self._named(method)
         return self._graphs[name], self._exported[name]
 
     def graph(self, method: str = "") -> str:
         """The outer graph of a method, where each delegate is one call, and every delegate's graph. As text."""
-        name = method or self.methods[0]
+        name = self._named(method)
         parts = [f"method {name}", str(self._graphs[name].graph).strip()]
         for index, piece in enumerate(self.pieces[name]):
             parts += [f"\ndelegate_{index}: {piece.backend.name}", str(piece.graph.graph).strip()]
         return "\n".join(parts)
 
     # -- saving --------------------------------------------------------------------------------------------------------
-    def save(self, path: str | os.PathLike[str], *, external_weights: str | os.PathLike[str] | None = None) -> Saved:
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        external_weights: str | os.PathLike[str] | None = None,
+        alignment: int = ALIGNMENT,
+    ) -> Saved:
         """Write the program as one ``.pt2`` file, which ``torch.export.load`` opens as well. All or nothing: a killed
         process leaves the old file or the new one.
 
         ``external_weights``: a ``.safetensors`` file for the weights, written if it does not exist. If it exists,
         weights that are in it, by name or by value, are left out of the program: several programs share a checkpoint.
+        ``alignment``: what delegates' bytes and weights are aligned to in the file, and so in memory where it is
+        mapped: a power of two from 64 to 32,768.
         Returns sizes. Raises :class:`ProgramError` where a file cannot be written.
         """
         return save_program(
-            path, self._document, self._debug, self._exported, self._blobs, self._memory, external_weights
+            path, self._document, self._debug, self._exported, self._blobs, self._memory, external_weights, alignment
         )

@@ -15,7 +15,7 @@ from torch.fx.passes.utils.matcher_utils import SubgraphMatcher
 from ..backend.fx_normalise import normalise
 from ..backend.interface import Backend, BackendData, ExecutionContext, Processed, Support
 from ..backend.registry import registry
-from ..core.errors import ConfigError, GraphError
+from ..core.errors import BackendUnavailable, ConfigError, GraphError
 from ..core.specs import CompileSpecs
 
 __all__ = [
@@ -63,7 +63,19 @@ def functional_form(exported: torch.export.ExportedProgram) -> torch.export.Expo
 
 
 def _backend(backend: str | Backend) -> Backend:
-    return registry.get(backend) if isinstance(backend, str) else backend
+    """The backend. One that cannot run here may still compile here, for where it can: that is a warning."""
+    if not isinstance(backend, str):
+        return backend
+    try:
+        return registry.get(backend)
+    except BackendUnavailable as error:
+        found = registry.find(backend)
+        warnings.warn(
+            f"{error}. The program can be compiled and saved here, if the compiler is installed; it runs where the "
+            "backend is available.",
+            stacklevel=4,
+        )
+        return found
 
 
 def _specs(specs: CompileSpecs | Mapping[str, bytes | str] | None) -> CompileSpecs:
@@ -73,8 +85,8 @@ def _specs(specs: CompileSpecs | Mapping[str, bytes | str] | None) -> CompileSpe
 class Partitioner(ABC):
     """Tags nodes of a graph in normal form for one backend (ExecuTorch's ``Partitioner``). Must not change the graph.
 
-    ``backend`` is a name or a :class:`Backend`; :class:`BackendNotFound` or :class:`BackendUnavailable` if it is not
-    there. ``specs`` are compile specs for every delegate.
+    ``backend`` is a name or a :class:`Backend`; :class:`BackendNotFound` if there is none of that name, a warning if it
+    cannot run here. ``specs`` are compile specs for every delegate.
     """
 
     def __init__(self, backend: str | Backend, specs: CompileSpecs | Mapping[str, bytes | str] | None = None) -> None:

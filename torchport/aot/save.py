@@ -170,6 +170,7 @@ def save_program(
     blobs: Mapping[str, bytes],
     memory: Mapping[str, memoryview],
     external_weights: str | os.PathLike[str] | None,
+    alignment: int,
 ) -> Saved:
     """Write a program. ``memory`` has the constants' bytes by entry, as ``document`` names them."""
     target = Path(os.fspath(path))
@@ -192,7 +193,7 @@ def save_program(
         mine = {**blobs, **extra}
         digests: dict[str, tuple[int, str]] = dict.fromkeys([*blobs, *sorted(stored)], (0, ""))
         placed = doc.Document(document.methods, constants, digests, document.producer)
-        write_program(target, placed, debug, mine, list(pt2.entries.items()))
+        write_program(target, placed, debug, mine, list(pt2.entries.items()), alignment)
     weights = sum(placed.digests[entry][0] for entry in stored)
     external = 0 if checkpoint is None else sum(document.constants[one].spec.nbytes for one in checkpoint.keys)
     return Saved(target.stat().st_size, weights, sum(map(len, blobs.values())), external)

@@ -109,8 +109,11 @@ class Registry:
         missing. Usable as a class decorator through :func:`torchport.register`.
         """
         name = name or getattr(backend, "name", None)
-        if not isinstance(name, str) or not name.isidentifier():
-            raise TorchportError(f"a backend needs a name that is an identifier, got {name!r}: set `name` on the class")
+        if not isinstance(name, str) or not name.isidentifier() or len(name) > 64:
+            raise TorchportError(
+                f"a backend needs a name that is an identifier of at most 64 characters, got {name!r}: set `name` on "
+                "the class"
+            )
         instance = backend if isinstance(backend, Backend) else None
         module = getattr(backend, "__module__", type(backend).__module__)
         with self._lock:
@@ -140,11 +143,22 @@ class Registry:
         except (BackendNotFound, BackendUnavailable):
             return None
 
-    def get(self, name: str) -> Backend:
-        """The backend of that name. Raises :class:`BackendNotFound` or :class:`BackendUnavailable`."""
+    def _entry(self, name: str) -> _Entry:
         entry = self._all().get(name)
         if entry is None:
             raise BackendNotFound(self._unknown(name))
+        return entry
+
+    def find(self, name: str) -> Backend:
+        """The backend of that name, whether or not it can run here: compiling ahead of time may not need that.
+
+        Raises :class:`BackendNotFound`, or :class:`BackendUnavailable` if its module cannot be loaded.
+        """
+        return self._entry(name).load()
+
+    def get(self, name: str) -> Backend:
+        """The backend of that name. Raises :class:`BackendNotFound` or :class:`BackendUnavailable`."""
+        entry = self._entry(name)
         backend = entry.load()
         try:
             available = backend.is_available()

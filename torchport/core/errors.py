@@ -116,6 +116,8 @@ class ErrorCode(IntEnum):
     INVALID_ARGUMENT = 0x12
     INVALID_TYPE = 0x13
     OPERATOR_MISSING = 0x14
+    REGISTRATION_EXCEEDING_MAX_KERNELS = 0x15
+    REGISTRATION_ALREADY_REGISTERED = 0x16
     NOT_FOUND = 0x20
     MEMORY_ALLOCATION_FAILED = 0x21
     ACCESS_FAILED = 0x22
@@ -134,7 +136,8 @@ class DelegateError(TorchportError):
     what failed; the runtime adds the rest.
 
     Attributes: ``code`` (an :class:`ErrorCode`), ``debug_handles``, ``source`` (the user's line), ``method``,
-    ``delegate`` (backend and index), ``module`` (the path of the ``nn.Module``).
+    ``delegate`` (backend and index), ``module`` (the path of the ``nn.Module``), ``hierarchy`` (its parents and their
+    classes), ``op`` (the ATen operator) and ``stack`` (the user's calls that led there, with their text).
     """
 
     def __init__(
@@ -148,6 +151,9 @@ class DelegateError(TorchportError):
         method: str | None = None,
         delegate: str | None = None,
         module: str | None = None,
+        hierarchy: str | None = None,
+        op: str | None = None,
+        stack: str | None = None,
     ) -> None:
         self.message = message
         self.code = code
@@ -157,10 +163,15 @@ class DelegateError(TorchportError):
         self.method = method
         self.delegate = delegate
         self.module = module
+        self.hierarchy = hierarchy
+        self.op = op
+        self.stack = stack
         parts = [message]
         handles = ", ".join(map(str, self.debug_handles))
-        rows = {"method": method, "delegate": delegate, "debug handle": handles, "module": module, "line": source}
+        rows = {"method": method, "delegate": delegate, "debug handle": handles, "op": op, "module": module}
+        rows |= {"in": hierarchy, "line": source}
         parts += [f"  {name}: {value}" for name, value in rows.items() if value]
+        parts += [f"    {line}" for line in (stack or "").splitlines()]
         super().__init__("\n".join(parts))
 
 

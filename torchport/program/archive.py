@@ -22,6 +22,7 @@ __all__ = ["ALIGNMENT", "Archive", "Entry", "write_archive"]
 ALIGNMENT: Final = 64
 """Every entry's data begins at a multiple of this, in bytes; PyTorch's files have the same."""
 
+_ALIGNMENTS: Final = tuple(1 << power for power in range(6, 16))  # an extra field has 16 bits for its length
 _LOCAL: Final = struct.Struct("<4s5H3I2H")
 _CENTRAL: Final = struct.Struct("<4s6H3I5H2I")
 _END: Final = struct.Struct("<4s4H2IH")
@@ -201,11 +202,11 @@ class Archive:
         return view
 
 
-def _extra(size: int, header: int, position: int, name: bytes) -> bytes:
+def _extra(size: int, position: int, name: bytes, alignment: int) -> bytes:
     """The extra fields of a local header: ZIP64 sizes where they are needed, and padding to the alignment."""
     zip64 = _FIELD.pack(_ZIP64, 16) + struct.pack("<2Q", size, size) if size >= _MAX32 else b""
     used = position + _LOCAL.size + len(name) + len(zip64) + _FIELD.size
-    pad = -used % ALIGNMENT
+    pad = -used % alignment
     return zip64 + _FIELD.pack(_PADDING, pad) + b"Z" * pad
 
 
@@ -220,15 +221,29 @@ def _central_record(entry: Entry) -> bytes:
     return _CENTRAL.pack(*fields) + name + extra
 
 
-def write_archive(file: BinaryIO, root: str, entries: Iterable[tuple[str, bytes | bytearray | memoryview]]) -> None:
-    """Write entries, each a name below ``root`` and a contiguous buffer, to an empty binary file. Nothing is copied."""
+def write_archive(
+    file: BinaryIO,
+    root: str,
+    entries: Iterable[tuple[str, bytes | bytearray | memoryview]],
+    alignment: int = ALIGNMENT,
+) -> None:
+    """Write entries, each a name below ``root`` and a contiguous buffer, to an empty binary file. Nothing is copied.
+
+    ``alignment``: what every entry's first byte is a multiple of; a power of two from 64 to 32,768.
+    Raises :class:`ProgramError` (``INVALID_ARGUMENT``) for another one.
+    """
+    if alignment not in _ALIGNMENTS:
+        raise ProgramError(
+            f"alignment is a power of two from {_ALIGNMENTS[0]} to {_ALIGNMENTS[-1]}, not {alignment}",
+            code=ErrorCode.INVALID_ARGUMENT,
+        )
     written: list[Entry] = []
     position = 0
     for short, data in entries:
         view = memoryview(data).cast("B")
         name = f"{root}/{short}".encode()
         size, crc = len(view), zlib.crc32(view)
-        extra = _extra(size, position, position, name)
+        extra = _extra(size, position, name, alignment)
         shown = min(size, _MAX32)
         version = 45 if size >= _MAX32 else 20
         fields = (b"PK\x03\x04", version, _UTF8, 0, 0, 0x21, crc, shown, shown, len(name), len(extra))

@@ -20,20 +20,22 @@ from ..core.errors import (
     BackendNotFound,
     BackendUnavailable,
     CompileError,
+    ConfigError,
     DelegateError,
     ErrorCode,
     ExecutionError,
     MethodError,
     ProgramError,
+    UnsupportedOp,
 )
-from .document import Delegate
+from .document import Delegate, Place
 from .profile import DelegateTracer, Recorder
 from .values import Adapter, Host
 
 __all__ = ["LoadedDelegate", "Options", "checked_options", "find_backend", "locate"]
 
 Options = Mapping[str, bool | int | float | str]
-Locate = Callable[[Sequence[int]], tuple[str, str]]
+Locate = Callable[[Sequence[int]], Place]
 
 _MAX_NAME: Final = 64
 _MAX_TEXT: Final = 4096
@@ -85,6 +87,12 @@ def find_backend(registry: Registry, name: str, method: str, index: int) -> Back
 def _code_of(error: BaseException) -> int:
     if isinstance(error, (DelegateError, ProgramError, MethodError)):
         return error.code
+    if isinstance(error, CompileError):  # at run time: init does not take these bytes
+        return ErrorCode.DELEGATE_INVALID_COMPATIBILITY
+    if isinstance(error, UnsupportedOp):
+        return ErrorCode.NOT_SUPPORTED
+    if isinstance(error, ConfigError):
+        return ErrorCode.INVALID_ARGUMENT
     if isinstance(error, MemoryError):
         return ErrorCode.DELEGATE_MEMORY_ALLOCATION_FAILED
     if isinstance(error, NotImplementedError):
@@ -95,8 +103,9 @@ def _code_of(error: BaseException) -> int:
 def locate(
     error: Exception, method: str, delegate: str, handles: tuple[int, ...], where: Locate, doing: str = ""
 ) -> DelegateError:
-    """The error with its place: method, delegate, debug handles, module path and the user's line. The code stays."""
-    module, source = where(handles)
+    """The error with its place: method, delegate, debug handles, operator, modules and the user's lines. The code
+    stays."""
+    place = where(handles)
     if isinstance(error, (DelegateError, CompileError, ExecutionError)):
         message = error.message
     else:
@@ -106,10 +115,13 @@ def locate(
         code=_code_of(error),
         debug_handles=handles,
         ident=getattr(error, "ident", None),
-        source=source or getattr(error, "source", None),
+        source=place.source or getattr(error, "source", None),
         method=method,
         delegate=delegate,
-        module=module or None,
+        module=place.module or None,
+        hierarchy=place.hierarchy or None,
+        op=place.op or None,
+        stack=place.stack or None,
     )
 
 

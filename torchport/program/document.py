@@ -35,6 +35,7 @@ from .schema import (
     Literal,
     Method,
     Output,
+    Place,
     Spec,
     StateUpdate,
 )
@@ -57,6 +58,7 @@ __all__ = [
     "Literal",
     "Method",
     "Output",
+    "Place",
     "Spec",
     "StateUpdate",
     "decode",
@@ -71,6 +73,7 @@ OLDEST: Final = 1
 PROGRAM: Final = "extra/torchport/program.json"
 DEBUG: Final = "extra/torchport/debug.json"
 T = TypeVar("T")
+_MAX_NAME: Final = 64
 
 
 # -- writing -------------------------------------------------------------------------------------------------------
@@ -145,7 +148,12 @@ def encode_debug(info: DebugInfo) -> bytes:
         method: [[[ident, list(handles)] for ident, handles in one.items()] for one in found]
         for method, found in info.maps.items()
     }
-    return _signed({"handles": [[handle, *where] for handle, where in info.handles.items()], "maps": maps})
+    texts: dict[str, int] = {}  # operators of one layer share most of their texts
+    handles: list[list[int]] = []
+    for handle, place in info.handles.items():
+        fields = (place.module, place.source, place.op, place.hierarchy, place.stack)
+        handles.append([handle, *(texts.setdefault(text, len(texts)) for text in fields)])
+    return _signed({"texts": list(texts), "handles": handles, "maps": maps})
 
 
 # -- reading: every value is checked before it is used ----------------------------------------------------------------
@@ -255,13 +263,20 @@ def _compile_spec(value: object) -> CompileSpec:
     return CompileSpec(_text(key), base64.b64decode(_text(raw), validate=True))
 
 
+def _backend_name(value: object) -> str:
+    name = _text(value)
+    if not name.isidentifier() or len(name) > _MAX_NAME:
+        raise _fail(f"{name[:_MAX_NAME]!r} is not the name of a backend")
+    return name
+
+
 def _delegate(value: object, constants: int) -> Delegate:
     found = _object(value)
     inputs = _each(_spec, found["inputs"])
     pairs = [_list(pair, 2) for pair in _list(found["constants"])]
     bound = {_number(position, len(inputs)): _number(which, constants) for position, which in pairs}
     return Delegate(
-        _text(found["backend"]),
+        _backend_name(found["backend"]),
         _text(found["version"]),
         _text(found["entry"]),
         CompileSpecs(_each(_compile_spec, found["specs"])),
@@ -392,8 +407,9 @@ def _debug_map(value: object) -> dict[int | str, tuple[int, ...]]:
 
 def _debug(value: object) -> DebugInfo:
     found = _object(value)
-    rows = [_list(row, 3) for row in _list(found["handles"])]
-    handles = {_number(handle): (_text(module), _text(source)) for handle, module, source in rows}
+    texts = _each(_text, found["texts"])
+    rows = [_list(row, 6) for row in _list(found["handles"])]
+    handles = {_number(handle): Place(*(texts[_number(at, len(texts))] for at in fields)) for handle, *fields in rows}
     maps = {name: list(_each(_debug_map, one)) for name, one in _object(found["maps"]).items()}
     return DebugInfo(handles, maps)
 

@@ -159,13 +159,18 @@ class Method:
             self._recorder.add("init", loaded.name, started, time.perf_counter(), backend=backend.name)
         return loaded
 
-    def _where(self, handles: Sequence[int]) -> tuple[str, str]:
-        """Module path and user's line of debug handles: those that all of them share."""
+    def _where(self, handles: Sequence[int]) -> doc.Place:
+        """Where debug handles come from: what all of them share."""
         known = self._program.debug_info.handles
-        found = [known[handle] for handle in handles if handle in known]
-        modules = {module for module, _ in found}
-        sources = {source for _, source in found}
-        return modules.pop() if len(modules) == 1 else "", sources.pop() if len(sources) == 1 else ""
+        found = {known[handle] for handle in handles if handle in known}
+        if len(found) == 1:
+            return found.pop()
+
+        def shared(field: str) -> str:
+            values = {getattr(place, field) for place in found}
+            return values.pop() if len(values) == 1 else ""
+
+        return doc.Place(*map(shared, ("module", "source", "op", "hierarchy", "stack")))
 
     # -- the plan: what is decided once --------------------------------------------------------------------------------
     def _plan(self) -> list[Step]:
@@ -441,7 +446,7 @@ class Method:
         """Everything recorded so far. Raises :class:`MethodError` unless it was loaded with ``profile=True``."""
         if self._recorder is None:
             raise MethodError("nothing was recorded; load the method with profile=True", code=ErrorCode.INVALID_STATE)
-        return Profile(self._recorder.events)
+        return Profile(self._recorder.events, self._recorder.values)
 
     def close(self) -> None:
         """Destroy the delegates, in the order of their indices. Safe to call more than once.

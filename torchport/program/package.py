@@ -21,6 +21,8 @@ __all__ = ["Package", "Source", "Verification", "check_header", "open_package"]
 Verification = Literal["full", "header"]
 Source = str | os.PathLike[str] | bytes | bytearray | memoryview | DataLoader
 
+_DIRECTORY: Final = 1 << 20
+"""Bytes at the end of a file among which its directory is looked for, to say what kind of file it is."""
 _PARALLEL: Final = 32 << 20
 """From this many bytes on, checksums are computed by two threads: starting one costs about as much as 0.1 MB."""
 
@@ -141,6 +143,26 @@ class _External:
         return self._folder / name
 
 
+def _archive(loader: DataLoader) -> Archive:
+    """The archive, if it holds a program."""
+    absent = ProgramError(
+        "this is an archive, but holds no torchport program; make one with torchport.aot.lower(...).save(path)",
+        entry=doc.PROGRAM,
+    )
+    try:
+        archive = Archive(loader)
+    except ProgramError as error:
+        # What other programs wrote, torch.export.save among them, is not damaged: there is no program in it.
+        size = min(loader.size, _DIRECTORY)
+        end = bytes(loader.load(loader.size - size, size, SegmentInfo("program", "directory")))
+        if b"PK\x01\x02" in end and b"PK\x05\x06" in end[-64:] and doc.PROGRAM.encode() not in end:
+            raise absent from error
+        raise
+    if doc.PROGRAM not in archive.entries:
+        raise absent
+    return archive
+
+
 def open_package(
     source: Source,
     verification: Verification = "full",
@@ -150,12 +172,7 @@ def open_package(
     if verification not in ("full", "header"):
         raise ProgramError(f'verification is "full" or "header", not {verification!r}', code=ErrorCode.INVALID_ARGUMENT)
     loader, origin, folder = _loader_of(source)
-    archive = Archive(loader)
-    if doc.PROGRAM not in archive.entries:
-        raise ProgramError(
-            "this is an archive, but holds no torchport program; make one with torchport.aot.lower(...).save(path)",
-            entry=doc.PROGRAM,
-        )
+    archive = _archive(loader)
     document = doc.decode(archive.view(doc.PROGRAM))
     for name, (size, _) in document.digests.items():
         entry = archive.entries.get(name)

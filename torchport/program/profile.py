@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+from .schema import Place
 
 __all__ = ["DelegateTracer", "Event", "Profile", "Recorder"]
 
@@ -36,8 +38,8 @@ class Event:
         return self.end - self.start
 
 
-Where = Callable[[Sequence[int]], tuple[str, str]]
-"""From debug handles to module path and user's line."""
+Where = Callable[[Sequence[int]], Place]
+"""From debug handles to where their operators come from."""
 
 
 @dataclass(slots=True)
@@ -50,8 +52,9 @@ class Recorder:
 
     def add(self, kind: str, name: str, start: float, end: float, **more: Any) -> None:
         """Record one event; ``more`` are further fields of :class:`Event`."""
-        module, source = self.where(more.get("handles", ()))
-        event = Event(kind, name, start, end, module=module, source=source, thread=threading.get_ident(), **more)
+        place = self.where(more.get("handles", ()))
+        thread = threading.get_ident()
+        event = Event(kind, name, start, end, module=place.module, source=place.source, thread=thread, **more)
         self.events.append(event)
 
     @contextmanager
@@ -102,8 +105,10 @@ class Row:
 class Profile:
     """Recorded events, as a table (:meth:`table`), a trace (:meth:`chrome_trace`), and sums."""
 
-    def __init__(self, events: Sequence[Event]) -> None:
+    def __init__(self, events: Sequence[Event], values: Mapping[tuple[int, ...], Any] | None = None) -> None:
         self.events = tuple(events)
+        self.values = dict(values or {})
+        """Intermediate results that delegates reported last, by debug handles."""
 
     def _leaves(self) -> list[Event]:
         """Events that contain no others: operators where a delegate reports them, else the delegate's call."""

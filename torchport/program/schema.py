@@ -22,6 +22,7 @@ __all__ = [
     "Literal",
     "Method",
     "Output",
+    "Place",
     "Spec",
     "StateUpdate",
 ]
@@ -174,11 +175,24 @@ class Document:
     producer: dict[str, str] = field(default_factory=dict[str, str])
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an operator comes from. ``module``: the ``nn.Module``'s path; ``source``: the user's line;
+    ``hierarchy``: the modules around it with their classes; ``stack``: the user's calls with their text, outermost
+    first."""
+
+    module: str = ""
+    source: str = ""
+    op: str = ""
+    hierarchy: str = ""
+    stack: str = ""
+
+
 @dataclass(slots=True)
 class DebugInfo:
-    """Debug handles: module path and user's line. ``maps`` are the delegates' own ids, per method and index."""
+    """Debug handles: where each operator comes from. ``maps`` are the delegates' own ids, per method and index."""
 
-    handles: dict[int, tuple[str, str]] = field(default_factory=dict[int, tuple[str, str]])
+    handles: dict[int, Place] = field(default_factory=dict[int, Place])
     maps: dict[str, list[dict[int | str, tuple[int, ...]]]] = field(
         default_factory=dict[str, list[dict[int | str, tuple[int, ...]]]]
     )

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import BinaryIO, Final
 
 from ..core.errors import ErrorCode, ProgramError
-from .archive import write_archive
+from .archive import ALIGNMENT, write_archive
 from .document import DEBUG, PROGRAM, DebugInfo, Document, encode, encode_debug
 
 __all__ = ["BLOBS", "ROOT", "atomic_file", "digest", "program_entries", "write_program"]
@@ -84,6 +84,7 @@ def write_program(
     debug: DebugInfo,
     blobs: Mapping[str, Buffer],
     more: Sequence[tuple[str, Buffer]] = (),
+    alignment: int = ALIGNMENT,
 ) -> None:
     """Write a program with its blobs, and ``more`` entries that are not the runtime's. Fills in the checksums."""
     others = dict(more)
@@ -91,4 +92,4 @@ def write_program(
         document.digests[name] = digest(blobs[name] if name in blobs else others[name])
     entries = [*more, *blobs.items(), *program_entries(document, debug)]
     with atomic_file(path) as file:
-        write_archive(file, ROOT, entries)
+        write_archive(file, ROOT, entries, alignment)

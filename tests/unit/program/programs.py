@@ -33,6 +33,7 @@ from torchport.program.document import (
     Kernel,
     Method,
     Output,
+    Place,
     Spec,
     StateUpdate,
 )
@@ -188,7 +189,7 @@ def entries_of(
             found.setdefault(one.entry, one.entry.removeprefix(BLOBS).encode())
     digests = {name: digest(data) for name, data in found.items()}
     document = Document({method.name: method for method in methods}, list(constants), digests, {"torchport": "test"})
-    default = DebugInfo({1: ("layer.act", "model.py:3 in forward"), 2: ("layer", "model.py:4 in forward")})
+    default = DebugInfo({1: Place("layer.act", "model.py:3 in forward"), 2: Place("layer", "model.py:4 in forward")})
     default.maps = {method.name: [{"all": (1, 2)} for _ in method.delegates] for method in methods}
     return [*found.items(), *program_entries(document, default if debug is None else debug)]
 
@@ -217,7 +218,7 @@ def real_program() -> bytes:
         "forward", 5, (Input("x", F2), Input("y", F2)), (Output(4, F2),), {2: 0}, (), (adding, taking),
         (Call(0, (0, 1), (3,)), Call(1, (3, 2), (4,))),
     )  # fmt: skip
-    debug = DebugInfo({1: ("a", "model.py:3 in forward"), 2: ("b", "model.py:4 in forward")})
+    debug = DebugInfo({1: Place("a", "model.py:3 in forward"), 2: Place("b", "model.py:4 in forward")})
     return packed(entries_of([method], [constant], blobs, debug))
 
 
