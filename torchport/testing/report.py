@@ -8,6 +8,7 @@ import platform
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -60,7 +61,9 @@ class Report:
     @classmethod
     def new(cls, backend: dict[str, str], plan: Plan, doors_missing: Mapping[str, str] | None = None) -> Report:
         """An empty report."""
-        about = {**backend, "python": platform.python_version(), "machine": f"{platform.system()} {platform.machine()}"}
+        machine = f"{platform.system()} {platform.machine()}"
+        today = datetime.now(UTC).date().isoformat()
+        about = {**backend, "python": platform.python_version(), "machine": machine, "date": today}
         return cls(about, plan.settings, doors_missing=dict(doors_missing or {}))
 
     def add(self, results: Iterable[Result]) -> None:

@@ -27,6 +27,8 @@ class Journal:
         self.path = path
         self.plan = plan
         self.done: dict[str, list[Result]] = {}
+        self.seconds = self.cpu_seconds = 0.0
+        """What the earlier parts of the run took."""
 
     def load(self) -> None:
         """Read what an earlier run left. Raises :class:`TorchportError` if that run was another one."""
@@ -46,7 +48,11 @@ class Journal:
         for line in lines[1:]:
             try:
                 row = json.loads(line)
-                self.done[row["unit"]] = [_from_row(r) for r in row["results"]]
+                if "seconds" in row:
+                    self.seconds += row["seconds"]
+                    self.cpu_seconds += row["cpu_seconds"]
+                else:
+                    self.done[row["unit"]] = [_from_row(r) for r in row["results"]]
             except (ValueError, KeyError, TypeError):
                 continue  # the line that was being written when the run was stopped
 
@@ -55,10 +61,19 @@ class Journal:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if fresh or not self.path.exists():
             self.path.write_text(json.dumps(self.plan.settings) + "\n", encoding="utf-8")
+        elif not self.path.read_bytes().endswith(b"\n"):
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write("\n")  # ends the line that was being written when the run was stopped
 
     def write(self, unit: Unit, results: list[Result]) -> None:
         """Note a finished unit."""
-        row = {"unit": unit.key, "results": [_to_row(result) for result in results]}
+        self._append({"unit": unit.key, "results": [_to_row(result) for result in results]})
+
+    def end(self, seconds: float, cpu_seconds: float) -> None:
+        """Note what this part of the run took."""
+        self._append({"seconds": round(seconds, 1), "cpu_seconds": round(cpu_seconds, 1)})
+
+    def _append(self, row: Mapping[str, Any]) -> None:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
@@ -128,7 +143,14 @@ def conform(
         if progress is not None:
             progress(counts["done"], len(units), report, f"{unit.op} {unit.dtype}")
 
-    not_run, report.cpu_seconds = run_units(plan, left, finished, on_case, started)
+    try:
+        not_run, report.cpu_seconds = run_units(plan, left, finished, on_case, started)
+    finally:
+        report.seconds = time.monotonic() - started
+        if notes is not None:
+            notes.end(report.seconds, report.cpu_seconds)
     report.add_not_run([*not_run, *partial])
-    report.seconds = time.monotonic() - started
+    if notes is not None:
+        report.seconds += notes.seconds
+        report.cpu_seconds += notes.cpu_seconds
     return report

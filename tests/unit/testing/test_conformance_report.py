@@ -16,6 +16,7 @@ from torchport.testing.limits import Limit, find_limit, read_limits
 from torchport.testing.page import render, write_page
 from torchport.testing.plan import Case, Plan, Result, Share, Subject, Unit, units_of
 from torchport.testing.report import Report, read_report
+from torchport.testing.table import command_of, markdown
 
 ABOUT = {"name": "<chip>", "version": "1", "class": "chip.Chip", "torch": "2.13.0", "torchport": "0"}
 
@@ -215,3 +216,24 @@ def test_page_in_a_browser(tmp_path: Path) -> None:
     assert seen["closed"] == 0
     assert seen["wrong"] == ["op123"]
     assert seen["order"] == ["descending"]
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+def test_markdown_names_the_command_the_totals_and_every_reason() -> None:
+    made = Report.new(ABOUT, Plan("chip", doors=("lazy", "aot"), dtypes=("float32", "int64"), samples=2))
+    made.add(
+        [
+            Result(Case.parse("add/forward/float32/0/lazy"), "native"),
+            Result(Case.parse("add/forward/int64/0/aot"), "fallback", host_ops=("aten::add",)),
+            Result(Case.parse("sin/out/float32/0/lazy"), "limit", "no | such unit [raised: x]"),
+            *(Result(Case("mul", "forward", "float32", n, "lazy"), "native") for n in range(20_000)),
+            Result(Case.parse("cos/forward/float32/0/lazy"), "wrong", "1 | 2\nthree"),
+        ]
+    )
+    text = markdown([made])
+    assert "`torchport conform <chip> --dtypes float32,int64 --doors lazy,aot --samples 2`" in text
+    assert "| lazy, forward | 99.99% | 20,001 | 0 | 1 | 0 |" in text  # rounded down
+    assert "| `aten::add` | 1 | `add` |" in text
+    assert "| no \\| such unit | 1 | `sin` |" in text
+    assert "| `cos/forward/float32/0/lazy` | wrong | 1 \\| 2 three |" in text
+    assert command_of(Report.new(ABOUT, Plan("chip"))) == "torchport conform <chip>"
