@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, TensorArgument
 
-from ..backend.fx_normalise import is_hidden, source_line
+from ..backend.fx_normalise import source_line
 from ..backend.normal_form import alias_root, input_specs, output_specs, source_of
 from ..backend.partition import Partitioned
 from ..backend.serialize import encode_arg
@@ -45,6 +45,8 @@ def module_path(node: fx.Node) -> str:
 
 _FRAME: Final = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n((?:(?!\s*File ").*\n?)*)')
 _FRAMES_KEPT: Final = 16
+_OWN: Final = tuple(f"{path}/" for path in (*torch.__path__, __file__.removesuffix("/aot/emit.py")))
+"""Folders whose frames are not the user's."""
 
 
 def place_of(node: fx.Node) -> doc.Place:
@@ -54,7 +56,7 @@ def place_of(node: fx.Node) -> doc.Place:
     hierarchy = " > ".join(f"{path}: {kind}" if path else kind for path, kind in modules)
     frames: list[str] = []
     for file, line, function, text in _FRAME.findall(node.meta.get("stack_trace") or ""):
-        if not is_hidden(file):
+        if not file.startswith(_OWN):
             code = " ".join(part.strip() for part in text.splitlines())
             frames.append(f"{file}:{line} in {function}" + (f"\n  {code}" if code else ""))
     shown = "\n".join(frames[-_FRAMES_KEPT:])
