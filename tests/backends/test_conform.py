@@ -135,12 +135,16 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path) -> None:
     journal = tmp_path / "journal.jsonl"
     plan = Plan("reference", "^(sin|cos|add)$", variants=("forward",), samples=2)
     whole = conform(plan, journal)
-    lines = journal.read_text().splitlines()
-    journal.write_text("\n".join(lines[:-1]) + "\n" + lines[-1][: len(lines[-1]) // 2])  # stopped while writing
+    *lines, last, took = journal.read_text().splitlines()
+    journal.write_text("\n".join([*lines, took, last[: len(last) // 2]]))  # stopped while writing
     told: list[int] = []
     again = conform(plan, journal, resume=True, progress=lambda done, total, report, name: told.append(done))
     assert told == [3]
     assert again.totals() == whole.totals()
+    assert again.seconds > json.loads(took)["seconds"]  # of both parts
+    third = conform(plan, journal, resume=True, progress=lambda done, total, report, name: told.append(done))
+    assert told == [3]
+    assert third.totals() == whole.totals()
     with pytest.raises(torchport.TorchportError, match="other settings"):
         conform(dataclasses.replace(plan, samples=3), journal, resume=True)
 
