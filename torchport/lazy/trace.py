@@ -128,6 +128,7 @@ class Node:
         "container",
         "depth",
         "end",
+        "fits",
         "is_factory",
         "key",
         "kwargs",
@@ -154,6 +155,7 @@ class Node:
         self.ready: LazyTensor | Sequence[LazyTensor | None] | None = None
         self.container: type | None = None
         self.is_factory = False
+        self.fits = False  # whether results are known to be like what an in-place form writes to
         self.source: str | None = None
         self.barrier: Callable[..., Any] | None = None
         self.number = 0 if parent is None else parent.end
