@@ -374,10 +374,12 @@ class Method:
 
     def _end(self) -> tuple[Any, ...]:
         outputs, updates = self._take(self._env)
+        specs = [output.spec for output in self._method.outputs]
+        results = self._host.results(outputs, specs, self._given)
+        # Nothing can fail from here on: buffers change all together, or not at all.
         for update, value in zip(self._changed, updates, strict=True):
             self.state._values[update.constant] = value
-        specs = [output.spec for output in self._method.outputs]
-        return self._host.results(outputs, specs, self._given)
+        return results
 
     def _clear(self) -> None:
         self._env, self._at, self._given = [], None, ()

@@ -1,0 +1,103 @@
+"""ExecuTorch as a backend: a delegate whose bytes are a ``.pte``, the lazy device, other bytes, errors."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import torchport
+from torchport import aot, runtime
+from torchport.backend.interface import BackendDevice, FreeableBuffer, InitContext
+from torchport.core.errors import CompileError, ConfigError, DelegateError, ErrorCode
+from torchport.core.specs import CompileSpecs
+
+pytestmark = pytest.mark.skipif(find_spec("executorch") is None, reason="executorch is not installed")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.layer = nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.layer(torch.relu(self.conv(x)).mean((2, 3))))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Net, torch.Tensor, Path]:
+    torch.manual_seed(0)
+    net, x = Net().eval(), torch.randn(2, 3, 8, 8)
+    lowered = aot.lower(net, (x,), backend="executorch")
+    assert not lowered.left["forward"], lowered.report()
+    torch.testing.assert_close(lowered(x), net(x), rtol=1e-4, atol=1e-5)
+    path = tmp_path_factory.mktemp("executorch") / "net.pt2"
+    lowered.save(path)
+    return net, x, path
+
+
+def test_the_pte_is_taken_out_and_runs_on_executorch_alone(saved: tuple[Net, torch.Tensor, Path]) -> None:
+    """Its inputs are the delegate's, its weights are inside: what a phone needs."""
+    from executorch.runtime import Runtime
+
+    net, x, path = saved
+    pte = runtime.load(path).delegate_data("forward", 0)
+    assert pte[4:8] == b"ET12"
+    method = Runtime.get().load_program(pte).load_method("forward")
+    assert method is not None
+    (result,) = method.execute([x])
+    torch.testing.assert_close(result, net(x), rtol=1e-4, atol=1e-5)
+
+
+def test_the_program_runs_and_can_run_again(saved: tuple[Net, torch.Tensor, Path]) -> None:
+    net, x, path = saved
+    with runtime.load(path).load_method() as method:
+        for scale in (1.0, 2.0, -1.0):
+            torch.testing.assert_close(method(x * scale)[0], net(x * scale), rtol=1e-4, atol=1e-5)
+        (array,) = method(x.numpy())
+        torch.testing.assert_close(torch.from_numpy(array), net(x).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_the_lazy_device() -> None:
+    device = torchport.device("executorch")
+    x, w = torch.randn(4, 8), torch.randn(8, 8)
+    found = torch.relu(x.to(device) @ w.to(device)).cpu()
+    torch.testing.assert_close(found, torch.relu(x @ w), rtol=1e-4, atol=1e-5)
+
+
+def test_what_xnnpack_has_not_is_left() -> None:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cumsum(torch.relu(x), 0) + 1.0
+
+    x = torch.randn(3, 4)
+    lowered = aot.lower(Model(), (x,), backend="executorch")
+    (left,) = lowered.left["forward"]
+    assert (left.op, "XNNPACK does not have it" in left.reason) == ("aten.cumsum.default", True)
+    torch.testing.assert_close(lowered(x), Model()(x))
+    whole = aot.lower(Model(), (x.double(),), backend="executorch")
+    assert not whole.program.meta().delegates, "float64 is not for it"
+
+
+def test_other_bytes_and_options() -> None:
+    backend = torchport.get_backend("executorch")
+    with pytest.raises(CompileError, match="cannot load these bytes"):
+        backend.init(FreeableBuffer(b"x" * 100), CompileSpecs(), InitContext(BackendDevice("cpu")))
+    with pytest.raises(ConfigError, match="no compile specs"):
+        aot.lower(nn.ReLU(), (torch.ones(2),), backend="executorch", compile_specs={"level": "3"})
+
+
+def test_a_program_whose_pte_is_another_engines_is_incompatible() -> None:
+    class Foreign(type(torchport.get_backend("executorch"))):  # type: ignore[misc]
+        name = "executorch_foreign"
+
+        def preprocess(self, graph: torch.fx.GraphModule, specs: CompileSpecs) -> torchport.Processed:
+            return torchport.Processed(b"ET99 of tomorrow" * 8)
+
+    with pytest.raises(DelegateError, match="init failed: ExecuTorch cannot load these bytes") as caught:
+        aot.lower(nn.ReLU(), (torch.ones(2),), backend=Foreign())(torch.ones(2))
+    assert caught.value.code == ErrorCode.DELEGATE_INVALID_COMPATIBILITY == 0x30
