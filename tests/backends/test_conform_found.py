@@ -90,3 +90,14 @@ def test_a_transformer_with_a_padding_mask_asks_for_no_nested_tensors() -> None:
         actual = model.to("port")(x.to("port"), src_key_padding_mask=mask.to("port"))
     kept = ~mask
     torch.testing.assert_close(actual.cpu()[kept], expected[kept])
+
+
+def test_a_custom_operator_that_makes_tensors_says_what_to_write_instead() -> None:
+    """Its Python code runs below functionalization, where it gets handles; a factory gives it a wrapper."""
+
+    @torch.library.custom_op("conform_found::shifted", mutates_args=())
+    def shifted(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.ones(3, device=x.device)
+
+    with pytest.raises(torchport.TorchportError, match="call that code as a plain function"):
+        shifted(torch.zeros(3).to("port"))

@@ -214,6 +214,14 @@ class _Call:
 
 def _mismatch(trace: Trace, op: Any, given: torch.Tensor) -> DeviceMismatch:
     here = f"port:{trace.index}"
+    if str(unwrap(given).device) == here:
+        # Handles below functionalization are no wrappers; only Python code that runs down there mixes the two.
+        return DeviceMismatch(
+            f"a tensor of {here} is not in the form that operators take there: the Python code of a custom operator "
+            "(torch.library.custom_op) uses tensors that it made itself; call that code as a plain function instead",
+            op=str(op),
+            source=user_line(),
+        )
     return DeviceMismatch(
         f"expected all tensors to be on the same device, but found at least two devices, {here} and "
         f"{unwrap(given).device}; move the tensor with .to({here!r})",
