@@ -65,6 +65,12 @@ def test_five_operators_are_native_and_the_rest_is_named() -> None:
     assert not report.failed
 
 
+def test_eager_mode_says_whether_a_kernel_or_a_compiled_operator_did_it() -> None:
+    for name, how in (("FiveOps", "native"), ("SlightlyWrong", "kernel")):  # the latter has reference's boxed kernel
+        report = run(name, ops="^(mul|add)$", variants=("forward",), doors=("eager",))
+        assert {cell.worst for cell in report.cells.values()} == {how}
+
+
 def test_without_the_host_what_needs_it_is_not_supported_by_the_backends_word() -> None:
     report = run("FiveOps", ops="^(sin|add)$", variants=("forward",), strict=True)
     assert report.cells["add", "lazy", "float32", "forward"].worst == "native"

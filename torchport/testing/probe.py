@@ -99,7 +99,9 @@ class Probe:
             for name, value in metrics.snapshot()["counters"].items()
             if value > self._before.get(name, 0)
         }
-        self._now.kernels = int(grown.get("KernelCall", 0))
+        # In eager mode operators go through a boxed kernel, where the backend has one, and never to its ``execute``.
+        boxed = 0 if self._now.executed else grown.get("Execute", 0)
+        self._now.kernels = int(grown.get("KernelCall", 0) + boxed)
         if grown.get("Fallback"):
             self._now.host_ops = tuple(sorted(name for name in grown if "::" in name))
         return self._now
