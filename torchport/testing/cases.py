@@ -9,7 +9,7 @@ from typing import Any
 
 from ..core.errors import TorchportError
 from .plan import DEFAULT_SEED, Case, Plan, Result, Share, Unit, units_of
-from .report import Report, failures_by_kind
+from .report import Report, failures_by_kind, percent
 
 __all__ = ["OpCase", "assert_conforms", "op_cases", "run_case"]
 
@@ -101,5 +101,5 @@ def assert_conforms(report: Report, *, at_least: float = 1.0) -> None:
     rate = report.rate(report.totals())
     if rate < at_least:
         raise AssertionError(
-            f"{rate:.2%} of the cases pass, not {at_least:.2%}\n{report.summary()}\n{failures_by_kind(report.failures)}"
+            f"{percent(rate)} of the cases pass, not {at_least:.2%}\n{report.summary()}\n{failures_by_kind(report.failures)}"
         )

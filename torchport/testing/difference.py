@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from .plan import FAILED, PASSED
-from .report import Cell, Key, Report
+from .report import Cell, Key, Report, percent
 
 __all__ = ["KINDS", "Change", "changes", "difference_text"]
 
@@ -94,7 +94,7 @@ def difference_text(old: Report, new: Report, found: Sequence[Change], shown: in
     if not found:
         lines.append("no cell changed")
     before, after = old.rate(old.totals()), new.rate(new.totals())
-    lines.append(f"passed: {before:.2%} → {after:.2%}")
+    lines.append(f"passed: {percent(before)} → {percent(after)}")
     differing = sorted(k for k in new.settings if k != "backend" and old.settings.get(k) != new.settings[k])
     if differing:
         lines.append(f"note: the runs had other settings ({', '.join(differing)}), so other cases may have been chosen")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import platform
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any, Final
 from ..core.errors import TorchportError
 from .plan import FAILED, PASSED, STATUSES, Case, Plan, Result, Unit
 
-__all__ = ["SCHEMA", "Cell", "Report", "read_report"]
+__all__ = ["SCHEMA", "Cell", "Report", "percent", "read_report"]
 
 SCHEMA: Final = 1
 """Version of the JSON. A reader takes this one and says so about others."""
@@ -127,7 +128,9 @@ class Report:
         width = max(len(name) for name, _ in rows)
         lines = [f"{'':<{width}}  {'passed':>8}" + "".join(f"  {name:>11}" for name in names)]
         for name, counts in rows:
-            lines.append(f"{name:<{width}}  {self.rate(counts):>8.2%}" + "".join(f"  {counts[n]:>11,}" for n in names))
+            lines.append(
+                f"{name:<{width}}  {percent(self.rate(counts)):>8}" + "".join(f"  {counts[n]:>11,}" for n in names)
+            )
         return "\n".join(lines)
 
     # -- JSON ------------------------------------------------------------------------------------------------
@@ -164,6 +167,11 @@ class Report:
         scratch = path.with_name(path.name + ".part")
         scratch.write_text(text, encoding="utf-8")
         scratch.replace(path)
+
+
+def percent(rate: float) -> str:
+    """Rounded down: 100% is said of nothing less."""
+    return f"{math.floor(rate * 10_000 + 1e-9) / 100:.2f}%"
 
 
 def _model_row(result: Result) -> dict[str, Any]:

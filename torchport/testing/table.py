@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from .plan import DEFAULT_SEED, FAILED, PASSED, STATUSES, VARIANTS
-from .report import Report, read_report
+from .report import Report, percent, read_report
 
 __all__ = ["command_of", "markdown"]
 
@@ -56,13 +56,8 @@ def _counted(title: str, rows: Sequence[tuple[str, Mapping[str, int]]]) -> list[
     used = [status for status in STATUSES if any(counts.get(status) for _, counts in rows)]
     return _table(
         [title, "passed", *used],
-        ([name, _percent(Report.rate(c)), *(f"{c.get(s, 0):,}" for s in used)] for name, c in rows),
+        ([name, percent(Report.rate(c)), *(f"{c.get(s, 0):,}" for s in used)] for name, c in rows),
     )
-
-
-def _percent(rate: float) -> str:
-    """Rounded down: 100% is said of nothing less."""
-    return "100%" if rate == 1 else f"{int(rate * 10_000) / 100:.2f}%"
 
 
 def _judged(counts: Mapping[str, int]) -> int:
@@ -156,7 +151,7 @@ def markdown(reports: Sequence[Report]) -> str:
     used = [s for s in STATUSES if any(c[s] for _, c in totals)]
     lines += _table(
         ["run", "judged", "passed", *used],
-        ([name, f"{_judged(c):,}", _percent(Report.rate(c)), *(f"{c[s]:,}" for s in used)] for name, c in totals),
+        ([name, f"{_judged(c):,}", percent(Report.rate(c)), *(f"{c[s]:,}" for s in used)] for name, c in totals),
     )
     for name in dict.fromkeys(report.backend["name"] for report in reports):
         members = [report for report in reports if report.backend["name"] == name]

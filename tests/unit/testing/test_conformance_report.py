@@ -42,7 +42,7 @@ def test_totals_and_rate() -> None:
     assert made.failed
     assert made.cells["add", "lazy", "float32", "forward"].worst == "wrong"
     assert made.cells["sin", "lazy", "int64", "forward"].worst == "limit"
-    assert "66.67%" in made.summary()
+    assert "66.66%" in made.summary()
 
 
 def test_json_comes_back_as_it_was(tmp_path: Path) -> None:
