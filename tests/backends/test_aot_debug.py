@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import warnings
@@ -174,27 +175,54 @@ def test_wrong_inputs_fail_on_both(demo: Any, x: Any, h: Any, theirs_say: str, o
     assert caught.value.code == code  # type: ignore[attr-defined]
 
 
-def test_an_error_while_running_has_the_debug_handle_module_and_line(demo: Any, tmp_path: Path) -> None:
-    """The backend's own checks, which the runtime's come before: reached by asking it directly."""
-    with pytest.raises(RuntimeError) as theirs:
-        demo(Adding()).forward(torch.ones(1), torch.ones(2))
-    assert "debug_handle" in str(theirs.value).lower() or "x.sizes() == h.sizes()" in str(theirs.value)
+class Holding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Adding()
 
-    class Refusing(AddSubBackend):
-        name = "aot_refusing"
+    def forward(self, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+        return self.inner(x, h)
 
-        def _run(self, token: Any, values: Any, context: Any) -> Any:
-            return super()._run(token, [values[0], values[1][:1], *values[2:]], context)
 
+class Refusing(AddSubBackend):
+    """Gets to its own checks, which the runtime's come before."""
+
+    name = "aot_refusing"
+
+    def _run(self, token: Any, values: Any, context: Any) -> Any:
+        return super()._run(token, [values[0], values[1][:1], *values[2:]], context)
+
+
+def test_an_error_while_running_says_at_least_what_the_demonstration_does(demo: Any, tmp_path: Path) -> None:
+    """There with debug information saved for the lite interpreter: modules with classes, operator, all calls' text."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchScript is deprecated
+        from torch.jit.mobile import _load_for_lite_interpreter
+
+        saved = demo(Holding())._save_to_buffer_for_lite_interpreter(_save_mobile_debug_info=True)
+        mobile = _load_for_lite_interpreter(io.BytesIO(saved))
+    with pytest.raises(RuntimeError, match=r"x\.sizes\(\) == h\.sizes\(\)") as theirs:
+        mobile.forward(torch.ones(3), torch.ones(1))
+    said = str(theirs.value)
+    assert "Module hierarchy:top(Holding)" in said
     torchport.register(Refusing)
     x = torch.ones(3)
-    aot.lower(Adding(), (x, x), backend="aot_refusing").save(tmp_path / "a.pt2")
-    method = runtime.load(tmp_path / "a.pt2").load_method()
+    aot.lower(Holding(), (x, x), backend="aot_refusing").save(tmp_path / "a.pt2")
     with pytest.raises(DelegateError, match=r"different sizes: \[3\] and \[1\]") as ours:
-        method(x, x)
-    assert ours.value.debug_handles == (1,)
-    assert "in forward" in (ours.value.source or "")
-    assert ours.value.code == ErrorCode.INVALID_ARGUMENT
+        runtime.load(tmp_path / "a.pt2").load_method()(x, x)
+    error, text = ours.value, str(ours.value)
+    assert (error.code, error.debug_handles) == (ErrorCode.INVALID_ARGUMENT, (1,))
+    for both in ("return self.inner(x, h)", "return x + h", "inner", "Adding", __file__):
+        assert both in said
+        assert both in text
+    assert "aten::add" in said
+    assert (error.op, error.module, error.hierarchy) == ("aten.add.Tensor", "inner", "Holding > inner: Adding")
+    for number in (n for n, line in enumerate(Path(__file__).read_text().splitlines(), 1) if "return x + h" in line):
+        if f"line {number}, in forward" in said:
+            assert error.source == f"{__file__}:{number} in forward"
+            break
+    else:
+        raise AssertionError("the demonstration names no line")
 
 
 def test_an_unavailable_backend_is_lowered_for_and_fails_to_load(tmp_path: Path) -> None:

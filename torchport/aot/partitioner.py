@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -31,6 +32,7 @@ __all__ = [
 ]
 
 Ops = Collection[Any]
+_PACKAGE: Final = f"{__name__.partition('.')[0]}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +75,17 @@ def _backend(backend: str | Backend) -> Backend:
         warnings.warn(
             f"{error}. The program can be compiled and saved here, if the compiler is installed; it runs where the "
             "backend is available.",
-            stacklevel=4,
+            stacklevel=_callers(),
         )
         return found
+
+
+def _callers() -> int:
+    """How many frames up the user's code is, for a warning."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith(_PACKAGE):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _specs(specs: CompileSpecs | Mapping[str, bytes | str] | None) -> CompileSpecs:
