@@ -101,5 +101,6 @@ def assert_conforms(report: Report, *, at_least: float = 1.0) -> None:
     rate = report.rate(report.totals())
     if rate < at_least:
         raise AssertionError(
-            f"{percent(rate)} of the cases pass, not {at_least:.2%}\n{report.summary()}\n{failures_by_kind(report.failures)}"
+            f"{percent(rate)} of the cases pass, not {at_least:.2%}\n"
+            f"{report.summary()}\n{failures_by_kind(report.failures)}"
         )
