@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_iter
 
 from ..core.errors import GraphError
 from ..core.specs import TensorSpec
+from .control_flow import CONTROL_FLOW
 from .decompositions import DECOMPOSE
 from .infer import fake_mode, fake_tensor, infer
 from .lowering import LOWER, foreach_target, lower_foreach, lower_varying, view_form
@@ -57,6 +58,8 @@ class Capture:
         from .interface import Support
 
         backend = self._backend()
+        if node.target in CONTROL_FLOW and not (backend is not None and backend.control_flow):
+            return Support.no("it is control flow, which the backend has no graphs for")
         return Support.yes() if self.takes_all or backend is None else backend.supports(node)
 
 

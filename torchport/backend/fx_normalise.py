@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_any, tree_map
 from ..core.errors import GraphError
 from ..core.specs import TensorSpec
 from .builder import Capture, GraphBuilder, Refused, capture_of
+from .control_flow import CONTROL_FLOW, inner_graph
 from .decompositions import DECOMPOSE
 from .infer import DataDependent, Inferred, NoShapeRule, fake_tensor, infer
 from .interface import Backend
@@ -97,10 +98,11 @@ class _Normaliser:
     """Writes one graph. ``values`` maps nodes of the original to nodes or numbers, or lists of nodes."""
 
     def __init__(
-        self, original: fx.GraphModule, captures: Sequence[Capture], random: Mapping[Any, Lowering], always: bool
+        self, original: fx.GraphModule, backends: Sequence[Backend], random: Mapping[Any, Lowering], always: bool
     ) -> None:
         self.original = original
-        self.captures = captures
+        self.backends = backends
+        self.captures = [capture_of(backend) for backend in backends]
         self.random = random
         self.always = always
         self.builder = GraphBuilder(strict=True)
@@ -160,8 +162,53 @@ class _Normaliser:
         if not higher_order and not tree_any(lambda v: isinstance(v, fx.Node), (args, kwargs)):
             assert callable(node.target)
             return node.target(*args, **kwargs)
+        if node.target in CONTROL_FLOW:
+            return self._control_flow(node, args, kwargs)
         what = "a higher-order operator" if higher_order else "a Python function"
         return self._left(node, args, kwargs, f"{node.target} is {what}; graphs of backends hold ATen operators")
+
+    def _control_flow(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        """A branch or a loop, for the first backend that takes it with all that its graphs hold."""
+        refused: list[str] = []
+        held = [inner_graph(self.root, arg) for arg in args if isinstance(arg, fx.Node)]
+        graphs = [graph for graph in held if graph is not None]
+        given = [leaf for arg in args if isinstance(arg, (list, tuple)) for leaf in arg]
+        if kwargs or not all(map(_is_tensor, given)):
+            return self._left(node, args, kwargs, f"{node.target} was given something else than tensors")
+        specs = [_spec(leaf) for leaf in given]
+        for backend, capture in zip(self.backends, self.captures, strict=True):
+            if not backend.control_flow:
+                refused.append(f"{backend.name} has no control flow in its graphs")
+                continue
+            inner = [normalise(graph, backend, specs) for graph in graphs]
+            reason = next((why for why in map(_not_whole, inner) if why), None)
+            if reason is None:
+                made = self._call_graphs(node, args, inner)
+                support = capture.supports(made)
+                if support:
+                    return made
+                self.builder.graph.erase_node(made)
+                reason = support.reason
+            refused.append(f"{backend.name}: {reason}")
+        return self._left(node, args, kwargs, "; ".join(refused) or "there is no backend to ask")
+
+    def _call_graphs(self, node: fx.Node, args: Any, inner: Sequence[fx.GraphModule]) -> fx.Node:
+        """The call, with these graphs in place of the original's."""
+        held = iter(inner)
+
+        def named(arg: Any) -> Any:
+            if not isinstance(arg, fx.Node) or inner_graph(self.root, arg) is None:
+                return arg
+            name = f"{arg.target}_normal"
+            while hasattr(self.root, name):
+                name += "_"
+            setattr(self.root, name, next(held))
+            return self.builder.graph.get_attr(name)
+
+        made = self.builder.graph.call_function(node.target, tuple(named(arg) for arg in args))  # type: ignore[arg-type]
+        made.meta.update(self.builder.origin, debug_handle=self.builder.debug_handle, source=self.builder.source)
+        made.meta["val"] = tuple(result.meta["val"] for result in _results(inner[-1]))
+        return made
 
     def _operator(self, node: fx.Node, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
         if op._schema.name.startswith("aten::sym_"):
@@ -273,6 +320,27 @@ class _Normaliser:
         return made
 
 
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)
+
+
+def _results(graph: fx.GraphModule) -> tuple[Any, ...]:
+    found: Any = graph.graph.output_node().args[0]
+    return (found,) if isinstance(found, fx.Node) else tuple(found)
+
+
+def _not_whole(graph: fx.GraphModule) -> str | None:
+    """Why a graph inside a graph cannot be compiled with it; nothing where it can."""
+    for node in graph.graph.nodes:
+        if REFUSAL in node.meta:
+            return f"{node.target} in it: {node.meta[REFUSAL]}"
+        if node.op == "get_attr" and inner_graph(graph, node) is None:
+            return f"a graph in it holds the tensor {node.target}"
+    if not all(map(_is_tensor, _results(graph))):
+        return "a graph in it gives something else than tensors"
+    return None
+
+
 def _spec(node: fx.Node) -> Any:
     return TensorSpec.of(node.meta["val"])
 
@@ -325,5 +393,4 @@ def normalise(
     if any(node.op == "call_function" and _mutates(node) for node in graph.graph.nodes):
         graph = _functional(graph, specs)
     chosen = [backends] if isinstance(backends, Backend) else list(backends)
-    captures = [capture_of(backend) for backend in chosen]
-    return _Normaliser(graph, captures, random or {}, always_draw).run(specs)
+    return _Normaliser(graph, chosen, random or {}, always_draw).run(specs)

@@ -333,6 +333,9 @@ class Backend(ABC):
     releases_gil: ClassVar[bool] = False
     """Whether ``execute`` spends its time outside Python's global lock: longer computations then run on a thread of
     their own while the program traces the next. Where it holds the lock, a second thread only gets in the way."""
+    control_flow: ClassVar[bool] = False
+    """Whether graphs may hold ``cond`` and ``while_loop`` (:mod:`torchport.backend.control_flow`): ``supports`` is
+    asked about each. Otherwise they split the graph."""
     donation: ClassVar[bool] = False
     """Whether ``execute`` makes use of :attr:`ExecutionContext.donated`; finding them out costs a little per call."""
 

@@ -9,6 +9,9 @@ A graph in normal form
 5. has ``meta["debug_handle"]``, an ``int``, on every ``call_function`` node, and ``meta["source"]``, the user's line;
 6. ends in one output node whose argument is a flat tuple of nodes, each a tensor;
 7. returns nothing that shares memory with an input or with another output, as far as view operators tell.
+
+For a backend with :attr:`Backend.control_flow` it may also call ``cond`` and ``while_loop``. Their graphs are named by
+``get_attr`` nodes after the placeholders, and are in normal form but for rule 7.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from torch import fx
 
 from ..core.errors import GraphError
 from ..core.specs import TensorSpec
+from .control_flow import CONTROL_FLOW, inner_graph
 
 __all__ = ["alias_root", "input_specs", "is_view", "output_specs", "source_of", "verify_graph"]
 
@@ -86,7 +90,9 @@ def _fail(node: fx.Node, rule: str) -> GraphError:
 
 
 def _verify_call(node: fx.Node) -> None:
-    if node.target is not _getitem:
+    if node.target in CONTROL_FLOW:
+        pass
+    elif node.target is not _getitem:
         if not isinstance(node.target, torch._ops.OpOverload):
             raise _fail(node, "only OpOverloads may be called, such as torch.ops.aten.add.Tensor")
         schema = node.target._schema
@@ -113,7 +119,7 @@ def _verify_val(node: fx.Node) -> None:
         raise _fail(node, 'meta["val"] is not a tensor or a sequence of tensors')
 
 
-def _verify_output(node: fx.Node) -> None:
+def _verify_output(node: fx.Node, inner: bool) -> None:
     outputs = node.args[0] if len(node.args) == 1 else None
     if not isinstance(outputs, tuple):
         raise _fail(node, "the output is not one flat tuple")
@@ -122,6 +128,8 @@ def _verify_output(node: fx.Node) -> None:
         if not isinstance(value, fx.Node) or not isinstance(value.meta.get("val"), torch.Tensor):
             raise _fail(node, f"output {value!r} is not a node that holds one tensor")
         root = alias_root(value)
+        if inner:
+            continue
         if root.op == "placeholder":
             raise _fail(node, f"output {value} shares memory with input {root}; clone it")
         if root in seen:
@@ -129,8 +137,18 @@ def _verify_output(node: fx.Node) -> None:
         seen[root] = value
 
 
-def verify_graph(graph: fx.GraphModule) -> None:
-    """Raise :class:`GraphError`, naming the node and the rule, unless the graph is in normal form."""
+def _verify_inner(graph: fx.GraphModule, node: fx.Node) -> None:
+    held = inner_graph(graph, node)
+    if held is None or not all(user.target in CONTROL_FLOW for user in node.users):
+        raise _fail(node, "a get_attr node that is no graph of a branch or loop; what a graph uses is an input")
+    verify_graph(held, inner=True)
+
+
+def verify_graph(graph: fx.GraphModule, inner: bool = False) -> None:
+    """Raise :class:`GraphError`, naming the node and the rule, unless the graph is in normal form.
+
+    ``inner``: the graph is one that a branch or loop calls, which may return its inputs.
+    """
     past_placeholders = False
     nodes = list(graph.graph.nodes)
     if not nodes or nodes[-1].op != "output":
@@ -145,7 +163,10 @@ def verify_graph(graph: fx.GraphModule) -> None:
             _verify_call(node)
             _verify_val(node)
         elif node.op == "output":
-            _verify_output(node)
+            _verify_output(node, inner)
+        elif node.op == "get_attr":
+            past_placeholders = True
+            _verify_inner(graph, node)
         else:
             raise _fail(node, f"a {node.op} node; the normal form has placeholder, call_function and output")
     try:

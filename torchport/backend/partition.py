@@ -17,10 +17,11 @@ from torch import fx
 
 from ..core.errors import UnsupportedOp
 from .builder import GraphBuilder, capture_of
+from .control_flow import inner_graph
 from .interface import Backend
 from .normal_form import is_view, source_of
 
-__all__ = ["Delegate", "Leftover", "Partitioned", "group", "partition"]
+__all__ = ["Delegate", "Leftover", "Partitioned", "group", "partition", "shows_all"]
 
 _getitem: Any = operator.getitem
 REFUSAL: Final = "refusal"
@@ -255,7 +256,7 @@ class _Splitter:
             for node in wanted:
                 chain = self._views(node, members)
                 root: Any = chain[0].args[0] if chain else node
-                if chain and root not in wanted and root not in roots and _shows_all(root, chain):
+                if chain and root not in wanted and root not in roots and shows_all(root, chain):
                     same[node] = root  # nobody else gets the value: two results are never one object
                 else:
                     outside.update(dict.fromkeys(chain))
@@ -275,16 +276,22 @@ class _Splitter:
         inputs = list(dict.fromkeys(n for node in needed for n in node.all_input_nodes if n not in set(needed)))
         builder = GraphBuilder()
         inside: dict[fx.Node, fx.Node] = {}
+        held = torch.nn.Module()
+        graphs = {node: graph for node in inputs if (graph := inner_graph(self.original, node)) is not None}
+        inputs = [node for node in inputs if node not in graphs]
         for node in inputs:
             inside[node] = builder.graph.placeholder(node.name)
             inside[node].meta.update(node.meta)
+        for node, graph in graphs.items():
+            setattr(held, str(node.target), graph)
+            inside[node] = builder.graph.get_attr(str(node.target))
         for node in needed:
             inside[node] = builder.graph.node_copy(node, lambda n: inside[n])
         last = needed[-1].meta
         builder.debug_handle, builder.source = last.get("debug_handle", 0), last.get("source")
         results = builder.separate([inside[node] for node in wanted])
         builder.graph.output(tuple(results)).meta["val"] = tuple(builder.val(node) for node in results)
-        module = fx.GraphModule(torch.nn.Module(), builder.graph)
+        module = fx.GraphModule(held, builder.graph)
         self.delegates.append(Delegate(name, backend, module))
         self.root.add_module(name, module)
         call = self.outer.call_module(name, tuple(self.values[node] for node in inputs))
@@ -297,6 +304,9 @@ class _Splitter:
     def finish(self) -> Partitioned:
         """The result, once every group was added."""
         self.copy(self.original.graph.output_node())
+        for node in self.outer.find_nodes(op="get_attr"):
+            if not node.users and inner_graph(self.root, node) is not None:
+                self.outer.erase_node(node)
         self.outer.lint()
         return Partitioned(fx.GraphModule(self.root, self.outer), self.delegates, self.leftovers)
 
@@ -314,7 +324,7 @@ _REARRANGING: Final = {
 }
 
 
-def _shows_all(root: fx.Node, chain: Sequence[fx.Node]) -> bool:
+def shows_all(root: fx.Node, chain: Sequence[fx.Node]) -> bool:
     """Whether views of a value end where they began, as two transpositions do: same shape, same strides, all of it."""
     first, last = root.meta.get("val"), chain[-1].meta["val"]
     return (

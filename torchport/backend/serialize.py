@@ -18,6 +18,7 @@ from torch import fx
 
 from ..core.errors import GraphError
 from ..core.specs import TensorSpec
+from .control_flow import CONTROL_FLOW, inner_graph
 
 __all__ = ["decode", "decode_arg", "encode", "encode_arg", "fingerprint", "resolve_op"]
 
@@ -98,6 +99,8 @@ def _document(graph: fx.GraphModule, debug: bool) -> dict[str, Any]:
             kwargs = {key: encode_arg(value, number) for key, value in node.kwargs.items()}
             extra = [node.meta.get("debug_handle"), node.meta.get("source")] if debug else []
             calls.append([target, args, kwargs, *extra])
+        elif (inner := inner_graph(graph, node)) is not None:
+            calls.append(["graph", _document(inner, debug)])
         elif node.op == "output":
             outputs = encode_arg(node.args[0], number)
         else:
@@ -118,6 +121,9 @@ def fingerprint(graph: fx.GraphModule) -> str:
 
 def resolve_op(name: str) -> torch._ops.OpOverload:
     """The ``OpOverload`` of a name like ``aten.add.Tensor``. Raises :class:`GraphError` if torch has none."""
+    for op in CONTROL_FLOW:
+        if str(op) == name:
+            return op
     found: Any = torch.ops
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -129,22 +135,33 @@ def resolve_op(name: str) -> torch._ops.OpOverload:
 def decode(data: bytes | memoryview) -> fx.GraphModule:
     """The graph that :func:`encode` wrote, without ``meta["val"]`` on calls. Raises :class:`GraphError`."""
     try:
-        document = json.loads(bytes(data))
-        graph = fx.Graph()
-        nodes: list[fx.Node] = []
-        for position, (shape, dtype, strides) in enumerate(document["inputs"]):
-            node = graph.placeholder(f"arg{position}")
-            node.meta["spec"] = TensorSpec(tuple(shape), _torch_constant(dtype), tuple(strides))
-            nodes.append(node)
-        for name, args, kwargs, handle, source in document["calls"]:
-            target = _getitem if name == "getitem" else resolve_op(name)
-            decoded = {_keyword(key): decode_arg(value, nodes) for key, value in kwargs.items()}
-            node = graph.call_function(target, tuple(decode_arg(args, nodes)), decoded)
-            node.meta.update(debug_handle=handle, source=source)
-            nodes.append(node)
-        graph.output(tuple(decode_arg(document["outputs"], nodes)))
+        return _decoded(json.loads(bytes(data)))
     except GraphError:
         raise
     except (KeyError, ValueError, TypeError, IndexError, AttributeError, RuntimeError) as error:
         raise GraphError(f"not an encoded graph: {type(error).__name__}: {error}") from error
-    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _decoded(document: Any) -> fx.GraphModule:
+    """The graph of a document; raises whatever bad input causes."""
+    root = torch.nn.Module()
+    graph = fx.Graph()
+    nodes: list[fx.Node] = []
+    for position, (shape, dtype, strides) in enumerate(document["inputs"]):
+        node = graph.placeholder(f"arg{position}")
+        node.meta["spec"] = TensorSpec(tuple(shape), _torch_constant(dtype), tuple(strides))
+        nodes.append(node)
+    for name, *call in document["calls"]:
+        if name == "graph":
+            held = f"graph_{len(nodes)}"
+            setattr(root, held, _decoded(call[0]))
+            nodes.append(graph.get_attr(held))
+            continue
+        args, kwargs, handle, source = call
+        target = _getitem if name == "getitem" else resolve_op(name)
+        decoded = {_keyword(key): decode_arg(value, nodes) for key, value in kwargs.items()}
+        node = graph.call_function(target, tuple(decode_arg(args, nodes)), decoded)
+        node.meta.update(debug_handle=handle, source=source)
+        nodes.append(node)
+    graph.output(tuple(decode_arg(document["outputs"], nodes)))
+    return fx.GraphModule(root, graph)

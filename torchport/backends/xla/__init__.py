@@ -60,6 +60,7 @@ class XlaBackend(Backend):
 
     name = "xla"
     version = "1"
+    control_flow = True
     compile_options: ClassVar[Mapping[str, str]] = {
         "xla.matmul_precision": "highest (default), high or default: of float32 products",
         "xla.options": "a JSON object of XLA compiler options",
