@@ -122,6 +122,10 @@ class LoweringContext(ABC, Generic[Value, Built]):
         """What a lowering returned, brought to the node's dtype and shape. Default: as it is."""
         return value
 
+    def value_of(self, result: fx.Node) -> fx.Node:
+        """The node whose value is returned for a result. Default: its own; another's where both are the same."""
+        return result
+
     # -- torch::lazy::LoweringContext --------------------------------------------------------------------------
     def add_parameter(self, spec: TensorSpec, name: str) -> Value:
         """A new parameter, in order (``AddParameter``)."""
@@ -192,6 +196,6 @@ class LoweringContext(ABC, Generic[Value, Built]):
             elif node.op == "output":
                 results: Any = node.args[0]
                 for result in (results,) if isinstance(results, fx.Node) else results:
-                    self.add_result(values[result], TensorSpec.of(result.meta["val"]))
+                    self.add_result(values[self.value_of(result)], TensorSpec.of(result.meta["val"]))
             else:
                 raise GraphError(f"a {node.op} node cannot be lowered; run verify_graph first")

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from torchport.backend.lowering_context import Call, LoweringContext
-from torchport.backend.normal_form import input_specs
+from torchport.backend.normal_form import input_specs, is_view
+from torchport.backend.partition import shows_all
 from torchport.core.errors import CompileError
 from torchport.core.specs import TensorSpec
 
@@ -17,6 +19,8 @@ from .ops import TABLE
 from .ops.support import Array, cast, jnp
 
 __all__ = ["Program", "inner_results", "shapes_of"]
+
+_clone: Any = torch.ops.aten.clone.default
 
 
 class JaxLowering(LoweringContext[Array, tuple[tuple[Array, ...], tuple[int, ...]]]):
@@ -32,6 +36,20 @@ class JaxLowering(LoweringContext[Array, tuple[tuple[Array, ...], tuple[int, ...
 
     def parameter(self, position: int, spec: TensorSpec, name: str) -> Array:
         return self._arguments[position]
+
+    def value_of(self, result: fx.Node) -> fx.Node:
+        """Of views that end where they began, such as a transposed transpose, and copies of them: where they began.
+
+        A gradient of a weight is such a view, and what it is a view of is often a result, too.
+        """
+        node, chain = result, list[fx.Node]()
+        while node.op == "call_function" and (is_view(node.target) or node.target is _clone):
+            if not isinstance(node.args[0], fx.Node):
+                return result
+            chain.append(node)
+            node = node.args[0]
+        chain = [view for view in reversed(chain) if view.target is not _clone]
+        return node if chain and shows_all(node, chain) else result
 
     def build(self) -> tuple[tuple[Array, ...], tuple[int, ...]]:
         origin = {id(argument): -1 - position for position, argument in enumerate(self._arguments)}
@@ -49,7 +67,10 @@ class JaxLowering(LoweringContext[Array, tuple[tuple[Array, ...], tuple[int, ...
             return _finished(call, value, val)
         if len(value) != len(val):
             raise CompileError(f"{call.node.target} gives {len(val)} results, its lowering {len(value)}")
-        return [None if v is None else _finished(call, one, v) for one, v in zip(value, val, strict=True)]
+        # Shape inference may give a result for what a mask leaves out; nobody uses it.
+        return [
+            None if v is None or one is None else _finished(call, one, v) for one, v in zip(value, val, strict=True)
+        ]
 
 
 def _finished(call: Call, value: Any, val: Any) -> Array:
