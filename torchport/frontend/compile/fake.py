@@ -9,6 +9,7 @@ compiled function's first call may meet.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import types
 import warnings
@@ -40,10 +41,19 @@ def install() -> None:
             return original(self, t, recurse=recurse, trace=trace)
         torch._sync(t)
         with storages_are_names():
-            return ours(self, t, recurse=recurse, trace=trace)
+            described = ours(self, t, recurse=recurse, trace=trace)
+        return dataclasses.replace(described, storage_offset=_offset(t)) if t._base is not None else described
 
     describer.describe_tensor = describe_tensor
     _no_constants()
+
+
+def _offset(view: torch.Tensor) -> int:
+    """Where a view begins in what it is a view of: handles do not know, each having a value of its own."""
+    base: Any = view._base
+    with default_state():
+        like = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
+        return view._view_func_unsafe(like).storage_offset()  # type: ignore[attr-defined]
 
 
 def _no_constants() -> None:

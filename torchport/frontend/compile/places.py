@@ -13,7 +13,7 @@ from ...backend.compiler import run, run_on_host
 from ...backend.interface import Backend, BackendData, BackendDevice, Computation
 from ...backend.registry import resolve_device
 from ...core.errors import ConfigError, DeviceMismatch
-from ...core.specs import TensorSpec
+from ...core.specs import TensorSpec, contiguous_strides
 from ...lazy.executor import leaf_from_host, value_of
 from ...lazy.random import RANDOM
 from ...lazy.runtime import DeviceRuntime, default_backend, runtimes, threads
@@ -66,6 +66,17 @@ def _inner(tensor: torch.Tensor) -> Any:
     return torch._from_functional_tensor(tensor)
 
 
+def _told(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """The strides that say something: those of dimensions of more than one element."""
+    return [stride for size, stride in zip(shape, strides, strict=True) if size > 1]
+
+
+def _is_permuted(spec: TensorSpec) -> bool:
+    """Whether a value has other strides than a contiguous one, and memory of its own for each element."""
+    told = _told(spec.shape, spec.strides)
+    return 0 not in told and 0 not in spec.shape and told != _told(spec.shape, contiguous_strides(spec.shape))
+
+
 class HostPlace(Place):
     """Tensors on the CPU: lent to the backend for each call."""
 
@@ -89,7 +100,21 @@ class HostPlace(Place):
         return tensor
 
     def caller(self, computation: Computation) -> Caller:
-        return functools.partial(run_on_host, computation)
+        run = functools.partial(run_on_host, computation)
+        permuted = [(at, spec) for at, spec in enumerate(computation.results) if _is_permuted(spec)]
+        if not permuted:
+            return run
+
+        def call(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+            """With strides as they were recorded: compiled code and the user's views rely on them."""
+            results = list(run(tensors))
+            for at, spec in permuted:
+                if _told(spec.shape, results[at].stride()) != _told(spec.shape, spec.strides):
+                    made = torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype)
+                    results[at] = made.copy_(results[at])
+            return results
+
+        return call
 
 
 class PortPlace(Place):

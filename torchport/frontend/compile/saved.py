@@ -7,25 +7,41 @@ copy of the weight on every step.
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from ...backend.normal_form import is_view
 
 __all__ = ["partition_fn"]
 
 _getitem: Any = operator.getitem
+_RECOMPUTED: Final = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def partition_fn(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """AOTAutograd's ``partition_fn``: the min-cut partitioner, then :func:`keep_no_views`."""
+    """AOTAutograd's ``partition_fn``: the min-cut partitioner between :func:`draw_once` and :func:`keep_no_views`."""
     from functorch.compile import min_cut_rematerialization_partition
 
+    draw_once(joint)
     forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
     keep_no_views(forward, backward, kwargs["num_fwd_outputs"])
     return forward, backward
+
+
+def draw_once(joint: fx.GraphModule) -> None:
+    """Mark random operators in checkpointed code to be kept, in place: the backward gets the numbers themselves.
+
+    Otherwise the partitioner puts operators into both graphs that save and restore the state of PyTorch's generator.
+    """
+    for node in joint.graph.nodes:
+        if node.meta.get("recompute") in _RECOMPUTED and torch.Tag.nondeterministic_seeded in getattr(
+            node.target, "tags", ()
+        ):
+            for kept in (node, *(user for user in node.users if user.target is _getitem)):
+                kept.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def _chain(node: fx.Node) -> list[fx.Node]:
