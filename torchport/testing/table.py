@@ -33,7 +33,7 @@ _LISTED: Final = 12
 def command_of(report: Report) -> str:
     """The command that makes this report again."""
     s = report.settings
-    given = ["torchport conform", report.backend["name"]]
+    given = ["torchport conform", s["backend"]]
     given += ["--quick"] if s["quick"] else []
     given += [f"--ops '{s['ops']}'"] if s["ops"] else []
     given += [f"--dtypes {','.join(s['dtypes'])}"] if s["dtypes"] != ["float32"] else []
@@ -49,6 +49,10 @@ def command_of(report: Report) -> str:
 def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
     lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
     return [*lines, *(f"| {' | '.join(str(cell) for cell in row)} |" for row in rows)]
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
 
 
 def _counted(title: str, rows: Sequence[tuple[str, Mapping[str, int]]]) -> list[str]:
@@ -118,7 +122,7 @@ def _reasons(reports: Sequence[Report], status: str) -> list[tuple[str, int, str
     for report in reports:
         for key, cell in report.cells.items():
             if cell.counts[status] and cell.reason:
-                reason = cell.reason.split(" [")[0].replace("|", "\\|").replace("<", "&lt;")
+                reason = _cell(cell.reason.split(" [")[0]).replace("<", "&lt;")
                 cases[reason] += cell.counts[status]
                 ops[reason].add(key[0])
     return [(reason, n, _names(ops[reason])) for reason, n in cases.most_common()]
@@ -138,7 +142,7 @@ def _host(reports: Sequence[Report]) -> list[tuple[str, int, str]]:
 
 def _failures(reports: Sequence[Report]) -> list[tuple[str, str, str]]:
     return [
-        (f"`{r.case}`", r.status, r.message[:160].replace("|", "\\|").replace("<", "&lt;").replace("\n", " "))
+        (f"`{r.case}`", r.status, _cell(r.message[:160]).replace("<", "&lt;"))
         for report in reports
         for r in sorted(report.failures, key=lambda r: r.case)
     ]
@@ -147,7 +151,7 @@ def _failures(reports: Sequence[Report]) -> list[tuple[str, str, str]]:
 def markdown(reports: Sequence[Report]) -> str:
     """The page: a table of all runs, then every backend with its runs, host operators, limits and failures."""
     lines = [_INTRO]
-    totals = [(f"`{command_of(r).removeprefix('torchport conform ')}`", r.totals()) for r in reports]
+    totals = [(f"`{_cell(command_of(r).removeprefix('torchport conform '))}`", r.totals()) for r in reports]
     used = [s for s in STATUSES if any(c[s] for _, c in totals)]
     lines += _table(
         ["run", "judged", "passed", *used],

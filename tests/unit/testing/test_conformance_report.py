@@ -231,9 +231,9 @@ def test_markdown_names_the_command_the_totals_and_every_reason() -> None:
         ]
     )
     text = markdown([made])
-    assert "`torchport conform <chip> --dtypes float32,int64 --doors lazy,aot --samples 2`" in text
+    assert "`torchport conform chip --dtypes float32,int64 --doors lazy,aot --samples 2`" in text
     assert "| lazy, forward | 99.99% | 20,001 | 0 | 1 | 0 |" in text  # rounded down
     assert "| `aten::add` | 1 | `add` |" in text
     assert "| no \\| such unit | 1 | `sin` |" in text
     assert "| `cos/forward/float32/0/lazy` | wrong | 1 \\| 2 three |" in text
-    assert command_of(Report.new(ABOUT, Plan("chip"))) == "torchport conform <chip>"
+    assert command_of(Report.new(ABOUT, Plan("chip"))) == "torchport conform chip"
