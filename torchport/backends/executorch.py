@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
+import warnings
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -77,22 +78,25 @@ class ExecuTorchBackend(Backend):
     def preprocess(self, graph: fx.GraphModule, specs: CompileSpecs) -> Processed:
         if specs:
             raise ConfigError(f"executorch has no compile specs, but got {', '.join(specs)}")
-        xnnpack: Any = importlib.import_module("executorch.backends.xnnpack.partition.xnnpack_partitioner")
-        exir: Any = importlib.import_module("executorch.exir")
         module, inputs = _with_constants(graph)
-        exported = torch.export.export(module, inputs)
         try:
-            edge = exir.to_edge_transform_and_lower(
-                exported,
-                partitioner=[xnnpack.XnnpackPartitioner()],
-                compile_config=exir.EdgeCompileConfig(_check_ir_validity=False),
-            )
-            return Processed(bytes(edge.to_executorch().buffer))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # ExecuTorch 1.5 and torch 2.13 warn about their own code
+                xnnpack: Any = importlib.import_module("executorch.backends.xnnpack.partition.xnnpack_partitioner")
+                exir: Any = importlib.import_module("executorch.exir")
+                edge = exir.to_edge_transform_and_lower(
+                    torch.export.export(module, inputs),
+                    partitioner=[xnnpack.XnnpackPartitioner()],
+                    compile_config=exir.EdgeCompileConfig(_check_ir_validity=False),
+                )
+                return Processed(bytes(edge.to_executorch().buffer))
         except (RuntimeError, ValueError, AssertionError) as error:
             raise CompileError(f"ExecuTorch cannot lower this graph: {type(error).__name__}: {error}") from error
 
     def init(self, processed: FreeableBuffer, specs: CompileSpecs, context: InitContext) -> Any:
-        runtime: Any = importlib.import_module("executorch.runtime")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            runtime: Any = importlib.import_module("executorch.runtime")
         data = bytes(processed.data)
         processed.free()
         try:
