@@ -97,12 +97,20 @@ def test_a_process_that_uses_the_device_lowers_just_the_same(net: Net) -> None:
     assert lowered(X, 3.0, extra=EXTRA)["calls"] == 1
 
 
-def test_training_on_does_not_change_a_lowered_program(net: Net) -> None:
-    lowered = aot.lower(net, (X, 3.0), {"extra": EXTRA}, backend=fresh().name)
+def test_training_on_does_not_change_a_lowered_program(net: Net, tmp_path: Path) -> None:
+    exported = torch.export.export(net, (X, 3.0), {"extra": EXTRA})
+    lowered = aot.lower(exported, backend=fresh().name)
     before = lowered(X, 3.0, extra=EXTRA)["y"].clone()
     with torch.no_grad():
         net.first.weight.add_(1)
     torch.testing.assert_close(lowered(X, 3.0, extra=EXTRA)["y"], before)
+    saved = lowered.save(tmp_path / "net.pt2")
+    assert saved.weights == sum(value.nbytes for value in net.state_dict().values()), "each once, in both parts"
+    torch.testing.assert_close(runtime.load(tmp_path / "net.pt2").load_method()(X, 3.0, EXTRA["b"])[0], before)
+    again = torch.export.load(tmp_path / "net.pt2").module()
+    torch.testing.assert_close(again(X, 3.0, extra=EXTRA)["y"], before)
+    assert {name for name, _ in again.named_parameters()} == {name for name, _ in net.named_parameters()}
+    assert not torch.equal(exported.module()(X, 3.0, extra=EXTRA)["y"], before), "what was given is left as it is"
 
 
 def test_the_file_runs_and_is_still_an_exported_program(net: Net, tmp_path: Path) -> None:

@@ -48,22 +48,51 @@ class Left:
     source: str
 
 
-def _snapshot(constants: Constants) -> tuple[list[doc.Constant], dict[str, memoryview]]:
-    """The constants' values as they are now, each memory copied once: training on must not change the program."""
-    entries: dict[str, memoryview] = {}
-    names: dict[int, str] = {}
-    found: list[doc.Constant] = []
-    for name, tensor in zip(constants.names, constants.tensors, strict=True):
-        storage = tensor.untyped_storage()
-        entry = names.get(storage.data_ptr())
-        if entry is None or not storage.nbytes():
-            entry = f"memory/{len(entries)}"
-            raw: Any = torch.empty(0, dtype=torch.uint8).set_(storage.clone())
-            entries[entry] = memoryview(raw.numpy())
-            names[storage.data_ptr()] = entry
+class _Snapshot:
+    """Values as they are now, each memory copied once: training on must change neither the program nor the file."""
+
+    def __init__(self, constants: Constants) -> None:
+        self.memory: dict[str, memoryview] = {}
+        """The copies' bytes, by entry."""
+        self._copies: dict[int, tuple[str, torch.UntypedStorage]] = {}
+        self.constants = [self._constant(*one) for one in zip(constants.names, constants.tensors, strict=True)]
+
+    def _copy(self, storage: torch.UntypedStorage) -> tuple[str, torch.UntypedStorage]:
+        known = self._copies.get(storage.data_ptr())
+        if known is None or not storage.nbytes():
+            known = self._copies[storage.data_ptr()] = (f"memory/{len(self.memory)}", storage.clone())
+            raw: Any = torch.empty(0, dtype=torch.uint8).set_(known[1])
+            self.memory[known[0]] = memoryview(raw.numpy())
+        return known
+
+    def _constant(self, name: str, tensor: torch.Tensor) -> doc.Constant:
+        entry, _ = self._copy(tensor.untyped_storage())
         offset = int(tensor.storage_offset()) * tensor.dtype.itemsize
-        found.append(doc.Constant(name, file_spec(TensorSpec.of(tensor)), entry, offset))
-    return found, entries
+        return doc.Constant(name, file_spec(TensorSpec.of(tensor)), entry, offset)
+
+    def _frozen_tensor(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or value.layout is not torch.strided:
+            return value
+        if value.is_conj() or value.is_neg():
+            return value.detach().clone()
+        _, storage = self._copy(value.untyped_storage())
+        shape, strides = tuple(value.shape), tuple(value.stride())
+        copy = torch.empty(0, dtype=value.dtype).set_(storage, value.storage_offset(), shape, strides)
+        return torch.nn.Parameter(copy, value.requires_grad) if isinstance(value, torch.nn.Parameter) else copy
+
+    def frozen(self, exported: ExportedProgram) -> ExportedProgram:
+        """The exported program with the copies for its weights."""
+        return ExportedProgram(
+            root=exported.graph_module,
+            graph=exported.graph,
+            graph_signature=exported.graph_signature,
+            state_dict={name: self._frozen_tensor(value) for name, value in exported.state_dict.items()},
+            range_constraints=exported.range_constraints,
+            module_call_graph=exported.module_call_graph,
+            example_inputs=exported.example_inputs,
+            constants={name: self._frozen_tensor(value) for name, value in exported.constants.items()},
+            verifiers=exported.verifiers,
+        )
 
 
 def _registry_of(backends: Iterable[Backend]) -> Registry:
@@ -96,13 +125,14 @@ class LoweredProgram:
         left: Mapping[str, Sequence[Left]],
         graphs: Mapping[str, fx.GraphModule],
     ) -> None:
-        document.constants, self._memory = _snapshot(constants)
+        snapshot = _Snapshot(constants)
+        self._exported = {name: snapshot.frozen(program) for name, program in exported.items()}
+        document.constants, self._memory = snapshot.constants, snapshot.memory
         entries: dict[str, bytes | memoryview] = {**blobs, **self._memory}
         document.digests = {name: (len(data), "") for name, data in entries.items()}
         self._document = document
         self._debug = debug
         self._blobs = dict(blobs)
-        self._exported = dict(exported)
         self.pieces = {name: tuple(found) for name, found in pieces.items()}
         """The delegates' graphs before they were compiled, with backend and specs, by method."""
         self.left = {name: tuple(found) for name, found in left.items()}
