@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from everyday_support import agree, everywhere, ramp, randn, same
+from everyday_support import ON_PORT, agree, everywhere, ramp, randn, same
 
 Fn = Callable[[torch.Tensor], torch.Tensor]
 
@@ -264,3 +264,85 @@ def test_channels_last_layout_of_results(device: torch.device) -> None:
         return torch.nn.functional.max_pool2d(x, 2).stride(), torch.cat([x, x], 1).stride(), x.mean(1).stride()
 
     agree(use, device)
+
+
+OVERLAPPING = {
+    "an expanded tensor": lambda d: torch.ones(2, 1, device=d).expand(2, 3),
+    "a slice of one": lambda d: torch.ones(2, 1, device=d).expand(2, 3)[:, 1:],
+    "windows": lambda d: torch.ones(4, device=d).unfold(0, 2, 1),
+}
+
+
+@pytest.mark.parametrize("name", OVERLAPPING)
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.add_(1),
+        lambda x: x.mul_(2.5),
+        lambda x: x.copy_(torch.ones(x.shape, device=x.device)),
+        lambda x: x.normal_(),
+        lambda x: x.uniform_(),
+        lambda x: x.bernoulli_(0.5),
+        lambda x: torch._foreach_add_([x], 1),
+    ],
+)
+def test_a_write_to_elements_that_share_memory_is_refused(device: torch.device, name: str, write: Any) -> None:
+    """As the CPU does, where it notices; what such a write means depends on the order of the elements."""
+    if name == "windows" and not ON_PORT:
+        pytest.skip("the CPU does not notice")
+    with pytest.raises(RuntimeError, match="single memory location"):
+        write(OVERLAPPING[name](device))
+
+
+@everywhere
+def test_an_expanded_tensor_can_be_filled(device: torch.device) -> None:
+    def run(d: torch.device) -> Any:
+        base = ramp(2, 1, device=d)
+        shown = base.expand(2, 3)
+        shown.fill_(3)
+        first = base.clone()
+        shown[:1, :2].zero_()
+        return first, base, shown, base.expand(3, 2, 2).fill_(7.0)
+
+    agree(run, device)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda a: torch._foreach_add_(a, 1),
+        lambda a: torch._foreach_mul_(a, [2.0, 3.0]),
+        lambda a: torch._foreach_add_(a, a, alpha=2),
+        lambda a: torch._foreach_lerp_(a, [x.clone() for x in a], [0.5, 0.25]),
+        lambda a: torch._foreach_zero_(a[:1]) or torch._foreach_add_(a, [1.5, 2.5]),
+        lambda a: torch._foreach_tanh_(a),
+    ],
+)
+@pytest.mark.parametrize("same_twice", [False, True])
+def test_lists_of_tensors_that_overlap(device: torch.device, write: Any, same_twice: bool) -> None:
+    """Each write sees the ones before it."""
+
+    def run(d: torch.device) -> Any:
+        base = ramp(4, device=d)
+        write([base, base] if same_twice else [base[:3], base[1:]])
+        return base
+
+    agree(run, device)
+
+
+@everywhere
+@pytest.mark.parametrize("cut", [lambda: None, lambda: torch.port.synchronize() if ON_PORT else None])  # type: ignore[attr-defined]
+def test_a_view_of_a_view_goes_by_the_strides_of_the_first(device: torch.device, cut: Callable[[], None]) -> None:
+    """Also when the first view was computed meanwhile: on the device it has no gaps then, but the program sees them."""
+
+    def run(d: torch.device) -> Any:
+        base = ramp(2, 4, device=d)
+        columns, row, wide = base[:, :2], base[1:, ::2], base[:, :1].expand(2, 3)
+        cut()
+        columns.t().t().reshape(-1).zero_()  # of a copy: the columns are not in one piece
+        row.view(-1).mul_(3)
+        views = [columns.t(), columns[1:], row.t(), wide.t(), wide[1:], columns.unsqueeze(0), columns[..., None]]
+        cut()
+        return base, *views, *(view[:1].transpose(0, -1) for view in views)
+
+    agree(run, device, strides=True)

@@ -23,7 +23,7 @@ from .isolate import isolate
 from .jobs import Job, on_worker, resolve
 from .plans import Plan, make_plan
 from .reasons import explain_compile
-from .tensor import LazyTensor, make_handle
+from .tensor import LazyTensor, make_handle, shown_as
 from .torch_state import default_state
 from .trace import SPAN, Node, Trace, lock, owners, release
 from .user_code import user_line
@@ -184,7 +184,7 @@ def _isolate(job: Job, owners: Sequence[Sequence[LazyTensor]]) -> TorchportError
         pending: Any = handle.value
         handle.value, handle.failure = pending.data, pending.error
         if pending.data is not None:
-            handle.spec = TensorSpec.of(handle)
+            handle.spec = shown_as(pending.data.spec, TensorSpec.of(handle))
     return error
 
 

@@ -14,7 +14,7 @@ from ..core.errors import CompileError
 from ..core.specs import TensorSpec
 from .alone import walked
 from .graph import build_graph
-from .tensor import intern_spec
+from .tensor import intern_spec, shown_as
 
 if TYPE_CHECKING:
     from .runtime import DeviceRuntime
@@ -93,7 +93,9 @@ def make_plan(
         computation = walked(runtime, made, boxed)
     else:
         computation = computations.get(runtime.backend, runtime.device, runtime.specs, made.module, node.source)
-    results = tuple(intern_spec(spec) for spec in computation.results)
+    seen = {node.number + at: spec for node in path for at, spec in enumerate(node.specs) if spec is not None}
+    pairs = zip(computation.results, numbers, strict=True)
+    results = tuple(intern_spec(shown_as(spec, seen[number])) for spec, number in pairs)
     plan = Plan(computation, made.leaves, made.singles, made.doubles, made.keys, numbers, results)
     computation.users.add(plan)
     return plan

@@ -166,7 +166,7 @@ def _difference(new: Node, known: Node) -> dict[str, Any]:
 
 def _tensor_difference(part: Any, before: Any) -> tuple[str, str]:
     """What kind of difference two parts of a trace key are that stand for tensors, and the difference in words."""
-    if part.__class__ is TensorSpec and before.__class__ is TensorSpec:
+    if isinstance(part, TensorSpec) and isinstance(before, TensorSpec):
         kind = "shape" if part.shape != before.shape else "dtype" if part.dtype != before.dtype else "strides"
         return kind, _instead(part, before)
     if _is_number(part) and _is_number(before):
@@ -185,7 +185,7 @@ def _is_number(part: Any) -> bool:
 
 
 def _tensor(part: Any) -> str:
-    if part.__class__ is TensorSpec:
+    if isinstance(part, TensorSpec):
         return f"a tensor not used before, {part},"
     return "a tensor used before" if part.__class__ is int else _words(part)
 

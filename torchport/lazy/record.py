@@ -13,7 +13,7 @@ from ..core.errors import DeviceMismatch
 from ..core.specs import TensorSpec
 from .decide import Inferred, decide
 from .random import is_random
-from .tensor import LazyTensor, intern_spec, make_handle, make_template
+from .tensor import LazyTensor, intern_spec, make_handle, make_template, shown_spec
 from .torch_state import default_state
 from .trace import (
     CHECKPOINT_EVERY,
@@ -109,7 +109,7 @@ class _Mark:
     def __init__(self, trace: Trace, key: tuple[Any, ...], random: bool) -> None:
         parts = list(_flat(key))
         self.trace = trace
-        self.leaves = len(trace.leaves) - sum(part.__class__ is TensorSpec for part in parts)
+        self.leaves = len(trace.leaves) - sum(isinstance(part, TensorSpec) for part in parts)
         self.numbers = len(trace.numbers) - sum(part is FLOAT for part in parts)
         self.keys = len(trace.keys) - random
         self.random = random
@@ -184,9 +184,9 @@ class _Call:
         if part.__class__ is int:
             leaf_at = part - self.trace.base - LEAF
             return Leaf(leaf_at) if leaf_at >= 0 else Value(part), TensorSpec.of(given)
-        if part.__class__ is TensorSpec:
+        if isinstance(part, TensorSpec):
             self.next_leaf += 1
-            return Leaf(self.next_leaf - 1), part
+            return Leaf(self.next_leaf - 1), shown_spec(part)
         if part is FOREIGN_DEVICE:
             raise _mismatch(self.trace, self.op, given)
         if part.__class__ is tuple and isinstance(part[0], torch.dtype):

@@ -8,6 +8,7 @@ Private torch APIs used here: ``torch._C._acc.create_empty_tensor`` (an inner te
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,17 @@ import torch
 from ..backend.interface import BackendData
 from ..core.specs import TensorSpec
 
-__all__ = ["DEVICE_TYPE", "IndexedLazyTensor", "LazyTensor", "intern_spec", "make_handle", "make_template"]
+__all__ = [
+    "DEVICE_TYPE",
+    "IndexedLazyTensor",
+    "LazyTensor",
+    "ShownSpec",
+    "intern_spec",
+    "make_handle",
+    "make_template",
+    "shown_as",
+    "shown_spec",
+]
 
 DEVICE_TYPE = "port"
 
@@ -60,6 +71,29 @@ class IndexedLazyTensor(LazyTensor):
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         return cls.dispatch(func, args, kwargs or {})
+
+
+@dataclass(frozen=True, slots=True)
+class ShownSpec(TensorSpec):
+    """The spec of a value whose handle has other strides, ``shown``.
+
+    A view that is a result of a computation becomes a value of its own, without the gaps and repetitions it has in its
+    base. The program still sees the view's strides, and further views and ``reshape`` go by them.
+    """
+
+    shown: tuple[int, ...]
+
+
+def shown_as(value: TensorSpec, handle: TensorSpec) -> TensorSpec:
+    """The spec of a value under a handle with this spec."""
+    if value.strides == handle.strides:
+        return value
+    return ShownSpec(value.shape, value.dtype, value.strides, handle.strides)
+
+
+def shown_spec(spec: TensorSpec) -> TensorSpec:
+    """The spec of the handle of a value with this spec."""
+    return TensorSpec(spec.shape, spec.dtype, spec.shown) if isinstance(spec, ShownSpec) else spec
 
 
 _specs: dict[TensorSpec, TensorSpec] = {}

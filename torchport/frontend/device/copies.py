@@ -140,7 +140,7 @@ def _same_value(self: torch.Tensor) -> torch.Tensor:
     trace = threads.of(index)
     if inner.value is None and inner.failure is None and not trace.holds(inner.number):
         settle(trace, inner)  # pending in another thread's trace, which knows its own handles only
-    handle: Any = inner.data if index == 0 else make_handle(inner.spec or TensorSpec.of(inner), index)
+    handle: Any = inner.data if index == 0 else make_handle(TensorSpec.of(inner), index)
     if index == 0:
         handle.__class__ = LazyTensor
     handle.value, handle.spec, handle.failure = inner.value, inner.spec, inner.failure

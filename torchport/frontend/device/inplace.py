@@ -11,16 +11,21 @@ functionalization does after such an op).
 
 from __future__ import annotations
 
+import operator
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 
-from ...lazy.tensor import LazyTensor
+from ...core.errors import UnsupportedOp
+from ...lazy.record import user_line
+from ...lazy.runtime import threads
+from ...lazy.tensor import DEVICE_TYPE, IndexedLazyTensor, LazyTensor
 from .opaque import opaque
 
-__all__ = ["install"]
+__all__ = ["install", "refuse_overlap"]
 
 _is_functional = torch._is_functional_tensor
 _inner_of = torch._from_functional_tensor
@@ -36,14 +41,18 @@ def install(library: torch.library.Library, functional: Mapping[Any, Callable[..
         warnings.filterwarnings("ignore", message="(?s).*[Oo]verriding a previously registered kernel")
         for name in torch._C._dispatch_get_all_op_names():
             found = _pair(name, functional)
+            short = name.removeprefix("aten::")
             if found is not None:
                 op, kernel = found
                 original = torch.library.get_kernel(name, "Functionalize")
                 listed = str(op._schema.arguments[0].real_type) == "List[Tensor]"
                 restride = functional[torch.ops.aten.copy.default]
-                fn = _of_list(kernel, original, restride) if listed else _of_tensor(op, kernel, original, restride)
-                short = name.removeprefix("aten::")
-                library.impl(short, opaque(fn), "Functionalize", with_keyset=True, allow_override=True)
+                fn = _of_list(op, kernel, original, restride) if listed else _of_tensor(op, kernel, original, restride)
+            elif short in _OTHER_WRITES:
+                fn = _guarded(_operator(short), torch.library.get_kernel(name, "Functionalize"))
+            else:
+                continue
+            library.impl(short, opaque(fn), "Functionalize", with_keyset=True, allow_override=True)
 
 
 def _pair(name: str, functional: Mapping[Any, Callable[..., Any]]) -> tuple[Any, Callable[..., Any]] | None:
@@ -53,7 +62,7 @@ def _pair(name: str, functional: Mapping[Any, Callable[..., Any]]) -> tuple[Any,
         return None
     if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "Functionalize"):
         return None
-    op = getattr(getattr(torch.ops.aten, base), overload or "default")
+    op = _operator(name)
     form = getattr(getattr(torch.ops.aten, base[:-1], None), overload or "default", None)
     kernel = functional.get(form)
     arguments = op._schema.arguments
@@ -62,6 +71,22 @@ def _pair(name: str, functional: Mapping[Any, Callable[..., Any]]) -> tuple[Any,
     written = [a.alias_info is not None for a in arguments]
     first = str(arguments[0].real_type)
     return (op, kernel) if written[0] and sum(written) == 1 and first in {"Tensor", "List[Tensor]"} else None
+
+
+_OTHER_WRITES: Final = {
+    "normal_",
+    "bernoulli_.float",
+    "floor_divide_.Tensor",
+    "pow_.Tensor",
+    "pow_.Scalar",
+    "conj_physical_",
+}
+"""In-place operators that stay with PyTorch's own functionalization, less those that write no values."""
+
+
+def _operator(name: str) -> Any:
+    base, _, overload = name.removeprefix("aten::").partition(".")
+    return getattr(getattr(torch.ops.aten, base), overload or "default")
 
 
 def _shape(op: Any) -> list[tuple[str, str]]:
@@ -77,7 +102,7 @@ def _unwrapped(value: Any) -> Any:
             return _inner_of(value)
         return value
     if value.__class__ is list and value and isinstance(value[0], torch.Tensor):
-        return [_unwrapped(item) for item in value]
+        return _inner_list(value)
     return value
 
 
@@ -93,18 +118,31 @@ def _boxable(op: Any, args: Sequence[Any]) -> list[Any]:
 def _of_tensor(op: Any, kernel: Callable[..., Any], original: Any, restride: Callable[..., Any]) -> Callable[..., Any]:
     scalar_form = getattr(op.overloadpacket, "Scalar", None) if op._overloadname == "Tensor" else None
 
+    # Results have the strides of what is overwritten only where nothing of it is read.
+    draws = torch.Tag.nondeterministic_seeded in op.tags
+
     def inplace(keys: Any, self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         inner = _unwrapped(self)
         if inner.__class__ is not LazyTensor or inner is self:
+            if inner.__class__ is IndexedLazyTensor and _overlaps(inner):
+                return _write_overlapping(op, self, args, kwargs)
             if scalar_form is not None and args and isinstance(args[0], (bool, int, float, complex)):
                 # A number that became a tensor here would be a constant of whatever traces the program (torch.export).
                 return scalar_form.redispatch(keys, self, *args, **kwargs)
             return original.call_boxed(keys, self, *_boxable(op, args), **kwargs)
         out = kernel(inner, *map(_unwrapped, args), **{name: _unwrapped(value) for name, value in kwargs.items()})
-        if out.shape != inner.shape or out.dtype is not inner.dtype:
+        node = threads.trace.cursor
+        if node.fits and node.ready is out:
+            pass
+        elif out.shape != inner.shape or out.dtype is not inner.dtype:
             return original.call_boxed(keys, self, *_boxable(op, args), **kwargs)
-        if out.stride() != inner.stride():
-            out = restride(inner, out)  # a write never changes the strides, which views and ``reshape`` go by
+        elif not draws and out.stride() == inner.stride():
+            node.fits = node.ready is out
+        else:
+            if _overlaps(inner):
+                return _write_overlapping(op, self, args, kwargs)
+            if out.stride() != inner.stride():
+                out = restride(inner, out)  # a write never changes the strides, which views and ``reshape`` go by
         _replace(self, out)
         _commit(self)
         _sync(self)
@@ -113,23 +151,112 @@ def _of_tensor(op: Any, kernel: Callable[..., Any], original: Any, restride: Cal
     return inplace
 
 
-def _of_list(kernel: Callable[..., Any], original: Any, restride: Callable[..., Any]) -> Callable[..., Any]:
+def _of_list(op: Any, kernel: Callable[..., Any], original: Any, restride: Callable[..., Any]) -> Callable[..., Any]:
+    # An optimizer's step is a dozen of these on every parameter, so what is done per tensor is done by ``map``.
     def inplace(keys: Any, selfs: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        inner = [_unwrapped(item) for item in selfs]
-        twice = len({id(item) for item in selfs}) != len(selfs)
-        if (
-            twice
-            or not inner
-            or any(i.__class__ is not LazyTensor or i is s for i, s in zip(inner, selfs, strict=True))
-        ):
+        inner = _inner_list(selfs)
+        fast = set(map(type, inner)) == _ONE_LAZY and not any(map(operator.is_, inner, selfs))
+        ours = fast or (inner and isinstance(inner[0], LazyTensor))
+        if ours and len(selfs) > 1 and _may_share_memory(selfs):
+            # Each write must see the ones before it.
+            for at in range(len(selfs)):
+                one = [a[at : at + 1] if isinstance(a, (list, tuple)) else a for a in args]
+                op(selfs[at : at + 1], *one, **kwargs)
+            return None
+        if not fast:
             return original.call_boxed(keys, selfs, *args, **kwargs)
         outs = kernel(inner, *map(_unwrapped, args), **{name: _unwrapped(value) for name, value in kwargs.items()})
-        if any(o.shape != i.shape or o.dtype is not i.dtype for o, i in zip(outs, inner, strict=True)):
-            return original.call_boxed(keys, selfs, *args, **kwargs)
-        for item, before, out in zip(selfs, inner, outs, strict=True):
-            _replace(item, out if out.stride() == before.stride() else restride(before, out))
-            _commit(item)
-            _sync(item)
+        node = threads.trace.cursor
+        if not (node.fits and node.ready is outs):
+            if any(o.shape != i.shape or o.dtype is not i.dtype for o, i in zip(outs, inner, strict=True)):
+                return original.call_boxed(keys, selfs, *args, **kwargs)
+            same = [out.stride() == before.stride() for before, out in zip(inner, outs, strict=True)]
+            if all(same):
+                node.fits = node.ready is outs
+            else:
+                for before, is_same in zip(inner, same, strict=True):
+                    if not is_same:
+                        refuse_overlap(op, before)
+                outs = [o if fits else restride(i, o) for i, o, fits in zip(inner, outs, same, strict=True)]
+        _exhaust(map(_replace, selfs, outs))
+        _exhaust(map(_commit, selfs))
+        _exhaust(map(_sync, selfs))
         return None
 
     return inplace
+
+
+_ONE_LAZY: Final = {LazyTensor}
+_exhaust: Final[Callable[[Iterable[Any]], Any]] = deque[Any](maxlen=0).extend
+
+
+def _inner_list(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    try:
+        _exhaust(map(_sync, tensors))
+        return list(map(_inner_of, tensors))
+    except (RuntimeError, TypeError):  # some are no wrappers, or not even tensors
+        return [_unwrapped(item) for item in tensors]
+
+
+def _guarded(op: Any, original: Any) -> Callable[..., Any]:
+    def inplace(keys: Any, self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.device.type == DEVICE_TYPE:
+            refuse_overlap(op, self)
+        return original.call_boxed(keys, self, *_boxable(op, args), **kwargs)
+
+    return inplace
+
+
+# -- elements that share memory --------------------------------------------------------------------------------------
+_is_view: Final = torch.Tensor._is_view
+_storage_of: Final[Callable[[torch.Tensor], Any]] = torch._C.TensorBase.untyped_storage  # type: ignore[attr-defined]
+
+
+def _may_share_memory(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether two of the tensors are the same, or views of one. Storages are asked for only where there are views."""
+    if any(map(_is_view, tensors)):
+        return len({_storage_of(tensor)._cdata for tensor in tensors}) != len(tensors)
+    return len(set(map(id, tensors))) != len(tensors)
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether two elements of a tensor are one place in memory, as in an expanded or unfolded one."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return False
+    dims = sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    reach = 0
+    for step, size in dims:
+        if step <= reach:
+            break
+        reach += step * (size - 1)
+    else:
+        return False
+    places = torch.zeros(1, dtype=torch.int64)
+    for step, size in dims:
+        places = (places[:, None] + torch.arange(size) * step).flatten()
+    return places.unique().numel() != places.numel()
+
+
+def refuse_overlap(op: Any, tensor: torch.Tensor) -> None:
+    """Raise :class:`UnsupportedOp` if elements of a tensor that is to be written share memory, as on the CPU."""
+    if _overlaps(tensor):
+        raise UnsupportedOp(
+            "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
+            "Please clone() the tensor before performing the operation",
+            op=str(op),
+            source=user_line(),
+        )
+
+
+def _write_overlapping(op: Any, self: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    """Filling an expanded tensor fills what it shows; other writes to elements that share memory are refused."""
+    aten = torch.ops.aten
+    part = self
+    if op in (aten.fill_.Scalar, aten.zero_.default):
+        for dim, (step, size) in enumerate(zip(self.stride(), self.shape, strict=True)):
+            if step == 0 and size > 1:
+                part = part.narrow(dim, 0, 1)
+    refuse_overlap(op, part)
+    op(part, *args, **kwargs)
+    _sync(self)
+    return self

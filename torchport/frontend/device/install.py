@@ -88,6 +88,7 @@ def _copy_(keys: Any, self: torch.Tensor, src: torch.Tensor, non_blocking: bool 
     """
     if self.device.type != DEVICE_TYPE:
         return self.copy_(src.to(self.device), non_blocking)
+    inplace.refuse_overlap(torch.ops.aten.copy_.default, self)
     return torch.ops.aten.copy_.default.redispatch(routes.to_stock_autograd(keys), self, src, non_blocking)
 
 

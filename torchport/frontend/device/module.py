@@ -31,9 +31,11 @@ __all__ = [
     "manual_seed",
     "manual_seed_all",
     "max_memory_allocated",
+    "max_memory_reserved",
     "mem_get_info",
     "memory_allocated",
     "memory_reserved",
+    "reset_peak_memory_stats",
     "seed",
     "seed_all",
     "set_device",
@@ -256,6 +258,11 @@ def memory_allocated(device: Any = None) -> int:
 
 memory_reserved = memory_allocated
 max_memory_allocated = memory_allocated
+max_memory_reserved = memory_allocated
+
+
+def reset_peak_memory_stats(device: Any = None) -> None:
+    """Peaks are not kept: what is in use now is what the figures say."""
 
 
 def empty_cache() -> None:

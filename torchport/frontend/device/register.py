@@ -12,11 +12,10 @@ import itertools
 
 import torch
 
-from . import module
+from . import accelerator, module
+from .accelerator import NAME
 
 __all__ = ["register_device"]
-
-NAME = "port"
 
 
 class _Hooks(torch._C._acc.PrivateUse1Hooks):  # type: ignore[name-defined,misc]
@@ -58,3 +57,4 @@ def register_device() -> None:
     _keep.extend((hooks, guard))
     torch._C._acc.register_python_privateuseone_hook(hooks)  # type: ignore[attr-defined]
     torch._C._acc.register_python_privateuseone_device_guard(guard)  # type: ignore[attr-defined]
+    accelerator.install()

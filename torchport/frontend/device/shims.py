@@ -41,7 +41,6 @@ def install() -> None:
     _keep_parameters()
     _flush_after_optimizer()
     _load_onto_device()
-    _synchronize_as_accelerator()
     _guard_memory()
 
 
@@ -223,27 +222,6 @@ def _load_onto_device() -> None:
         return _HostStorage.of(storage, torch.device(location).index or 0)
 
     torch.serialization.register_package(5, tag, deserialize)
-
-
-def _synchronize_as_accelerator() -> None:
-    """``torch.accelerator.synchronize`` asks the C++ device guard, which refuses for devices defined in Python."""
-    original = torch.accelerator.synchronize
-
-    @functools.wraps(original)
-    def synchronize(device: Any = None) -> None:
-        if device is None or isinstance(device, int):
-            kind, index = torch.accelerator.current_accelerator(), device
-        else:
-            kind = torch.device(device)
-            index = kind.index
-        if kind is None or kind.type != DEVICE_TYPE:
-            original(device)
-            return
-        from . import module
-
-        module.synchronize(index)
-
-    torch.accelerator.synchronize = synchronize
 
 
 # -- memory that is not there --------------------------------------------------------------------------------------

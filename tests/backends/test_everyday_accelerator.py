@@ -1,0 +1,80 @@
+"""Everyday PyTorch that asks for "the accelerator" rather than a device by name, and pinned host memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from everyday_support import ON_PORT, needs_counters, same
+from torch.utils.data import DataLoader
+
+pytestmark = needs_counters  # there is no accelerator where the tests run on the CPU
+
+MEMORY = ["max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved"]
+
+
+def test_a_program_for_any_accelerator(device: torch.device) -> None:
+    here = torch.accelerator.current_accelerator(check_available=True)
+    assert here == torch.device("port")
+    assert torch.accelerator.device_count() >= 1
+    with torch.accelerator.device_index(0):
+        x = torch.ones(2, 2, device=here)
+    torch.accelerator.synchronize()
+    torch.accelerator.empty_cache()
+    torch.accelerator.empty_host_cache()
+    assert (x @ x).tolist() == [[2.0, 2.0], [2.0, 2.0]]
+
+
+def test_memory_figures_are_the_backends(device: torch.device) -> None:
+    from torchport.lazy.runtime import runtimes
+
+    runtime = runtimes.get(0)
+    known = runtime.backend.memory_info(runtime.device)
+    for name in MEMORY:
+        assert getattr(torch.accelerator, name)() == known.get("allocated", 0)
+        assert getattr(torch.accelerator, name)("port:0") == known.get("allocated", 0)
+    assert torch.accelerator.memory.get_memory_info() == (known.get("free", 0), known.get("total", 0))
+    assert torch.accelerator.memory_stats()["allocated_bytes.all.current"] == known.get("allocated", 0)
+    torch.accelerator.reset_peak_memory_stats()
+    torch.accelerator.reset_accumulated_memory_stats()
+
+
+@pytest.mark.parametrize("call", ["set_device_index", "device_index"])
+def test_another_index_cannot_be_the_current_one(device: torch.device, call: str) -> None:
+    def use() -> Any:
+        made = getattr(torch.accelerator, call)(1)
+        return made.__enter__() if call == "device_index" else made
+
+    with pytest.raises(RuntimeError, match="current device"):
+        use()
+    with pytest.raises(ValueError, match="current accelerator"):
+        torch.accelerator.memory_allocated("cuda:0")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_data_loader_that_pins_memory(device: torch.device, workers: int) -> None:
+    loader = DataLoader(list(torch.arange(4.0)), batch_size=2, pin_memory=True, num_workers=workers)
+    batches = [batch.to(device, non_blocking=True) for batch in loader]
+    same([batch.cpu() for batch in batches], list(torch.arange(4.0).reshape(2, 2)))
+
+
+BEFORE_USE = """
+import torch
+from torch.utils.data import DataLoader
+assert [b.tolist() for b in DataLoader([1.0, 2.0], pin_memory=True)] == [[1.0], [2.0]]
+assert torch.ones(2).pin_memory().tolist() == [1.0, 1.0]
+torch.accelerator.empty_cache()
+torch.accelerator.empty_host_cache()
+torch.accelerator.synchronize()
+assert torch.accelerator.memory_allocated() == 0
+assert not torch.port.is_initialized()
+"""
+
+
+def test_none_of_it_makes_the_device_ready() -> None:
+    assert ON_PORT
+    done = subprocess.run([sys.executable, "-c", BEFORE_USE], capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
