@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import hashlib
 import io
 import json
 import os
@@ -21,17 +22,18 @@ import tempfile
 import time
 import zipfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from programs import add_sub_registry, counter, entries_of, packed, real_program, summing, weight
+from programs import add_sub_registry, counter, entries_of, kernels, packed, real_program, summing, weight
 
 from torchport import runtime
 from torchport.core.errors import TorchportError
 from torchport.core.specs import CompileSpecs
+from torchport.program import safetensors
 from torchport.program.archive import Archive
 from torchport.program.document import DEBUG, PROGRAM
 from torchport.program.loader import BytesLoader
@@ -51,17 +53,22 @@ HOSTILE: tuple[Any, ...] = (
 )  # fmt: skip
 
 
+CHECKPOINT = "weights.safetensors"
+
+
 @dataclass(frozen=True)
 class Seed:
-    """A whole file, and what it computes from ``X`` and ``Y``."""
+    """A whole file, and what it computes from ``X`` and ``Y``; ``weights`` is the checkpoint that lies beside it."""
 
     data: bytes
     inputs: int
     expected: tuple[tuple[float, ...], ...]
+    weights: bytes = b""
 
 
 def seeds() -> list[Seed]:
-    """Programs that need no PyTorch: two delegates with a constant, one with a buffer, one whose bytes are shared."""
+    """Programs whose weights are elsewhere; with PyTorch's operators around a delegate; with two delegates and a
+    constant; with a buffer; with delegates that share their bytes."""
     text = b"aten::add(%0,%1)<debug_handle>1|%2"
     constant, blobs = weight((0.5, 1.5))
 
@@ -77,7 +84,18 @@ def seeds() -> list[Seed]:
     shared = plain(summing([delegate(tag="same"), delegate(tag="same")]))
     buffers = packed(entries_of([state], [constant], blobs | {one.entry: text for one in state.delegates}))
     twice = packed(entries_of([shared], (), {one.entry: text for one in shared.delegates}))
+    outside = replace(
+        constant, entry="w", external=CHECKPOINT, sha256=hashlib.sha256(blobs[constant.entry]).hexdigest()
+    )
+    elsewhere = packed(entries_of([state], [outside], {one.entry: text for one in state.delegates}))
+    checkpoint = io.BytesIO()
+    tensors = {"w": safetensors.Tensor("float32", (2,), memoryview(blobs[constant.entry]))}
+    safetensors.write(checkpoint, {**tensors, "other": safetensors.Tensor("int64", (1,), memoryview(b"\1" * 8))})
+    around = plain(kernels())
+    leftover = packed(entries_of([around], (), {one.entry: text for one in around.delegates}))
     return [
+        Seed(elsewhere, 1, ((1.5, 3.5), (0.5, 1.5)), checkpoint.getvalue()),
+        Seed(leftover, 2, ((11.0,),)),
         Seed(real_program(), 2, ((1.0, 2.0),)),
         Seed(buffers, 1, ((1.5, 3.5), (0.5, 1.5))),
         Seed(twice, 2, ((21.0, 42.0),)),
@@ -209,8 +227,6 @@ def other_writer(r: random.Random, data: bytearray, all_seeds: list[Seed]) -> by
 
 # -- hostile documents, with checksums that fit --------------------------------------------------------------------
 def _sign(body: bytes) -> bytes:
-    import hashlib
-
     header = {"torchport": 1, "oldest": 1, "sha256": hashlib.sha256(body).hexdigest(), "size": len(body)}
     return json.dumps(header).encode() + b"\n" + body
 
@@ -263,8 +279,6 @@ def hostile_text(r: random.Random, data: bytearray, all_seeds: list[Seed]) -> by
 
 def hostile_delegate(r: random.Random, data: bytearray, all_seeds: list[Seed]) -> bytes:
     """A delegate's bytes changed, with all checksums right: the backend has to see to it."""
-    import hashlib
-
     mine = dict(_entries(bytes(data)))
     document = json.loads(mine[PROGRAM].split(b"\n", 1)[1])
     name = r.choice([name for name in mine if name.startswith("data/torchport/")])
@@ -277,6 +291,27 @@ def hostile_delegate(r: random.Random, data: bytearray, all_seeds: list[Seed]) -
     return packed(list(mine.items()))
 
 
+def hostile_header(r: random.Random, data: bytearray, all_seeds: list[Seed]) -> bytes:
+    """A checkpoint whose header says something else; its tensors' checksums are in the program."""
+    (length,) = struct.unpack_from("<Q", data)
+    header = json.loads(data[8 : 8 + length])
+    for _ in range(r.randint(1, 3)):
+        holder, key = r.choice(_places(header, []))
+        if r.random() < 0.8:
+            holder[key] = copy.deepcopy(r.choice(HOSTILE))
+        else:
+            del holder[key]
+        if not header:
+            break
+    text = json.dumps(header).encode()
+    size = r.choice((len(text), len(text), len(text), 0, 1 << 63, 100_000_001, len(text) + 1))
+    return struct.pack("<Q", size) + text + bytes(data[8 + length :])
+
+
+OF_CHECKPOINTS: tuple[Mutation, ...] = (
+    flip_one, flip_some, overwrite, truncate, cut_or_repeat, grow, splice_bytes, hostile_header, hostile_header,
+)  # fmt: skip
+"""What is done to a checkpoint; the program must give an error or the right result."""
 SAME_RESULT: tuple[Mutation, ...] = (
     flip_one, flip_one, flip_some, overwrite, truncate, cut_or_repeat, grow, splice_bytes, number_field, splice_entries,
     shuffle_entries, rename_entry, other_writer, hostile_text,
@@ -294,21 +329,46 @@ def run_case(seed: int, number: int, all_seeds: list[Seed]) -> str:
     """
     r = random.Random(f"{seed}/{number}")
     original = r.choice(all_seeds)
-    mutation = r.choice(SAME_RESULT + ANY_RESULT)
-    data = mutation(r, bytearray(original.data), all_seeds)
+    of_weights = bool(original.weights) and r.random() < 0.5
+    mutation = r.choice(OF_CHECKPOINTS if of_weights else SAME_RESULT + ANY_RESULT)
+    data, weights = original.data, original.weights
+    if of_weights:
+        weights = mutation(r, bytearray(weights), all_seeds)
+    else:
+        data = mutation(r, bytearray(data), all_seeds)
     try:
-        program = runtime.load(data, registry=add_sub_registry())
-        method = program.load_method(program.methods[0])
-        results = method(*(X, Y)[: original.inputs])
+        results = _compute(data, weights, original.inputs, mapped=r.random() < 0.25)
     except TorchportError:
         return "error"
     found = tuple(tuple(value.tolist()) for value in results if hasattr(value, "tolist") and value.ndim == 1)
-    if mutation in ANY_RESULT:
+    if not of_weights and mutation in ANY_RESULT:
         return "right" if found == original.expected else "other"
     expected = {one.expected for one in all_seeds if one.inputs == original.inputs}
     assert found in expected, f"case {number} of seed {seed} ({mutation.__name__}): wrong result {results}"
     assert found == original.expected or mutation in (splice_bytes, splice_entries), f"case {number}: another program"
     return "right"
+
+
+def _compute(data: bytes, weights: bytes, inputs: int, mapped: bool = False) -> Sequence[Any]:
+    """Everything that can be asked of a file; the results of its first method."""
+    folder = Path(os.environ.get("FUZZ_SCRATCH", tempfile.gettempdir()))
+    source: Any = data
+    if mapped:
+        source = folder / f"{os.getpid()}.pt2"
+        source.write_bytes(data)
+    if weights:
+        (folder / f"{os.getpid()}.safetensors").write_bytes(weights)
+    try:
+        runtime.check_header(source)
+        place = {CHECKPOINT: folder / f"{os.getpid()}.safetensors"} if weights else {}
+        program = runtime.load(source, registry=add_sub_registry(), external_data=place)
+        assert isinstance(program.debug_info.handles, dict), "damaged debug information is none, and no error"
+        for name in program.methods:
+            program.meta(name)
+        return program.load_method(program.methods[0])(*(X, Y)[:inputs])
+    finally:
+        for path in folder.glob(f"{os.getpid()}.*"):
+            path.unlink()
 
 
 def run_batch(seed: int, start: int, count: int) -> Counter[str]:
@@ -330,8 +390,8 @@ def run_batch(seed: int, start: int, count: int) -> Counter[str]:
 
 def run_whole(seed: Seed) -> tuple[tuple[float, ...], ...]:
     """What an undamaged file computes."""
-    method = runtime.load(seed.data, registry=add_sub_registry()).load_method()
-    return tuple(tuple(value.tolist()) for value in method(*(X, Y)[: seed.inputs]))
+    results = _compute(seed.data, seed.weights, seed.inputs)
+    return tuple(tuple(value.tolist()) for value in results if hasattr(value, "tolist"))
 
 
 def run_many(seed: int, count: int, batch: int = 5_000) -> tuple[Counter[str], list[str]]:
@@ -340,20 +400,30 @@ def run_many(seed: int, count: int, batch: int = 5_000) -> tuple[Counter[str], l
     failures: list[str] = []
     for start in range(0, count, batch):
         size = min(batch, count - start)
-        with tempfile.TemporaryDirectory() as folder, tempfile.NamedTemporaryFile("r") as status:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            tempfile.TemporaryDirectory() as scratch,
+            tempfile.NamedTemporaryFile("r") as status,
+        ):
             here = str(Path(__file__).resolve().parent)
             path = os.pathsep.join([here, str(Path(__file__).resolve().parents[3]), os.environ.get("PYTHONPATH", "")])
             command = [sys.executable, str(Path(__file__).resolve()), "--batch", str(start), "--count", str(size)]
             done = subprocess.run(
                 [*command, "--seed", str(seed)],
                 cwd=folder,
-                env={**os.environ, "PYTHONPATH": path, "FUZZ_STATUS": status.name, "OMP_NUM_THREADS": "1"},
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "PYTHONPATH": path,
+                    "FUZZ_STATUS": status.name,
+                    "FUZZ_SCRATCH": scratch,
+                },
                 capture_output=True,
                 text=True,
                 check=False,
                 timeout=SECONDS * size,
             )
-            left = os.listdir(folder)
+            left = os.listdir(folder) + os.listdir(scratch)
             if left:
                 failures.append(f"batch {start}: files were written: {left}")
             if done.returncode:
