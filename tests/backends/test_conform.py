@@ -50,8 +50,9 @@ def test_a_crash_is_the_result_of_its_case_and_the_run_goes_on() -> None:
 
 
 def test_a_hang_is_the_result_of_its_case_and_the_run_goes_on() -> None:
-    report = run("Hanging", case_seconds=3.0, samples=1)
-    assert bad(report) == {"sin forward", "cos backward"}
+    # The bound is for a loaded machine: the first case of a process pays for PyTorch's lazy imports.
+    report = run("Hanging", ops="^(sin|add)$", case_seconds=25.0, samples=1)
+    assert bad(report) == {"sin forward"}
     assert {f.status for f in report.failures} == {"hung"}
     assert report.cells["add", "lazy", "float32", "forward"].counts["native"] == 1
 
