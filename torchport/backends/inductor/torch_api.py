@@ -383,6 +383,26 @@ def _toolchain(precompile: bool) -> Toolchain:
     )
 
 
+def _channels_last_pays(graph: fx.GraphModule) -> bool:
+    """Whether convolutions are so large that turning each weight to channels-last in every run is worth it.
+
+    Weights are inputs here, so the compiled code turns them around each time. Measured for ResNet-18 on one core of an
+    AVX-512 machine: 6 ms for the weights, which gained 13 ms of 44 at 160 multiplications per weight, and less than 1 ms
+    of 26 at 105. Backward convolutions keep the layout that PyTorch gives them, so in a training step everything would be
+    turned twice: 92 ms became 105.
+    """
+    aten = torch.ops.aten
+    multiplications = weights = 0
+    for node in graph.graph.nodes:
+        if node.target is aten.convolution_backward.default:
+            return False
+        if node.target is aten.convolution.default:
+            weight, result = node.args[1].meta["val"], node.meta["val"]
+            weights += weight.numel()
+            multiplications += result.numel() * weight.numel() // max(1, weight.shape[0])
+    return multiplications > 128 * weights
+
+
 def generate(graph: fx.GraphModule, options: Mapping[str, Any]) -> Generated:
     """C++ for a graph in normal form. ``options`` are patches of ``torch._inductor.config``.
 
@@ -406,7 +426,8 @@ def generate(graph: fx.GraphModule, options: Mapping[str, Any]) -> Generated:
         unknown = sorted(set(options).difference(list_options()))
         if unknown:
             raise ConfigError(f'"inductor.options" names no option of torch._inductor.config: {", ".join(unknown)}')
-        stack.enter_context(config.patch({**_OPTIONS, "cpp.threads": _threads(), **options}))
+        computed = {"cpp.threads": _threads(), "layout_optimization": _channels_last_pays(graph)}
+        stack.enter_context(config.patch({**_OPTIONS, **computed, **options}))
         stack.enter_context(V.set_aot_compilation(True))
         stack.enter_context(DebugContext())
         stack.enter_context(_disable_current_modes())
