@@ -253,10 +253,7 @@ def _source(kernel: Kernel, fast: bool) -> tuple[str, dict[str, Any]]:
         "except KeyError: _node = None",
         "if _node is None:",
         f"    return _record(_trace, _K, _key, {call})",
-        *(
-            ["_ready = _node.ready", "if _ready is not None:", "    _trace.cursor = _node", "    return _ready"]
-            * pooled
-        ),
+        *(_FROM_POOL if pooled else ()),
         f"return _emit(_trace, _node, {call})",
     ]
     if any(argument.is_device for argument in kernel.arguments):
