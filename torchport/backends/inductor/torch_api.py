@@ -387,9 +387,9 @@ def _channels_last_pays(graph: fx.GraphModule) -> bool:
     """Whether convolutions are so large that turning each weight to channels-last in every run is worth it.
 
     Weights are inputs here, so the compiled code turns them around each time. Measured for ResNet-18 on one core of an
-    AVX-512 machine: 6 ms for the weights, which gained 13 ms of 44 at 160 multiplications per weight, and less than 1 ms
-    of 26 at 105. Backward convolutions keep the layout that PyTorch gives them, so in a training step everything would be
-    turned twice: 92 ms became 105.
+    AVX-512 machine: 6 ms for the weights, which gained 13 ms of 44 at 160 multiplications per weight, and less than
+    1 ms of 26 at 105. Backward convolutions keep the layout that PyTorch gives them, so in a training step everything
+    would be turned twice: 92 ms became 105.
     """
     aten = torch.ops.aten
     multiplications = weights = 0
