@@ -257,6 +257,26 @@ def release(handle: LazyTensor) -> None:
         fill_pool(*handle.home)
 
 
+def _release_all(handles: Iterable[LazyTensor]) -> None:
+    """:func:`release` for many: where a node has several results, its pool is made anew once and not for each."""
+    pools: dict[Node, list[Any]] = {}
+    for handle in handles:
+        if handle.home is None:
+            continue
+        node, offset = handle.home
+        if node.container is None:
+            fill_pool(node, offset)
+            continue
+        if node not in pools:
+            pools[node] = list(node.ready)  # type: ignore[arg-type]
+        made = pools[node][offset] = new_handle(node, offset)
+        made.pooled, made.home = True, handle.home
+        handle.pooled, handle.home = False, None
+    for node, results in pools.items():
+        assert node.container is not None
+        node.ready = node.container(results)
+
+
 class Trace:
     """One thread's pending ops on one device.
 
@@ -358,8 +378,7 @@ class Trace:
         """The handles that somebody holds and that have no value yet, oldest first; their nodes let go of them."""
         self.sweep()
         handles = [handle for handle in self.made if handle.value is None and handle.failure is None]
-        for handle in handles:
-            release(handle)
+        _release_all(handles)
         handles.sort(key=_number_of)
         return handles
 
