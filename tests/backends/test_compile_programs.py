@@ -213,7 +213,7 @@ def branches(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def loop(n: torch.Tensor, x: torch.Tensor) -> Any:
-    return while_loop(lambda i, z: i < n, lambda i, z: (i + 1, z * 1.5 + x), (torch.zeros_like(n), x))
+    return while_loop(lambda i, z: i < n, lambda i, z: (i + 1, z * 1.5 + x), (torch.zeros_like(n), x * 1))
 
 
 @pytest.mark.everywhere

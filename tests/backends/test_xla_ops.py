@@ -48,6 +48,8 @@ ROUNDED_OFTEN = {"addbmm", "addr"}
 """The CPU adds one product after the other in bfloat16 and rounds each time; XLA rounds once."""
 TIES = {"sort", "topk"}
 """Where equal values came from is the engine's choice; ``test_sorted_places`` looks at the places."""
+NOT_IN_HALF = {aten.histc.default}
+"""Refused in half precision, where the CPU rounds each bin's border."""
 UNDEFINED = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted"}
 
 
@@ -141,6 +143,10 @@ def test_an_overload_equals_cpu_eager(op: Any, dtype: torch.dtype) -> None:
     calls = xla_samples.instances(op, dtype, limit=12)
     if not calls:
         assert dtype is torch.bfloat16, "no sample of OpInfo reaches it any more: write xla_sources.txt again"
+        return
+    if op in NOT_IN_HALF and dtype is torch.bfloat16:
+        assert not any(t.dtype is torch.float32 for call in calls for t in call.inputs)
+        assert _check(calls) == 0
         return
     assert _check([*calls, *xla_samples.more(calls, other_shapes=TABLE[op].topic in CHECKED)])
 

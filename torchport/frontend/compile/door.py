@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
@@ -11,15 +12,19 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import fx
 
+from ...backend.builder import capture_of
 from ...backend.compiler import computations
 from ...backend.fx_normalise import has_symbols, normalise
 from ...backend.partition import partition
 from ...core import metrics
+from ...core.errors import GraphError
 from ...core.specs import TensorSpec
 from ...lazy.kernels import registrar_of
 from ...lazy.tensor import DEVICE_TYPE
 from ...lazy.torch_state import default_state, modes_are_on
+from .buckets import PaddedProgram, Symbols
 from .fake import handle_handles
+from .masking import Inexact, mask_padding
 from .options import Options
 from .places import Place, place_of
 from .program import make_program
@@ -64,6 +69,7 @@ class CompiledGraph:
         self.wanted = [_device(value) for value in outputs]
         self.symbolic = any(map(has_symbols, inputs))
         self._programs: OrderedDict[Any, Run] = OrderedDict()
+        self._symbols = self._find_symbols() if self.symbolic and options.buckets is not None else None
         self._place(inputs, outputs)
 
     def _place(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
@@ -79,25 +85,91 @@ class CompiledGraph:
     def _compile(self, inputs: Sequence[Any]) -> Run:
         """The program for inputs of these specs. Raises :class:`CompileError` and :class:`UnsupportedOp`."""
         start = perf_counter()
-        place = self.place
         with default_state():
-            normal = normalise(self.graph, place.backends, inputs, random=place.random, always_draw=place.always_draw)
-            parts = partition(normal, place.backends, kernel=_own_kernel(place), views_outside=True)
-            made = {
-                delegate.name: computations.get(
-                    delegate.backend,
-                    place.device_of(delegate.backend),
-                    self.specs[delegate.backend.name],
-                    delegate.module,
-                    None,
-                )
-                for delegate in parts.delegates
-            }
-            program = make_program(parts, place, made, self.devices, self.wanted)
+            program = self._program(self._normal(inputs), self.devices)
         metrics.count("CompileDoor")
         metrics.metrics.add_time("CompileDoorTime", perf_counter() - start)
         return program
 
+    def _normal(self, inputs: Sequence[Any]) -> fx.GraphModule:
+        place = self.place
+        return normalise(self.graph, place.backends, inputs, random=place.random, always_draw=place.always_draw)
+
+    def _program(self, normal: fx.GraphModule, devices: Sequence[torch.device | None]) -> Run:
+        place = self.place
+        parts = partition(normal, place.backends, kernel=_own_kernel(place), views_outside=True)
+        made = {
+            delegate.name: computations.get(
+                delegate.backend,
+                place.device_of(delegate.backend),
+                self.specs[delegate.backend.name],
+                delegate.module,
+                None,
+            )
+            for delegate in parts.delegates
+        }
+        return make_program(parts, place, made, devices, self.wanted)
+
+    # -- buckets ---------------------------------------------------------------------------------------------
+    def _find_symbols(self) -> Symbols | None:
+        try:
+            return Symbols(self.graph)
+        except Inexact as error:
+            self._say_exact(error)
+            return None
+
+    def _say_exact(self, why: Inexact) -> None:
+        """Buckets were asked for and cannot be: each set of shapes is compiled for itself from now on."""
+        self._symbols = None
+        metrics.count("ExactShapes")
+        warnings.warn(f"each set of shapes is compiled for itself, not in buckets: {why}", stacklevel=2)
+
+    def _bucketed(self, args: Sequence[Any]) -> Run | None:
+        """The program for the bucket that these arguments are in; ``None`` where there is none."""
+        assert self._symbols is not None
+        assert self.options.buckets is not None
+        sizes = [self.options.buckets.of(size) for size in self._symbols.values(args)]
+        key = ("bucket", *sizes)
+        program = self._programs.get(key)
+        if program is None and None not in sizes:
+            try:
+                program = self._padded([size for size in sizes if size is not None])
+            except Inexact as error:
+                self._say_exact(error)
+                return None
+            self._remember(key, program)
+        elif program is not None:
+            self._programs.move_to_end(key)
+        return program
+
+    def _padded(self, sizes: Sequence[int]) -> Run:
+        """Compile for these values of the symbols and any smaller ones. Raises :class:`Inexact`."""
+        symbols, start = self._symbols, perf_counter()
+        assert symbols is not None
+        if not self.place.is_here(torch.device("cpu")):
+            raise Inexact(f"the tensors are on {self.place.device}")
+        others = [size - 1 if size > 3 else size + 1 for size in sizes]
+        sets = [sizes, *([*sizes[:at], other, *sizes[at + 1 :]] for at, other in enumerate(others))]
+        with default_state():
+            try:
+                graphs = [self._normal([symbols.spec(value, one) for value in symbols.inputs]) for one in sets]
+            except GraphError as error:
+                raise Inexact(f"the graph is not for every size: {error}") from error
+            if graphs[0].meta["random_ops"]:
+                raise Inexact("random numbers depend on where they stand in a tensor")
+            masked = mask_padding(graphs, sizes, others, capture_of(self.place.backends[0]))
+            cpu = torch.device("cpu")
+            program = self._program(masked.module, [*self.devices, *(cpu for _ in sizes)])
+        metrics.count("BucketCompile")
+        metrics.metrics.add_time("CompileDoorTime", perf_counter() - start)
+        return PaddedProgram(program, symbols, sizes, masked.results)
+
+    def _remember(self, key: Any, program: Run) -> None:
+        self._programs[key] = program
+        if len(self._programs) > MAX_SHAPES:
+            self._programs.popitem(last=False)
+
+    # -- running ---------------------------------------------------------------------------------------------
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         """Run; ``args`` is emptied, so that values can be let go of as soon as they are not needed."""
         if not self.place.is_current():
@@ -110,12 +182,13 @@ class CompiledGraph:
         return program(args)
 
     def _specialised(self, args: Sequence[Any]) -> Run:
+        if self._symbols is not None and (padded := self._bucketed(args)) is not None:
+            return padded
         key = tuple([TensorSpec.of(value) if isinstance(value, torch.Tensor) else value for value in args])
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = self._compile(key)
-            if len(self._programs) > MAX_SHAPES:
-                self._programs.popitem(last=False)
+            program = self._compile(key)
+            self._remember(key, program)
         else:
             self._programs.move_to_end(key)
         return program

@@ -11,12 +11,14 @@ from ...backend.interface import Backend
 from ...backend.registry import registry
 from ...core.errors import ConfigError
 from ...core.specs import CompileSpec, CompileSpecs
+from .buckets import Buckets
 
 __all__ = ["Options"]
 
 _OWN: Final = {
     "backend": "a backend's name, or several in order of preference",
     "ordinal": "which of the backend's devices, for models on the CPU",
+    "buckets": "True, or sizes: what changes is padded up to them where that is exact, for models on the CPU",
 }
 
 
@@ -39,6 +41,7 @@ class Options:
     names: tuple[str, ...]
     ordinal: int
     given: Mapping[str, Any]
+    buckets: Buckets | None = None
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None, mode: str | None) -> Options:
@@ -47,12 +50,13 @@ class Options:
         if mode not in (None, "default"):
             given["mode"] = mode
         backend, ordinal = given.pop("backend", ()), given.pop("ordinal", 0)
+        buckets = Buckets.parse(given.pop("buckets", None))
         names = (backend,) if isinstance(backend, str) else backend
         if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
             raise ConfigError(f'option "backend" is {backend!r}, but must be {_OWN["backend"]}')
         if not isinstance(ordinal, int) or isinstance(ordinal, bool):
             raise ConfigError(f'option "ordinal" is {ordinal!r}, but must be a whole number')
-        return cls(tuple(names), ordinal, given)
+        return cls(tuple(names), ordinal, given, buckets)
 
     def backends(self) -> list[Backend]:
         """The named backends. Raises :class:`BackendNotFound` or :class:`BackendUnavailable`."""
