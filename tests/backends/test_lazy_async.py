@@ -85,6 +85,40 @@ def test_a_reader_waits_for_its_own_value_only(gated: Gated) -> None:
     assert second.tolist() == [3.0] * 3
 
 
+class GatedWorker(fakes.Fake):
+    """Computations on the device's own thread wait for a gate, others do not."""
+
+    name = "gated_worker"
+    releases_gil: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+
+    def execute(self, handle: Any, args: Sequence[BackendData], context: ExecutionContext) -> Sequence[BackendData]:
+        if threading.current_thread().name.startswith("torchport"):
+            assert self.gate.wait(60)
+        return super().execute(handle, args, context)
+
+
+@pytest.mark.parametrize("concurrent", [True, False])
+def test_a_short_computation_need_not_queue_behind_one_it_does_not_use(concurrent: bool) -> None:
+    backend = GatedWorker.install(concurrent=concurrent)
+    x, mask = torch.ones(3).to(backend.device), torch.ones(2).to(backend.device)
+    assert (mask * 2).sum().item() == 4
+    with torchport.config.override(execution="worker"):
+        y = x + 1
+        torchport.sync(wait=False)
+    opened = threading.Timer(0.2, backend.gate.set)
+    if not concurrent:
+        opened.start()
+    assert (mask * 2).sum().item() == 4
+    assert backend.gate.is_set() is not concurrent
+    if concurrent:
+        opened.start()
+    assert (y * mask.sum()).sum().item() == 12
+    assert backend.gate.is_set()
+
+
 def test_sync_waits_unless_told_not_to(gated: Gated) -> None:
     gated.gate.clear()
     x = torch.ones(3).to(gated.device) + 1

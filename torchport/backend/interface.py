@@ -333,6 +333,9 @@ class Backend(ABC):
     releases_gil: ClassVar[bool] = False
     """Whether ``execute`` spends its time outside Python's global lock: longer computations then run on a thread of
     their own while the program traces the next. Where it holds the lock, a second thread only gets in the way."""
+    concurrent: ClassVar[bool] = False
+    """Whether ``execute`` of several handles may run at once: a short computation whose value the program waits for
+    then does not queue behind a long one that it does not depend on."""
     control_flow: ClassVar[bool] = False
     """Whether graphs may hold ``cond`` and ``while_loop`` (:mod:`torchport.backend.control_flow`): ``supports`` is
     asked about each. Otherwise they split the graph."""

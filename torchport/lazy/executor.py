@@ -153,7 +153,7 @@ def _run(trace: Trace, handles: Sequence[LazyTensor], cause: str, kind: str) -> 
         raise
     job = Job.of_trace(trace, plan, numbers)
     trace.restart()
-    if kind != "eager" and runtime.worker.takes(plan, runtime.backend, kind in NOW):
+    if kind != "eager" and runtime.worker.takes(job, kind in NOW):
         job.promise(groups_of, plan.select(numbers, plan.specs))
         runtime.worker.submit(job)
         return None

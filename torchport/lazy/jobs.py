@@ -8,6 +8,7 @@ compiles and never takes the lock that recording and flushing hold.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import sys
@@ -141,6 +142,7 @@ class Job:
 
     __slots__ = (
         "args",
+        "beside",
         "computation",
         "cursor",
         "donated",
@@ -170,6 +172,8 @@ class Job:
         self.plan = plan
         self.computation = None if plan is None else plan.computation
         self.args = args
+        self.beside = False
+        """Whether it runs on the calling thread while the worker is at another job."""
         self.numbers = numbers
         self.keys = keys
         self.wanted = wanted
@@ -201,7 +205,7 @@ class Job:
         assert computation is not None
         backend = computation.backend
         args = self._arguments(plan)
-        with runtime.worker.running, computation.lock:
+        with contextlib.nullcontext() if self.beside else runtime.worker.running, computation.lock:
             context = computation.context
             if backend.donation:
                 self.donated = self._unshared(args)
@@ -225,6 +229,10 @@ class Job:
         for result in results:
             result.info = runtime
         return results
+
+    def has_arguments(self) -> bool:
+        """Whether no argument is still on its way."""
+        return all(a.__class__ is not Pending or a.has_value for a in self.args)
 
     def _arguments(self, plan: Plan) -> list[Any]:
         """The arguments of ``execute``, waited for. Raises the error that one of them ended in."""
@@ -321,14 +329,20 @@ class Worker:
         """Whether a job runs or waits."""
         return self._current is not None or bool(self._queue)
 
-    def takes(self, plan: Plan, backend: Backend, wanted_now: bool) -> bool:
+    def takes(self, job: Job, wanted_now: bool) -> bool:
         """Whether a run of a plan goes to the worker, rather than be done at once on the calling thread."""
+        plan, backend = job.plan, job.runtime.backend
+        assert plan is not None
         if config.execution != "auto":
             return config.execution == "worker" and not self._stopping
         if not backend.releases_gil or self._stopping:
             return False
         # Before its first run nobody knows how long a plan takes.
-        return self.busy or (not wanted_now and plan.checked and plan.seconds > SHORT)
+        short = not plan.checked or plan.seconds <= SHORT
+        if self.busy:
+            job.beside = wanted_now and backend.concurrent and plan.checked and short and job.has_arguments()
+            return not job.beside
+        return not (wanted_now or short)
 
     def submit(self, job: Job) -> None:
         """Queue a job."""

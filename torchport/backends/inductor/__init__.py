@@ -105,6 +105,7 @@ class InductorBackend(Backend):
 
     name = "inductor"
     releases_gil = True
+    concurrent = True
     donation = True
     version = f"1-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
 
