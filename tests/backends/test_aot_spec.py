@@ -380,3 +380,26 @@ def test_partitioners_in_order_and_purity_on_real_backends() -> None:
     assert exported.graph_module.print_readable(print_output=False) == before
     x = torch.randn(2, 3, 8)
     torch.testing.assert_close(lowered(x), exported.module()(x))
+
+
+def test_what_neither_a_backend_nor_the_file_takes_is_said() -> None:
+    class Branching(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y - 1, (x,))
+
+    with pytest.raises(UnsupportedOp, match="cond cannot be part of a program") as caught:
+        aot.lower(Branching(), (X,), backend="add_sub")
+    assert "test_aot_spec.py" in str(caught.value)
+
+
+def test_what_torch_cannot_save_is_said(tmp_path: Path) -> None:
+    class Named(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return x.max(0)
+
+    lowered = aot.lower(Named(), (X,), backend="reference")
+    assert lowered(X).indices == 1
+    with pytest.raises(ProgramError, match="plain tuples, lists and dicts") as caught:
+        lowered.save(tmp_path / "m.pt2")
+    assert caught.value.code == ErrorCode.NOT_SUPPORTED
+    assert os.listdir(tmp_path) == []

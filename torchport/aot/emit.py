@@ -45,8 +45,11 @@ def module_path(node: fx.Node) -> str:
 
 _FRAME: Final = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n((?:(?!\s*File ").*\n?)*)')
 _FRAMES_KEPT: Final = 16
-_OWN: Final = tuple(f"{path}/" for path in (*torch.__path__, __file__.removesuffix("/aot/emit.py")))
-"""Folders whose frames are not the user's."""
+_OWN: Final = (
+    "<eval_with_key>",  # code that FX generated
+    *(f"{path}/" for path in (*torch.__path__, __file__.removesuffix("/aot/emit.py"))),
+)
+"""Files and folders whose frames are not the user's."""
 
 
 def place_of(node: fx.Node) -> doc.Place:
@@ -290,7 +293,7 @@ def emit(
     used.update(node for node in outer.graph.nodes if targets.get(node.name) in state)
     emitter.placeholders(outer, used)
     for node in outer.graph.nodes:
-        if node.op == "get_attr" and node in used:
+        if node.op == "get_attr" and node in used and "constant" in node.meta:
             emitter.bound[emitter.number(node)] = emitter.constant(node, str(node.target))
     graphs: list[fx.GraphModule] = []
     for node in outer.graph.nodes:

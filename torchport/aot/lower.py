@@ -13,7 +13,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils._pytree import tree_map
 
 from .. import __version__
-from ..backend.fx_normalise import has_symbols, normalise
+from ..backend.fx_normalise import has_symbols, normalise, source_line
 from ..backend.interface import Backend, Processed
 from ..backend.normal_form import verify_graph
 from ..backend.partition import Partitioned, partition
@@ -182,15 +182,17 @@ class _Lowering:
     left: dict[str, list[Left]] = field(default_factory=dict[str, list[Left]])
     graphs: dict[str, fx.GraphModule] = field(default_factory=dict[str, fx.GraphModule])
 
-    def method(self, name: str, functional: ExportedProgram, state: Collection[str]) -> None:
-        """Split one method among the partitioners. ``state``: buffers that some method changes."""
+    def method(self, name: str, functional: ExportedProgram, given: ExportedProgram, state: Collection[str]) -> None:
+        """Split one method among the partitioners. ``given``: the program before its writes were taken out; ``state``:
+        buffers that some method changes."""
         unchanged = _constants_of(functional, state)
-        self._number(functional.graph)
+        self._number(functional.graph, given.graph)
         wanted = [Wanted(partitioner) for partitioner in self.partitioners]
         graph = normalise(functional.graph_module, wanted)
         for node in graph.graph.nodes:
-            if node.op == "get_attr":
-                node.meta["constant"] = getattr(graph, str(node.target))
+            value = getattr(graph, str(node.target)) if node.op == "get_attr" else None
+            if isinstance(value, torch.Tensor):  # else a graph that an operator takes, such as a branch of torch.cond
+                node.meta["constant"] = value
                 unchanged.add(node.name)
         constants = [node for node in graph.graph.nodes if node.name in unchanged]
         tagging = collect_tags(self.partitioners, graph, frozenset(constants))
@@ -214,10 +216,13 @@ class _Lowering:
             delegation = tagging.delegates[one.backend]
             self.pieces[name].append(Piece(delegation.backend, delegation.specs, one.module))
 
-    def _number(self, graph: fx.Graph) -> None:
+    def _number(self, graph: fx.Graph, given: fx.Graph) -> None:
         """Give every operator a debug handle that is its own in the whole program, and note where it comes from."""
+        before = {node.name: node for node in given.nodes}
         for node in graph.nodes:
             if node.op == "call_function":
+                if source_line(node) is None and node.name in before:  # control flow loses it on the way
+                    node.meta["stack_trace"] = before[node.name].meta.get("stack_trace")
                 handle = len(self.debug.handles) + 1
                 node.meta["debug_handle"] = handle
                 self.debug.handles[handle] = place_of(node)
@@ -377,7 +382,7 @@ def lower(
     state = {name for program in functional.values() for name in program.graph_signature.buffers_to_mutate.values()}
     try:
         for name, program in functional.items():
-            lowering.method(name, program, state)
+            lowering.method(name, program, exported[name], state)
         document, blobs = lowering.program(lowering.preprocess())
     except ImportError as error:
         reasons = {one.backend.name: one.backend.unavailable_reason() for one in chosen}

@@ -57,7 +57,14 @@ class _Exported:
     def _saved(program: ExportedProgram, folder: Path, stack: ExitStack) -> dict[str, memoryview]:
         """The entries ``torch.export.save`` writes, in a file without a name: nothing is left if we are killed."""
         file = stack.enter_context(tempfile.TemporaryFile(dir=folder))  # noqa: SIM115
-        torch.export.save(program, file)  # type: ignore[arg-type]
+        try:
+            torch.export.save(program, file)  # type: ignore[arg-type]
+        except (NotImplementedError, ValueError, TypeError, RuntimeError) as error:
+            raise ProgramError(
+                f"torch.export.save cannot write the exported model, which the file holds too: {type(error).__name__}: "
+                f"{error}; have the model take and give plain tuples, lists and dicts of tensors",
+                code=ErrorCode.NOT_SUPPORTED,
+            ) from error
         file.flush()
         view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         found: dict[str, memoryview] = {}

@@ -48,7 +48,10 @@ _CHECKS: Final = {"_assert_tensor_metadata", "sym_constrain_range", "sym_constra
 """Operators that check what holds already, the shapes being numbers; without results."""
 
 _PLACE: Final = re.compile(r'File "(.*?)", line (\d+), in (\S+)')
-_HIDDEN: Final = tuple(f"{path}/" for path in (*torch.__path__, __file__.removesuffix("/backend/fx_normalise.py")))
+_HIDDEN: Final = (
+    "<eval_with_key>",  # code that FX generated
+    *(f"{path}/" for path in (*torch.__path__, __file__.removesuffix("/backend/fx_normalise.py"))),
+)
 
 
 def source_line(node: fx.Node) -> str | None:
