@@ -193,9 +193,9 @@ class LazyCore:
         torch._lazy.ts_backend.init()
         self._mark_step: Any = torch._lazy.mark_step
 
-    def mark(self, reuse: bool = False) -> None:
+    def mark(self, reuse: bool = False, wait: bool = True) -> None:
         """Compute what is pending, wait for it, and begin an empty trace with IR reuse on or off."""
-        self._mark_step(wait=True)
+        self._mark_step(wait=wait)
         torch._C._lazy._set_reuse_ir(reuse)  # type: ignore[attr-defined]
 
     def timed(self, run: Callable[[], object], reuse: bool = False) -> Timed:

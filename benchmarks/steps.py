@@ -2,9 +2,10 @@
 
     python -m benchmarks.steps [--quick] [--models mlp,bert] [--modes inference,training] [--threads 1]
 
-The engines run in turn, step by step, in one process per model; a step ends when its result is there. Training is
+The engines run in turn in one process per model. "Alone": a step ends when its result is there. "In a row": five steps,
+and the wait for the last one's result, divided by five; so runs a loop that does not look at every loss. Training is
 AdamW (PyTorch's defaults). The tables also say what the first step took: compiling a training step with Inductor takes
-minutes.
+up to minutes.
 """
 
 from __future__ import annotations
@@ -20,43 +21,68 @@ import torch
 
 import torchport
 
-from .common import LazyCore, Samples, Timed, interleave, ratio, ratio_cell, table, timed
+from .common import LazyCore, Samples, Timed, interleave, ratio, ratio_cell, table
 from .models import MODELS, Example, inference, training
 
 __all__ = ["main"]
 
 Make = Callable[[Example], Callable[[], torch.Tensor]]
 MAKE: dict[str, Make] = {"inference": inference, "training": training}
-WARMUP = 4
+WARMUP = 2
+IN_A_ROW = 5
+SECONDS = 30.0
+Step = Callable[[bool], torch.Tensor]
+"""A step, told whether it is the last one before the wait: then it ends with everything computed."""
 PEERS = ("eager", "lazy", "torch.compile")
 
 
-def _port(model: str, make: Make, backend: str) -> Timed:
+def _port(model: str, make: Make, backend: str) -> Step:
     # Each backend has an index of its own but for the first, which is bound to port:0, the fast path.
     example = MODELS[model]().to(torchport.device(backend))
     step = make(example)
 
-    def whole() -> object:
+    def whole(last: bool) -> torch.Tensor:
         kept = step()
-        torchport.sync()
+        torchport.sync(wait=last)
         return kept
 
-    return timed(whole)
+    return whole
 
 
-def _eager(model: str, make: Make) -> Timed:
-    return timed(make(MODELS[model]()))
+def _eager(model: str, make: Make) -> Step:
+    step = make(MODELS[model]())
+    return lambda last: step()
 
 
-def _lazy(model: str, make: Make, core: LazyCore) -> Timed:
+def _lazy(model: str, make: Make, core: LazyCore) -> Step:
     step = make(MODELS[model]().to("lazy"))
 
-    def whole() -> object:
+    def whole(last: bool) -> torch.Tensor:
         kept = step()
-        core.mark()
+        core.mark(wait=last)
         return kept
 
-    return timed(whole)
+    return whole
+
+
+def _compiled(model: str, make: Make) -> Step:
+    step = compiled(MODELS[model](), make)
+    return lambda last: step()
+
+
+def _batch(step: Step, steps: int) -> Timed:
+    """Seconds of one of several steps. What they return dies after the clock has stopped."""
+
+    def batch() -> float:
+        start = perf_counter()
+        for _ in range(steps - 1):
+            step(False)
+        kept = step(True)
+        seconds = perf_counter() - start
+        del kept
+        return seconds / steps
+
+    return batch
 
 
 def compiled(example: Example, make: Make) -> Callable[[], torch.Tensor]:
@@ -71,27 +97,15 @@ def compiled(example: Example, make: Make) -> Callable[[], torch.Tensor]:
     return make(Example(example.model, example.batch, forward(example.forward), loss))
 
 
-def _with_first(batch: Timed, name: str, firsts: dict[str, float]) -> Timed:
-    """The batch, noting how long the first one and the compiling in it took."""
-
-    def noted() -> float:
-        start = perf_counter()
-        seconds = batch()
-        firsts.setdefault(name, perf_counter() - start)
-        return seconds
-
-    return noted
-
-
-def _engines(model: str, make: Make, backends: list[str]) -> dict[str, Timed]:
+def _engines(model: str, make: Make, backends: list[str]) -> dict[str, Step]:
     core = LazyCore()
-    engines: dict[str, Callable[[], Timed]] = {}
+    engines: dict[str, Callable[[], Step]] = {}
     for backend in backends:
         engines[f"port-{backend}"] = lambda backend=backend: _port(model, make, backend)
     engines["eager"] = lambda: _eager(model, make)
     engines["lazy"] = lambda: _lazy(model, make, core)
-    engines["torch.compile"] = lambda: timed(compiled(MODELS[model](), make))
-    made: dict[str, Timed] = {}
+    engines["torch.compile"] = lambda: _compiled(model, make)
+    made: dict[str, Step] = {}
     for name, build in engines.items():
         try:
             made[name] = build()
@@ -100,27 +114,43 @@ def _engines(model: str, make: Make, backends: list[str]) -> dict[str, Timed]:
     return made
 
 
-def _print(model: str, mode: str, found: dict[str, Samples], firsts: dict[str, float]) -> None:
+def _first(steps: dict[str, Step]) -> dict[str, float]:
+    """Seconds of each engine's first steps, with the compiling in them; one that fails takes no further part."""
+    firsts: dict[str, float] = {}
+    for name, step in list(steps.items()):
+        start = perf_counter()
+        try:
+            for _ in range(WARMUP):
+                step(True)
+        except Exception as error:
+            print(f"{name} fails: {type(error).__name__}: {error}".splitlines()[0], flush=True)
+            del steps[name]
+        else:
+            firsts[name] = perf_counter() - start
+    return firsts
+
+
+def _print(title: str, found: dict[str, Samples], firsts: dict[str, float]) -> None:
     rows = []
     for name, samples in found.items():
         peers = [ratio_cell(samples, found.get(peer, Samples())) for peer in PEERS]
-        first = f"{firsts[name]:.1f}" if name in firsts else "—"
-        rows.append([name, samples.cell(1e3), first, *peers])
-    header = ("engine", "ms (best / median)", "first step, s", *(f"÷ {peer}" for peer in PEERS))
-    table(f"{model}, {mode}", header, rows)
-    inductor, peer = found.get("port-inductor", Samples()), found.get("torch.compile", Samples())
-    if model == "minilm" and inductor.seconds and peer.seconds:
-        best, median = ratio(inductor, peer)
-        print(f"\nMiniLM, port-inductor ÷ torch.compile: {best:.2f} best, {median:.2f} median; the target is 1.10")
+        rows.append([name, samples.cell(1e3), f"{firsts[name]:.1f}", *peers])
+    header = ("engine", "ms (best / median)", "first two steps, s", *(f"÷ {peer}" for peer in PEERS))
+    table(title, header, rows)
 
 
 def measure(model: str, mode: str, backends: list[str], batches: int) -> None:
-    """Print the table of one model in one mode."""
+    """Print the tables of one model in one mode."""
     torchport.use(backends[0])
-    firsts: dict[str, float] = {}
-    engines = _engines(model, MAKE[mode], backends)
-    noted = {name: _with_first(batch, name, firsts) for name, batch in engines.items()}
-    _print(model, mode, interleave(noted, batches, WARMUP), firsts)
+    steps = _engines(model, MAKE[mode], backends)
+    firsts = _first(steps)
+    for how, in_a_row in (("alone", 1), (f"{IN_A_ROW} in a row", IN_A_ROW)):
+        found = interleave({name: _batch(step, in_a_row) for name, step in steps.items()}, batches, WARMUP, SECONDS)
+        _print(f"{model}, {mode}, {how}", found, firsts)
+        inductor, peer = found.get("port-inductor", Samples()), found.get("torch.compile", Samples())
+        if model == "minilm" and inductor.seconds and peer.seconds:
+            best, median = ratio(inductor, peer)
+            print(f"\nMiniLM, port-inductor ÷ torch.compile: {best:.2f} best, {median:.2f} median; the target is 1.10")
 
 
 def available() -> list[str]:
