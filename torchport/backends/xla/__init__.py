@@ -162,6 +162,12 @@ class XlaBackend(Backend):
     ) -> Sequence[BackendData]:
         return handle.run(args, context.donated)
 
+    def execute_on_host(
+        self, handle: XlaProgram, tensors: list[torch.Tensor], specs: Sequence[TensorSpec], context: ExecutionContext
+    ) -> Sequence[torch.Tensor]:
+        made = handle.run_on_host(tensors)
+        return super().execute_on_host(handle, tensors, specs, context) if made is None else made
+
     def destroy(self, handle: XlaProgram | None) -> None:
         if handle is not None:
             handle.close()

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import jax
+import torch
 
 from torchport.backend.interface import BackendData, BackendDevice
 from torchport.core.errors import BackendUnavailable, ExecutionError
@@ -18,11 +19,13 @@ from torchport.core.specs import TensorSpec
 from . import executables, jax_api
 from .container import Artifact
 from .dtypes import jax_dtype
-from .values import XlaData
+from .values import XlaData, from_array, shares_memory, to_array
 
 __all__ = ["XlaProgram", "compile_now", "jax_device", "wait"]
 
 _x64 = jax.enable_x64
+_address: Any = torch._C.TensorBase.data_ptr  # type: ignore[attr-defined]
+"""``data_ptr`` of tensors that are known to have memory."""
 
 
 @functools.cache
@@ -95,6 +98,8 @@ class XlaProgram:
         self._place = jax_device(device)
         self._plain: Any = executable_of(artifact, self._place)
         self._places = jax_api.input_places(artifact, self._place) if artifact.placement is not None else None
+        self._here = device.type == "cpu" and device.ordinal == 0 and self._places is None
+        self._lent: list[tuple[int, Any]] = [(0, None)] * len(artifact.inputs)
         self._asked: Counter[frozenset[int]] = Counter()
         self._donating: dict[frozenset[int], Any] = {}
 
@@ -113,6 +118,35 @@ class XlaProgram:
         if self._all_new:
             return [XlaData(self.device, spec, array) for spec, array in zip(self.outputs, results, strict=True)]
         return self._shared_out(args, results)
+
+    def run_on_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """Compute on CPU tensors that are lent for the call; ``None`` where the device does not share their memory.
+
+        An input that comes again with the same memory, as parameters do, is not handed over again. Results have memory
+        of their own, and are there when this returns. Raises :class:`ExecutionError`.
+        """
+        if not self._here or self._plain is None or len(tensors) != len(self.inputs):
+            return None
+        try:
+            with _x64(True):
+                arrays = [self._lend(at, tensor) for at, tensor in enumerate(tensors)]
+                results = self._plain(*arrays)
+            values = [results[o] if o >= 0 else arrays[-1 - o] for o in self._origins]
+            made = [from_array(value, spec.dtype) for value, spec in zip(values, self.outputs, strict=True)]
+        except Exception as error:
+            raise ExecutionError(f"XLA failed: {type(error).__name__}: {error}") from error
+        return [tensor.clone() if at in self._shared else tensor for at, tensor in enumerate(made)]
+
+    def _lend(self, at: int, tensor: torch.Tensor) -> Any:
+        """An input as an array with the tensor's memory, kept from the second time on that the memory comes."""
+        place = _address(tensor)
+        before, array = self._lent[at]
+        if before == place and array is not None and tensor.is_contiguous():
+            return array
+        array = to_array(tensor, self._place, True)
+        kept = before == place and shares_memory(tensor)
+        self._lent[at] = (place, array if kept else None)
+        return array
 
     def _shared_out(self, args: Sequence[Any], values: Sequence[Any]) -> list[BackendData]:
         """One value per output where several outputs, or an output and an input, are the same array."""
@@ -153,6 +187,7 @@ class XlaProgram:
         """Release the executables; results stay valid. May be called more than once."""
         self._plain = None
         self._donating = {}
+        self._lent = []
 
 
 def _plain(spec: TensorSpec) -> str:
