@@ -403,3 +403,17 @@ def test_what_torch_cannot_save_is_said(tmp_path: Path) -> None:
         lowered.save(tmp_path / "m.pt2")
     assert caught.value.code == ErrorCode.NOT_SUPPORTED
     assert os.listdir(tmp_path) == []
+
+
+def test_a_model_without_inputs_gives_tensors() -> None:
+    class Constant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("value", torch.tensor([1.0, 2.0]))
+
+        def forward(self) -> tuple[torch.Tensor, int]:
+            return self.value + self.value, 3
+
+    lowered = aot.lower(Constant(), backend="add_sub")
+    assert not lowered.left["forward"]
+    torch.testing.assert_close(lowered(), (torch.tensor([2.0, 4.0]), 3))

@@ -13,6 +13,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ..backend.arrays import array_to_tensor
 from ..backend.interface import Backend
 from ..backend.registry import Registry
 from ..core.errors import ErrorCode, MethodError, ProgramError
@@ -95,6 +96,13 @@ class _Snapshot:
         )
 
 
+def _tensor(value: Any, output: doc.Output) -> Any:
+    """An output as a tensor, if it is one."""
+    if output.spec is None or isinstance(value, torch.Tensor):
+        return value
+    return array_to_tensor(value, getattr(torch, output.spec.dtype))
+
+
 def _registry_of(backends: Iterable[Backend]) -> Registry:
     """The backends a program was lowered for, which need not be registered."""
     registry = Registry()
@@ -169,7 +177,11 @@ class LoweredProgram:
         flat = self.flatten(method, args, kwargs)
         spec = self._exported[method].call_spec
         assert spec.out_spec is not None
-        return tree_unflatten(list(loaded(*flat)), spec.out_spec)
+        results = list(loaded(*flat))
+        if not any(isinstance(value, torch.Tensor) for value in flat):  # the runtime cannot tell what is wanted
+            outputs = self._document.methods[method].outputs
+            results = [_tensor(value, output) for value, output in zip(results, outputs, strict=True)]
+        return tree_unflatten(results, spec.out_spec)
 
     def flatten(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """A method's inputs in order, from the model's arguments. Raises :class:`MethodError` if they do not fit."""
