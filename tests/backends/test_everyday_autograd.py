@@ -97,6 +97,24 @@ def test_in_place_on_a_leaf_raises_and_changed_saved_tensors_are_noticed(device:
         z.backward()
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.mul_(2),
+        lambda x: torch._foreach_add_([x], 1),
+        lambda x: torch._foreach_lerp_([x, x.clone()], [x.clone(), x.clone()], 0.5),
+        lambda x: torch._foreach_zero_([x, x]),
+        lambda x: torch._foreach_copy_([x], [x + 1]),
+    ],
+)
+def test_writes_to_what_is_saved_are_noticed_also_in_lists(device: torch.device, write: Any) -> None:
+    x = ramp(3, device=device)
+    loss = (torch.ones(3, device=device).requires_grad_() * x).sum()
+    write(x.detach())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_in_place_operations_inside_autograd(device: torch.device) -> None:
     def use(d: torch.device) -> Any:
         x = ramp(2, 3, device=d).requires_grad_()

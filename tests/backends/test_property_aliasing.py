@@ -116,7 +116,7 @@ class Pair:
             self.cpu.requires_grad,
         ), where
         got, want = self.port.detach().cpu(), self.cpu.detach()
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4, equal_nan=True, msg=lambda m: f"{where}: {m}")
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3, equal_nan=True, msg=lambda m: f"{where}: {m}")
 
 
 class Machine:

@@ -152,11 +152,14 @@ class Programs(Machine):
                 x.detach().mul_(number)
                 return x.detach()[:1] + 1
 
-        cpu = work(a.cpu)
-        port = elsewhere(lambda: work(a.port))
-        if isinstance(cpu, torch.Tensor):
-            self.add(Pair(cpu, port))
-        else:
+        def on_port(x: torch.Tensor) -> Any:
+            return work(x) if x is a.cpu else elsewhere(lambda: work(x))
+
+        found = self.both(on_port, a)
+        if isinstance(found, Pair):
+            self.add(found)
+        elif found is not None:
+            cpu, port = found
             assert port == pytest.approx(cpu, rel=1e-4, abs=1e-3, nan_ok=True), where
 
     def do_refused(self, a: Pair, b: Pair, k: int, number: float, where: str) -> None:

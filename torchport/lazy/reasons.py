@@ -126,7 +126,7 @@ def _above(node: Node) -> dict[str, Any] | None:
         parent = at.parent
         siblings = [child for child in dict.values(parent.children) if child is not at]
         if siblings:
-            nearest = max(siblings[-64:], key=lambda other: _likeness(at, other))
+            nearest = max(reversed(siblings[-64:]), key=lambda other: _likeness(at, other))  # the newest among equals
             return {**_difference(at, nearest), "shared": parent.depth, **_name(at), **_known(nearest)}
         if parent.plans:
             changed = "it goes on where a known trace ended"

@@ -32,6 +32,8 @@ _inner_of = torch._from_functional_tensor
 _sync = torch._functionalize_sync
 _replace = torch._functionalize_replace
 _commit = torch._functionalize_commit_update
+_written = torch.autograd.graph.increment_version
+"""Autograd notices when what it saved has been written."""
 
 
 def install(library: torch.library.Library, functional: Mapping[Any, Callable[..., Any]]) -> None:
@@ -164,7 +166,10 @@ def _of_list(op: Any, kernel: Callable[..., Any], original: Any, restride: Calla
                 op(selfs[at : at + 1], *one, **kwargs)
             return None
         if not fast:
-            return original.call_boxed(keys, selfs, *args, **kwargs)
+            result = original.call_boxed(keys, selfs, *args, **kwargs)
+            if ours:
+                _written(selfs)
+            return result
         outs = kernel(inner, *map(_unwrapped, args), **{name: _unwrapped(value) for name, value in kwargs.items()})
         node = threads.trace.cursor
         if not (node.fits and node.ready is outs):
@@ -181,6 +186,7 @@ def _of_list(op: Any, kernel: Callable[..., Any], original: Any, restride: Calla
         _exhaust(map(_replace, selfs, outs))
         _exhaust(map(_commit, selfs))
         _exhaust(map(_sync, selfs))
+        _written(selfs)  # PyTorch does it above the device for single tensors only
         return None
 
     return inplace
