@@ -70,7 +70,8 @@ class FileLoader(BytesLoader):
             # Not blocking: opening a named pipe would wait for a writer.
             descriptor = os.open(self.path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
         except (OSError, ValueError) as error:
-            raise ProgramError(f"cannot open {self.path!r}: {error}", code=ErrorCode.ACCESS_FAILED) from error
+            why = getattr(error, "strerror", None) or error
+            raise ProgramError(f"cannot open {self.path!r}: {why}", code=ErrorCode.ACCESS_FAILED) from error
         try:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode):

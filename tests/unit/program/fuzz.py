@@ -39,7 +39,7 @@ from torchport.program.document import DEBUG, PROGRAM
 from torchport.program.loader import BytesLoader
 from torchport.program.writer import ROOT
 
-MEMORY = 256 << 20
+MEMORY = 64 << 20
 """Bytes a batch may use beyond what it has when it starts; the files are a few kilobytes."""
 SECONDS = 20
 """Longest time of one case."""
