@@ -107,7 +107,10 @@ class ExecuTorchBackend(Backend):
             raise CompileError(f"ExecuTorch cannot load these bytes: {error}; lower again") from error
 
     def execute(self, handle: Any, args: Sequence[BackendData], context: ExecutionContext) -> Sequence[BackendData]:
-        tensors = [arg.tensor.contiguous() for arg in args if isinstance(arg, TensorData) and arg.tensor is not None]
+        # Detached, since the engine knows plain tensors only, and a lent one may be a parameter.
+        tensors = [
+            arg.tensor.detach().contiguous() for arg in args if isinstance(arg, TensorData) and arg.tensor is not None
+        ]
         try:
             results = handle[0].execute(tensors)
         except RuntimeError as error:
