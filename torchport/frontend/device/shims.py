@@ -24,6 +24,7 @@ from ...core.errors import StorageAccess
 from ...lazy.closures import step_ended
 from ...lazy.runtime import flush_mine
 from ...lazy.tensor import DEVICE_TYPE, LazyTensor
+from ...lazy.trace import unwrap, wrap
 from .opaque import opaque
 
 __all__ = ["TorchWithoutWrapping", "install", "is_ours", "storages_are_names"]
@@ -127,14 +128,30 @@ def _keep_parameters() -> None:
             for child in self.children():
                 child._apply(fn)
         uninitialized = _move_uninitialized(self, fn)
+        arriving = [p for p in self._parameters.values() if type(p) is torch.nn.Parameter and not _is_port(p)]
         future.set_swap_module_params_on_conversion(True)
         try:
             return original(self, fn, False)
         finally:
             future.set_swap_module_params_on_conversion(False)
             self._parameters.update(uninitialized)
+            for parameter in filter(_is_port, arriving):
+                _no_view(parameter)
 
     torch.nn.Module._apply = apply  # type: ignore[method-assign]
+
+
+def _no_view(parameter: torch.nn.Parameter) -> None:
+    """Give a parameter that has just arrived a wrapper of its own.
+
+    ``Parameter(x)`` is a view of ``x``. Nobody holds that any more, but each write to the parameter would update it.
+    """
+    grad, parameter.grad = parameter.grad, None
+    own = wrap(unwrap(parameter)).requires_grad_(parameter.requires_grad)
+    own.__class__ = torch.nn.Parameter
+    own.__dict__.update(parameter.__dict__)
+    torch.utils.swap_tensors(parameter, own)
+    parameter.grad = grad
 
 
 def _move_uninitialized(module: torch.nn.Module, fn: Callable[..., Any]) -> dict[str, Any]:
