@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
@@ -89,6 +90,10 @@ def on_files(files: Files, config: Any) -> Files:
             if target is not None and page is not None and page.startswith("source/") and page not in shown:
                 shown.add(page)
                 files.append(File.generated(config, page, content=_show(target)))
+    places: dict[str, str] = {}
+    for file in files.documentation_pages():
+        if places.setdefault(file.dest_uri, file.src_uri) != file.src_uri:
+            raise PluginError(f"{file.src_uri} and {places[file.dest_uri]} would be one page; rename one of them")
     listed = _listed(config["nav"])
     more = next(section[_MORE] for section in config["nav"] if _MORE in section)
     for file in files.documentation_pages():

@@ -25,7 +25,7 @@ from ..backend.registry import resolve_device
 from ..backend.serialize import decode, encode
 from ..core.errors import BackendUnavailable, TorchportError
 from ..core.specs import CompileSpecs
-from .plan import DEFAULT_SEED, Case
+from .plan import DEFAULT_SEED, PASSED, Case
 from .pool import death_of, process_context, tail_of
 from .program_text import program_text
 from .shrink import Program, operators_of, shrink, with_inputs
@@ -277,6 +277,8 @@ def _first_failing(folder: Path, trials: _Trials, end: str) -> tuple[Program, st
         verdict = trials.verdict(program)
         if not verdict.startswith(("passes", "invalid")):
             return program, verdict
+    if end.startswith((*PASSED, "done")):
+        raise TorchportError(f"nothing fails: the whole passes, and so does each of its {count} graphs by itself")
     raise TorchportError(
         f"none of the {count} graphs that reached the backend fails by itself, while the whole ended: {end}. "
         f"The fault is then not in what the backend computes\n{tail_of(folder / 'log', 800)}"

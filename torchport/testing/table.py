@@ -1,4 +1,4 @@
-"""Reports as Markdown: ``python -m torchport.testing.table REPORT.json … > README.md``.
+"""Reports as Markdown: ``python -m torchport.testing.table REPORT.json … > results.md``.
 
 The page has a table of all runs, then for each backend its runs by variant and dtype, the operators that ran on the
 host, and the limits with their reasons.
@@ -17,7 +17,7 @@ from .report import Report, percent, read_report
 __all__ = ["command_of", "markdown"]
 
 _INTRO: Final = """\
-# Summary tables
+# Results
 
 What `torchport conform` found on the backends that ship. [Conformance](../conformance.md) says what is run and what the
 words mean. `python -m torchport.testing.table REPORT.json …` writes this page; the commands stand with the tables.
