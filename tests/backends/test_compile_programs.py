@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import Refusing
+from fakes import Fake, Refusing
 from torch import nn
 from torch._higher_order_ops.while_loop import while_loop
 from torch.utils.checkpoint import checkpoint
@@ -298,3 +298,25 @@ def test_batch_norm_whose_input_needs_no_gradient(place: torch.device, backend: 
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         same(p.grad, q.grad)
     same(ours.running_var, theirs.running_var)
+
+
+def test_a_mesh_and_shardings_reach_every_backend(backend: str) -> None:
+    """They are of no one backend; a mesh of one device splits nothing, and a backend without meshes ignores them."""
+    seen: list[Any] = []
+
+    class Told(Fake):
+        name = "told"
+
+        def preprocess(self, graph: Any, specs: Any) -> Any:
+            seen.append(dict(specs))
+            return super().preprocess(graph, specs)
+
+    mesh = {"axes": ["data"], "shape": [1]}
+    shardings = [["data", None]]
+    for name in (Told.install().name, backend):
+        options = {"backend": name, "mesh": mesh, "input_shardings": shardings}
+        run = torch.compile(lambda x: x.sin() @ x.t(), backend="torchport", options=options)
+        x = rand(4, 3)
+        same(run(x), x.sin() @ x.t())
+        torch.compiler.reset()
+    assert seen == [{"mesh": b'{"axes": ["data"], "shape": [1]}', "input_shardings": b'[["data", null]]'}]

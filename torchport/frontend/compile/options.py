@@ -20,6 +20,11 @@ _OWN: Final = {
     "ordinal": "which of the backend's devices, for models on the CPU",
     "buckets": "True, or sizes: what changes is padded up to them where that is exact, for models on the CPU",
 }
+_SHARED: Final = {
+    "mesh": "devices in named dimensions, as JSON, for backends that can use several",
+    "input_shardings": "how each input is split over the mesh, as JSON, for backends that can",
+}
+"""Compile specs of no one backend: each gets them, and those that cannot use them ignore them."""
 
 
 def _bytes(name: str, value: Any) -> bytes:
@@ -67,17 +72,22 @@ class Options:
 
         Raises :class:`ConfigError`, listing what there is, for an option that none of them reads.
         """
-        known = {name: backend.name for backend in backends for name in backend.compile_options}
-        unknown = sorted(set(self.given).difference(known))
+        known = {name for backend in backends for name in backend.compile_options}
+        unknown = sorted(set(self.given).difference(known, _SHARED))
         if unknown:
-            lines = [f"  {name}: {text}" for name, text in _OWN.items()]
+            lines = [f"  {name}: {text}" for name, text in {**_OWN, **_SHARED}.items()]
             for backend in backends:
-                lines += [f"  {name} ({backend.name}): {text}" for name, text in backend.compile_options.items()]
+                own = {name: text for name, text in backend.compile_options.items() if name not in _SHARED}
+                lines += [f"  {name} ({backend.name}): {text}" for name, text in own.items()]
             what, there_is = ", ".join(map(repr, unknown)), "\n".join(lines)
             raise ConfigError(f"torch.compile was given options that nothing here reads: {what}. Known are\n{there_is}")
         return {
             backend.name: CompileSpecs(
-                [CompileSpec(n, _bytes(n, v)) for n, v in self.given.items() if n in backend.compile_options]
+                [
+                    CompileSpec(name, _bytes(name, value))
+                    for name, value in self.given.items()
+                    if name in backend.compile_options or name in _SHARED
+                ]
             )
             for backend in backends
         }
