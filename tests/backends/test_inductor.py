@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from torchport.backend.interface import ExecutionContext, FreeableBuffer, InitContext, Processed
 from torchport.backends import inductor
-from torchport.backends.inductor import InductorBackend, container, machine, source
+from torchport.backends.inductor import InductorBackend, container, machine, source, torch_api
 from torchport.backends.reference import ReferenceBackend
 from torchport.core.errors import CompileError, ConfigError, ExecutionError
 from torchport.core.specs import CompileSpecs, TensorSpec
@@ -129,6 +129,21 @@ def test_convolution_and_batch_norm_backward() -> None:
         return y.detach(), mean, var, *torch.autograd.grad(y.square().sum(), leaves)
 
     check(fn, rand(2, 3, 17, 17), rand(8, 3, 3, 3), rand(8), rand(8), rand(8).abs(), rtol=1e-3, atol=1e-3)
+
+
+def test_only_large_convolutions_get_channels_last() -> None:
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.conv2d(x, w).relu()
+
+    def backward(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(fn(x, w.requires_grad_()).sum(), w)[0]
+
+    x, w = rand(1, 4, 40, 40), rand(4, 4, 3, 3)
+    small = normal_form(fn, [x[..., :8, :8].contiguous(), w])[0]
+    assert not torch_api.channels_last_pays(small)
+    assert torch_api.channels_last_pays(normal_form(fn, [x, w])[0])
+    assert not torch_api.channels_last_pays(normal_form(backward, [x, w])[0])
+    check(fn, x, w)
 
 
 def test_attention_embedding_and_layer_norm_backward() -> None:

@@ -57,7 +57,7 @@ from . import machine
 from .build import Toolchain
 from .source import MODEL, Wrapper, guard_kernels, quiet_interface, split_kernels, strip_wrapper
 
-__all__ = ["Generated", "generate", "last_error", "proxy_runner", "take_handles", "take_tensors"]
+__all__ = ["Generated", "channels_last_pays", "generate", "last_error", "proxy_runner", "take_handles", "take_tensors"]
 
 _compile_lock = threading.RLock()
 """Inductor keeps a compilation's state in globals; one at a time per process."""
@@ -383,7 +383,7 @@ def _toolchain(precompile: bool) -> Toolchain:
     )
 
 
-def _channels_last_pays(graph: fx.GraphModule) -> bool:
+def channels_last_pays(graph: fx.GraphModule) -> bool:
     """Whether convolutions are so large that turning each weight to channels-last in every run is worth it.
 
     Weights are inputs here, so the compiled code turns them around each time. Measured for ResNet-18 on one core of an
@@ -426,7 +426,7 @@ def generate(graph: fx.GraphModule, options: Mapping[str, Any]) -> Generated:
         unknown = sorted(set(options).difference(list_options()))
         if unknown:
             raise ConfigError(f'"inductor.options" names no option of torch._inductor.config: {", ".join(unknown)}')
-        computed = {"cpp.threads": _threads(), "layout_optimization": _channels_last_pays(graph)}
+        computed = {"cpp.threads": _threads(), "layout_optimization": channels_last_pays(graph)}
         stack.enter_context(config.patch({**_OPTIONS, **computed, **options}))
         stack.enter_context(V.set_aot_compilation(True))
         stack.enter_context(DebugContext())
