@@ -126,7 +126,7 @@ class Programs(Machine):
         after = port.get_rng_state()
         port.set_rng_state(state)
         with torch.set_grad_enabled(self.grad):
-            made = draw(a.port)
+            made = draw(a.port.detach())
         assert port.get_rng_state().tolist() == after.tolist(), where
         self.add(Pair(cpu, made.detach()))
 

@@ -1,0 +1,197 @@
+"""Programs as people write them: how many computations they come to, and that these settle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fakes
+import pytest
+import torch
+from everyday_support import counted, needs_counters, ramp, randn
+from torch import nn
+
+import torchport
+
+pytestmark = needs_counters
+
+
+# -- where a trace ends ------------------------------------------------------------------------------------------------
+def test_reading_a_view_of_a_pending_value_computes_it_once(device: torch.device) -> None:
+    runs = fakes.CountingBackend.install()
+    x = torch.ones(4, device=runs.device)
+    y = x.exp()
+    view = y.view(2, 2)[1]
+    assert view.tolist() == pytest.approx([2.7182818] * 2)
+    assert y.tolist() == pytest.approx([2.7182818] * 4)
+    assert (view.sum() + y.sum()).item() == pytest.approx(6 * 2.7182818)
+    assert runs.count("aten.exp.default") == 1
+
+
+def test_a_long_computation_without_reads_is_cut_at_the_bound(device: torch.device) -> None:
+    def run() -> torch.Tensor:
+        x = ramp(3, device=device)
+        for _ in range(2_000):
+            x = x * 0.5 + 1.5
+        return x
+
+    with torchport.config.override(max_trace_ops=512):
+        first = run()
+        torchport.sync()
+        with counted() as counts:
+            last = run()
+    assert counts["Flush: op"] == 2 * 2_000 // 512
+    assert counts["Execute"] == counts["Flush: op"] + 1, "and the rest"
+    assert counts["UncachedCompile"] == 0
+    assert last.tolist() == first.tolist() == pytest.approx([3.0] * 3)
+
+
+# -- numbers that vary -------------------------------------------------------------------------------------------------
+def warm_up(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(step / 10, 1.0))
+
+
+def by_hand(optimizer: torch.optim.Optimizer) -> Any:
+    class Schedule:
+        steps = 0
+
+        def step(self) -> None:
+            self.steps += 1
+            for group in optimizer.param_groups:
+                group["lr"] = 0.1 / self.steps
+                if "momentum" in group:
+                    group["momentum"] = 0.9 - 0.001 * self.steps
+
+    return Schedule()
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=200)
+
+
+@pytest.mark.parametrize("schedule", [warm_up, by_hand, one_cycle])
+@pytest.mark.parametrize("kind", ["Adam", "SGD"])
+@pytest.mark.parametrize("foreach", [True, False])
+def test_a_schedule_of_a_hundred_steps_compiles_nothing_new(
+    device: torch.device, schedule: Any, kind: str, foreach: bool
+) -> None:
+    compiled: list[int] = []
+
+    def train(d: torch.device | str, steps: int) -> list[float]:
+        torch.manual_seed(0)
+        net = nn.Linear(3, 1).to(d)
+        options: dict[str, Any] = {"momentum": 0.9} if kind == "SGD" else {}
+        optimizer = getattr(torch.optim, kind)(net.parameters(), lr=0.05, foreach=foreach, **options)
+        plan = schedule(optimizer)
+        for step in range(steps):
+            if step == 4:
+                compiled.append(torchport.metrics.counter("UncachedCompile"))
+            optimizer.zero_grad()
+            (net(torch.ones(2, 3).to(d)) - 1).square().mean().backward()
+            optimizer.step()
+            plan.step()
+        compiled.append(torchport.metrics.counter("UncachedCompile"))
+        return net.weight.flatten().tolist()
+
+    actual = train(device, 104)
+    assert compiled[0] == compiled[1]
+    assert actual == pytest.approx(train("cpu", 104), rel=1e-3, abs=1e-5)
+
+
+# -- generation --------------------------------------------------------------------------------------------------------
+class Decoder(nn.Module):
+    """One layer of attention over a cache of fixed size, written at a position that is a tensor."""
+
+    def __init__(self, width: int = 8, longest: int = 32, words: int = 11) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(words, width), nn.Linear(width, words)
+        self.query, self.pair = nn.Linear(width, width), nn.Linear(width, 2 * width)
+        self.register_buffer("keys", torch.zeros(longest, width))
+        self.register_buffer("values", torch.zeros(longest, width))
+
+    def forward(self, token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        x = self.embed(token)
+        key, value = self.pair(x).chunk(2, -1)
+        self.keys.index_copy_(0, position, key)
+        self.values.index_copy_(0, position, value)
+        scores = self.query(x) @ self.keys.t()
+        seen = torch.arange(len(self.keys), device=x.device) <= position
+        return self.head(scores.masked_fill(~seen, -torch.inf).softmax(-1) @ self.values + x)
+
+
+@pytest.mark.parametrize("count_by", ["tensor", "integer"])
+def test_generation_with_a_cache_of_fixed_size_is_one_computation(device: torch.device, count_by: str) -> None:
+    torch.manual_seed(0)
+    net = Decoder()
+
+    def generate(d: torch.device | str, length: int) -> list[int]:
+        net.to(d)
+        token, position = torch.zeros(1, dtype=torch.int64, device=d), torch.zeros(1, dtype=torch.int64, device=d)
+        tokens: list[int] = []
+        with torch.no_grad():
+            for at in range(length):
+                if count_by == "integer":
+                    position = torch.tensor([at], device=d)
+                token = net(token, position).argmax(-1)
+                if count_by == "tensor":
+                    position = position + 1
+                tokens.append(int(token.item()))
+        return tokens
+
+    expected = generate("cpu", 24)
+    assert generate(device, 4) == expected[:4]
+    with counted() as counts:
+        assert generate(device, 24) == expected
+    assert counts["UncachedCompile"] == 0
+    assert counts["Execute"] <= 24 + 1
+    assert counts["Fallback"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_gpt2_generates_what_the_cpu_does_and_knows_it_the_second_time(device: torch.device, cache: str | None) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 29, "n_positions": 32}
+    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=None, pad_token_id=0)
+    net = transformers.GPT2LMHeadModel(config).eval()
+    prompt = torch.tensor([[1, 2, 3]])
+
+    def generate(d: torch.device | str) -> list[list[int]]:
+        options = {"cache_implementation": cache} if cache else {}
+        return net.to(d).generate(prompt.to(d), max_new_tokens=6, do_sample=False, **options).tolist()
+
+    expected = generate("cpu")
+    assert generate(device) == expected
+    with counted() as counts:
+        assert generate(device) == expected
+    assert counts["UncachedCompile"] == 0
+    assert counts["Fallback"] == 0
+
+
+# -- random numbers ----------------------------------------------------------------------------------------------------
+def test_one_seed_one_sequence_in_every_form(device: torch.device) -> None:
+    """Lazy, eager and compiled, and each after the state was saved by another."""
+    x = randn(4, 3, device=device)
+
+    def noisy(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(x, 0.5) + torch.rand_like(x) + torch.randn(3, device=x.device)
+
+    def eager(x: torch.Tensor) -> torch.Tensor:
+        with torchport.mode("eager"):
+            return noisy(x)
+
+    forms = [noisy, eager, torch.compile(noisy, backend="torchport")]
+    port: Any = torch.port  # type: ignore[attr-defined]
+    drawn: list[list[torch.Tensor]] = []
+    for at, form in enumerate(forms):
+        torch.manual_seed(7)
+        first = form(x).cpu()
+        state = port.get_rng_state()
+        second = form(x).cpu()
+        port.set_rng_state(state)
+        drawn.append([first, second, forms[at - 1](x).cpu()])
+    for row in drawn:
+        assert torch.equal(row[0], drawn[0][0])
+        assert torch.equal(row[1], drawn[0][1])
+        assert torch.equal(row[2], row[1])
+        assert not torch.equal(row[0], row[1])
