@@ -68,7 +68,7 @@ def _make_peer(name: str, example: Example, exported: Any, folder: Path) -> Path
     return path
 
 
-def make(model: str, folder: Path) -> dict[str, str]:
+def make(model: str, folder: Path, engines: Sequence[str]) -> dict[str, str]:
     """Every engine's file for a model, ours and theirs; label → path. What fails is left out with its reason."""
     from torchport import aot
 
@@ -77,7 +77,7 @@ def make(model: str, folder: Path) -> dict[str, str]:
         exported = torch.export.export(example.module, example.args)
     found: dict[str, str] = {}
     for name in OURS:
-        if not _installed(name):
+        if name not in engines or not _installed(name):
             continue
         path = folder / f"ours-{name}.pt2"
         lowered = aot.lower(exported, backend=name)
@@ -87,6 +87,8 @@ def make(model: str, folder: Path) -> dict[str, str]:
             print(f"{model} on {name}: {len(left)} operators are left to PyTorch", flush=True)
         found[f"torchport {name}"] = str(path)
     for name, label in PEERS.items():
+        if name not in engines:
+            continue
         if not _installed(name):
             print(f"{label} is not installed and left out", flush=True)
             continue
@@ -302,27 +304,31 @@ def _size(path: str) -> int:
     return os.path.getsize(path) + (os.path.getsize(path[:-4] + ".bin") if path.endswith(".xml") else 0)
 
 
-def _report(model: str, folder: Path, seconds: float, repeats: int) -> None:
+def _make_files(model: str, folder: Path, engines: Sequence[str]) -> None:
+    """Compile a model for engines, into a folder that has its inputs too, and maybe other engines' files already."""
     import numpy
 
-    with contextlib.redirect_stdout(sys.stderr) if os.environ.get("QUIET") else contextlib.nullcontext():
-        paths = make(model, folder)
-    inputs = folder / "inputs.npz"
-    numpy.savez(inputs, **{f"input{i}": arg.numpy() for i, arg in enumerate(build(model).args)})
-    rows = []
-    for label, path in paths.items():
-        loaded, total = start(path, inputs, repeats)
+    folder.mkdir(parents=True, exist_ok=True)
+    listed = folder / "paths.json"
+    paths = json.loads(listed.read_text()) if listed.exists() else {}
+    paths |= make(model, folder, engines)
+    numpy.savez(folder / "inputs.npz", **{f"input{i}": arg.numpy() for i, arg in enumerate(build(model).args)})
+    listed.write_text(json.dumps(paths))
+
+
+def _report_start(model: str, folder: Path, repeats: int) -> None:
+    rows: list[list[str]] = []
+    for label, path in json.loads((folder / "paths.json").read_text()).items():
+        loaded, total = start(path, folder / "inputs.npz", repeats)
         rows.append([label, f"{_size(path) / 1e6:.2f}", f"{loaded * 1e3:.0f}", f"{total * 1e3:.0f}"])
-    table(
-        f"{model}: file and start (best of {repeats})",
-        ["", "MB", "load, ms", "process start to first result, ms"],
-        rows,
-    )
-    (folder / "paths.json").write_text(json.dumps(paths))
-    for threads in (1, 2):
-        code = f"from benchmarks.aot import timed; timed({model!r}, {str(folder)!r}, {threads}, {seconds})"
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment, check=True)
+    header = ["", "MB", "load, ms", "process start to first result, ms"]
+    table(f"{model}: file and start (best of {repeats})", header, rows)
+
+
+def _report_latency(model: str, folder: Path, threads: int, seconds: float) -> None:
+    code = f"from benchmarks.aot import timed; timed({model!r}, {str(folder)!r}, {threads}, {seconds})"
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment, check=True)
 
 
 def timed(model: str, folder: str, threads: int, seconds: float) -> None:
@@ -341,23 +347,40 @@ def timed(model: str, folder: str, threads: int, seconds: float) -> None:
     table(f"{title}; our best to the best peer: {ours / peer:.2f}", ["", "µs", "to the best peer"], rows)
 
 
+PARTS = ("overhead", "make", "start", "latency1", "latency2")
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="programs made ahead of time, and peers")
     parser.add_argument("--quick", action="store_true", help="the MLP alone, and short")
     parser.add_argument("--only", default=",".join(MODELS), help=f"of {', '.join(MODELS)}")
+    parser.add_argument(
+        "--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}; with --files, one after another"
+    )
+    parser.add_argument("--engines", default=",".join(PEERS), help=f"what to make: of {', '.join(PEERS)}")
+    parser.add_argument("--files", type=Path, help="a folder for the compiled files, to measure them later")
+    parser.add_argument("--repeats", type=int, help="processes started per engine")
+    parser.add_argument("--seconds", type=float, help="for how long a model's engines are timed, per number of threads")
     options = parser.parse_args(argv)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     seconds, repeats = (3.0, 2) if options.quick else (10.0, 5)
-    rows = overhead((1, 2, 4, 8, 16), seconds)
-    table(
-        "Runtime: cost per call over the engine alone, µs, best / median",
-        ["inputs", "µs", "target"],
-        rows,
-    )
+    seconds, repeats = options.seconds or seconds, options.repeats or repeats
+    parts = options.parts.split(",")
+    if "overhead" in parts:
+        rows = overhead((1, 2, 4, 8, 16), seconds / 2)
+        header = ["inputs", "µs", "target"]
+        table("Runtime: cost per call over the engine alone, µs, best / median", header, rows)
     for model in ["mlp"] if options.quick else options.only.split(","):
-        with tempfile.TemporaryDirectory() as folder:
-            _report(model, Path(folder), seconds, repeats)
+        with contextlib.ExitStack() as stack:
+            folder = options.files or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            if "make" in parts:
+                _make_files(model, folder / model, options.engines.split(","))
+            if "start" in parts:
+                _report_start(model, folder / model, repeats)
+            for threads in (1, 2):
+                if f"latency{threads}" in parts:
+                    _report_latency(model, folder / model, threads, seconds)
     return 0
 
 
