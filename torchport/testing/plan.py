@@ -197,22 +197,24 @@ def units_of(plan: Plan, subjects: Sequence[Subject], doors: Mapping[str, int | 
     """The units of a plan, in the order they are handed out; ``doors`` maps each to its most samples per variant.
 
     A seeded shuffle, the first dtype before the others: a run that meets its time bound has made a fair choice.
+    The others are mixed.
     """
     chosen = _selected(plan, subjects)
     if plan.quick:
         return _quick_units(plan, chosen, doors)
-    units: list[Unit] = []
+    first: list[Unit] = []
+    others: list[Unit] = []
     for dtype in plan.dtypes:
-        block: list[Unit] = []
+        block = first if dtype == plan.dtypes[0] else others
         for subject in chosen:
             if dtype in subject.dtypes:
                 shares = [_share(plan, subject, dtype, door, limit) for door, limit in doors.items()]
                 kept = tuple(share for share in shares if share is not None)
                 if kept:
                     block.append(Unit(subject.name, dtype, kept))
-        random.Random(seed_of(plan.seed, dtype)).shuffle(block)
-        units += block
-    return units
+    for block in (first, others):
+        random.Random(seed_of(plan.seed, len(block))).shuffle(block)
+    return [*first, *others]
 
 
 def _quick_units(plan: Plan, chosen: Sequence[Subject], doors: Mapping[str, int | None]) -> list[Unit]:
