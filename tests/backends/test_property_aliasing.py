@@ -109,6 +109,14 @@ class Pair:
         self.cpu = cpu
         self.port = port
 
+    @property
+    def is_leaf(self) -> bool:
+        """Whether nothing made it; PyTorch refuses to tell of some views whose base was written."""
+        try:
+            return self.cpu.is_leaf
+        except RuntimeError:
+            return False
+
     def check(self, where: str) -> None:
         assert (self.port.shape, self.port.dtype, self.port.requires_grad) == (
             self.cpu.shape,
@@ -207,7 +215,7 @@ class Machine:
             self.differentiate(kind, a, where)
 
     def differentiate(self, kind: str, a: Pair, where: str) -> None:
-        parameters = [pair for pair in self.values if pair.cpu.is_leaf and pair.cpu.requires_grad]
+        parameters = [pair for pair in self.values if pair.is_leaf and pair.cpu.requires_grad]
 
         def grads(x: torch.Tensor, *leaves: torch.Tensor) -> Any:
             first = torch.autograd.grad(x.sum(), leaves, create_graph=kind != "backward", retain_graph=True,

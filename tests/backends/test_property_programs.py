@@ -196,11 +196,11 @@ class Programs(Machine):
             x.data = (y.detach() * number) if k % 2 else y.data
             return True
 
-        if a.cpu.shape == b.cpu.shape and a.cpu.dtype == b.cpu.dtype and not a.cpu._is_view() and a.cpu.is_leaf:
+        if a.cpu.shape == b.cpu.shape and a.cpu.dtype == b.cpu.dtype and not a.cpu._is_view() and a.is_leaf:
             self.both(put, a, b)
 
     def do_swap(self, a: Pair, b: Pair, k: int, number: float, where: str) -> None:
-        if a is not b and not a.cpu._is_view() and not b.cpu._is_view() and a.cpu.is_leaf and b.cpu.is_leaf:
+        if a is not b and not a.cpu._is_view() and not b.cpu._is_view() and a.is_leaf and b.is_leaf:
             a.cpu, b.cpu = b.cpu, a.cpu
             a.port, b.port = b.port, a.port
 
@@ -262,7 +262,7 @@ class Programs(Machine):
 
     # -- training
     def do_accumulate(self, a: Pair, b: Pair, k: int, number: float, where: str) -> None:
-        leaves = [pair for pair in self.values if pair.cpu.is_leaf and pair.cpu.requires_grad]
+        leaves = [pair for pair in self.values if pair.is_leaf and pair.cpu.requires_grad]
         if not self.grad or not a.cpu.requires_grad:
             return
 
@@ -279,7 +279,8 @@ class Programs(Machine):
 
     def do_step(self, a: Pair, b: Pair, k: int, number: float, where: str) -> None:
         make = OPTIMIZERS[k % len(OPTIMIZERS)]
-        leaves = [p for p in self.values if p.cpu.is_leaf and p.cpu.requires_grad and p.cpu.grad is not None]
+        found = [p for p in self.values if p.is_leaf and p.cpu.requires_grad and p.cpu.grad is not None]
+        leaves = list({id(p.cpu): p for p in found}.values())  # a parameter given twice is stepped otherwise in lists
         if not leaves:
             return
         pair = (make([p.cpu for p in leaves]), make([p.port for p in leaves]))
@@ -363,13 +364,16 @@ if __name__ == "__main__":  # a search of its own: python test_property_programs
     import time
     import traceback
 
+    from test_lazy_donation import Poisoning
+
     until, first = time.monotonic() + float(sys.argv[1]), int(sys.argv[2])
-    torchport.use("reference")
+    names = ["reference", Poisoning.install().name]
     failures = 0
     for seed in itertools.count(first):
         if time.monotonic() > until or failures > 5:
             print(f"{seed - first} programs, {failures} failures")
             break
+        torchport.use(names[seed // 100 % 2])
         try:
             with torchport.config.override(execution=("inline", "worker", "auto")[seed % 3]):
                 run_program(random_program(seed, 10 + seed % 30), seed % 2 == 0, seed)
