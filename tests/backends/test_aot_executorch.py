@@ -101,3 +101,18 @@ def test_a_program_whose_pte_is_another_engines_is_incompatible() -> None:
     with pytest.raises(DelegateError, match="init failed: ExecuTorch cannot load these bytes") as caught:
         aot.lower(nn.ReLU(), (torch.ones(2),), backend=Foreign())(torch.ones(2))
     assert caught.value.code == ErrorCode.DELEGATE_INVALID_COMPATIBILITY == 0x30
+
+
+def test_views_of_values_with_other_strides() -> None:
+    """Attention is left to PyTorch, which gives it strides under which the view that follows is one."""
+
+    class Attention(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            heads = nn.functional.scaled_dot_product_attention(x, x, x)
+            return torch.relu(heads.transpose(1, 2).reshape(2, 6, 16))
+
+    x = torch.randn(2, 2, 6, 8)
+    lowered = aot.lower(Attention(), (x,), backend="executorch")
+    assert lowered.left["forward"]
+    assert lowered.program.meta().delegates
+    torch.testing.assert_close(lowered(x), Attention()(x), rtol=1e-4, atol=1e-5)

@@ -137,6 +137,9 @@ def _with_constants(graph: fx.GraphModule) -> tuple[fx.GraphModule, tuple[torch.
             values[node] = made.get_attr(name)
             continue
         values[node] = made.node_copy(node, lambda n: values[n])
+        if node.target is aten.view.default:
+            # ExecuTorch's tensors are contiguous: what was a view of an input with other strides may be a copy here.
+            values[node].target = aten.reshape.default
         if node.op == "placeholder":
             fake = node.meta["val"]
             inputs.append(torch.zeros(tuple(fake.shape), dtype=fake.dtype))
