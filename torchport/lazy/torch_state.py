@@ -9,8 +9,6 @@ Private torch APIs used here: ``torch._C._ForceDispatchKeyGuard``, ``torch._C.{_
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -37,23 +35,37 @@ def modes_are_on() -> bool:
     return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
 
 
-@contextmanager
-def default_state() -> Iterator[None]:
-    """No modes, no autocast, no inference mode, no gradients, and the dispatch keys every thread starts with."""
-    popped: list[Any] = []
-    while torch._C._len_torch_function_stack():
-        popped.append(torch._C._pop_torch_function_stack())
-    try:
-        with (
-            torch._C._ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED),
-            torch.inference_mode(False),
-            torch.no_grad(),
-        ):
-            if torch._C._len_torch_dispatch_stack():
-                with _disable_current_modes():
-                    yield
-            else:
-                yield
-    finally:
-        for mode in reversed(popped):
+class default_state:
+    """No modes, no autocast, no inference mode, no gradients, and the dispatch keys every thread starts with.
+
+    A flush of a few operators would spend a third of its time in generators and guards that change nothing.
+    """
+
+    __slots__ = ("_disabled", "_gradients", "_inference", "_keys", "_popped")
+
+    def __enter__(self) -> None:
+        self._popped: list[Any] = []
+        while torch._C._len_torch_function_stack():
+            self._popped.append(torch._C._pop_torch_function_stack())
+        self._keys: Any = torch._C._ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED)
+        self._keys.__enter__()
+        self._inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
+        if self._inference is not None:
+            self._inference.__enter__()
+        self._gradients = torch.is_grad_enabled()
+        if self._gradients:
+            torch.set_grad_enabled(False)
+        self._disabled: Any = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else None
+        if self._disabled is not None:
+            self._disabled.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self._disabled is not None:
+            self._disabled.__exit__(*error)
+        if self._gradients:
+            torch.set_grad_enabled(True)
+        if self._inference is not None:
+            self._inference.__exit__(*error)
+        self._keys.__exit__(*error)
+        for mode in reversed(self._popped):
             torch._C._push_on_torch_function_stack(mode)
