@@ -149,7 +149,7 @@ def _no_view(parameter: torch.nn.Parameter) -> None:
     grad, parameter.grad = parameter.grad, None
     own = wrap(unwrap(parameter)).requires_grad_(parameter.requires_grad)
     own.__class__ = torch.nn.Parameter
-    own.__dict__.update(parameter.__dict__)
+    vars(own).update(vars(parameter))
     torch.utils.swap_tensors(parameter, own)
     parameter.grad = grad
 
