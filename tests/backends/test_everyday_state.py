@@ -66,6 +66,22 @@ def test_ways_to_move_a_module(device: torch.device, move: str) -> None:
     assert net(torch.tensor([1], device=device)).shape == (1, 5)
 
 
+def test_a_parameter_that_moves_keeps_what_is_set_on_it(device: torch.device) -> None:
+    linear = nn.Linear(2, 2, bias=False)
+    weight: Any = linear.weight
+    weight.note, weight.grad = "kept", torch.ones(2, 2)
+    before = weight.detach().clone()
+    linear.to(device)
+    assert linear.weight is weight
+    assert weight.note == "kept"
+    assert weight.requires_grad
+    assert weight.is_leaf
+    torch.optim.SGD([weight], lr=1.0).step()
+    linear.to("cpu")
+    assert weight.note == "kept"
+    torch.testing.assert_close(weight.detach(), before - 1)
+
+
 def test_tied_weights_stay_tied_and_their_gradients_add_up(device: torch.device) -> None:
     def use(d: torch.device) -> Any:
         torch.manual_seed(0)

@@ -129,6 +129,7 @@ def _keep_parameters() -> None:
                 child._apply(fn)
         uninitialized = _move_uninitialized(self, fn)
         arriving = [p for p in self._parameters.values() if type(p) is torch.nn.Parameter and not _is_port(p)]
+        attributes = [(p, dict(vars(p))) for p in self._parameters.values() if p is not None]
         future.set_swap_module_params_on_conversion(True)
         try:
             return original(self, fn, False)
@@ -137,6 +138,8 @@ def _keep_parameters() -> None:
             self._parameters.update(uninitialized)
             for parameter in filter(_is_port, arriving):
                 _no_view(parameter)
+            for parameter, before in attributes:
+                vars(parameter).update(before)  # swapping gave them to the tensor that is dropped
 
     torch.nn.Module._apply = apply  # type: ignore[method-assign]
 
