@@ -12,8 +12,11 @@ from .job import Job, Outcome
 
 __all__ = ["Measured", "measure"]
 
-WAITING = ("ExecuteTime", "CompileTime", "GraphTime", "TransferToDeviceTime")
-"""Timers of the device whose seconds are not tracing."""
+WAITING = (
+    "ExecuteTime", "CompileTime", "GraphTime", "TransferToDeviceTime", "TransferFromDeviceTime", "DeviceWaitTime",
+    "QueueWaitTime",
+)  # fmt: skip
+"""Timers of what the program's thread does besides tracing; none of them runs inside another."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class _Meter:
     def _read() -> tuple[float, float, float]:
         now = metrics.snapshot()
         waiting = sum(now["seconds"].get(name, 0.0) for name in WAITING)
+        waiting -= now["seconds"].get("AsyncExecuteTime", 0.0)  # on the device's own thread
         return now["counters"].get("TracedOps", 0), now["counters"].get("UncachedCompile", 0), waiting
 
     def lap(self, seconds: float) -> _Step:

@@ -224,6 +224,8 @@ class Job:
             plan.seconds = perf_counter() - start
         metrics.count("Execute")
         metrics.metrics.add_time("ExecuteTime", plan.seconds)
+        if on_worker():
+            metrics.metrics.add_time("AsyncExecuteTime", plan.seconds)
         if self.donated:
             metrics.count("Donated", len(self.donated))
         for result in results:
@@ -367,8 +369,7 @@ class Worker:
         """Return when a queued job has ended. Raises :class:`ExecutionError` on the worker itself."""
         if on_worker():
             raise ExecutionError("a finalizer on the device's own thread cannot wait for values that the thread brings")
-        with metrics.metrics.timer("DeviceWaitTime"):
-            self._wait(lambda: job.state in (State.QUEUED, State.RUNNING))
+        self._wait(lambda: job.state in (State.QUEUED, State.RUNNING))
 
     def drain(self) -> None:
         """Return when every job has ended."""
@@ -381,7 +382,8 @@ class Worker:
             with self._changed:
                 job = self._take()
                 if job is None and unfinished():
-                    self._changed.wait()
+                    with metrics.metrics.timer("DeviceWaitTime"):
+                        self._changed.wait()
             if job is not None:
                 with default_state():
                     self._perform(job)
