@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import fakes
@@ -195,3 +196,42 @@ def test_one_seed_one_sequence_in_every_form(device: torch.device) -> None:
         assert torch.equal(row[1], drawn[0][1])
         assert torch.equal(row[2], row[1])
         assert not torch.equal(row[0], row[1])
+
+
+# -- finalizers --------------------------------------------------------------------------------------------------------
+class Reader:
+    """Reads a value when the garbage collector finds it, wherever the program is then."""
+
+    def __init__(self, value: torch.Tensor, read: list[float]) -> None:
+        self.value, self.read, self.me = value, read, self
+
+    def __del__(self) -> None:
+        self.read.append((self.value * 2).sum().item())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # while a graph is compiled it raises
+@pytest.mark.parametrize("often", [11, 50, 300])
+def test_a_finalizer_that_reads_in_the_middle_of_an_operator(device: torch.device, often: int) -> None:
+    before = gc.get_threshold()
+    read: list[float] = []
+
+    def run(step: int) -> None:
+        x = torch.full((3,), float(step)).to(device)
+        expected = float(step)
+        for k in range(12):
+            x, expected = x * 0.5 + k, expected * 0.5 + k
+            both = torch.stack([x, x]).sum(0)
+            if k % 5 == 0:
+                Reader(both + 1, read)
+        assert x.tolist() == pytest.approx([expected] * 3)
+        assert both.tolist() == pytest.approx([2 * expected] * 3)
+
+    try:
+        gc.set_threshold(often, 5, 5)
+        for step in range(40):
+            run(step)
+    finally:
+        gc.set_threshold(*before)
+    gc.collect()
+    assert len(read) > 40
+    assert gc.isenabled()

@@ -18,6 +18,7 @@ from ..backend.interface import BackendData
 from ..core import metrics
 from ..core.errors import CompileError, ExecutionError, TorchportError
 from ..core.specs import TensorSpec
+from .finalizers import may_collect, refuse_computing, without_collecting
 from .history import history
 from .isolate import isolate
 from .jobs import Job, on_worker, resolve
@@ -68,7 +69,8 @@ def _plan(trace: Trace, node: Node, numbers: tuple[int, ...], cause: str) -> Pla
             reason = explain_compile(trace, node, numbers, cause)
             compiled = metrics.counter("UncachedCompile")
             try:
-                plan = make_plan(trace.runtime, node.path(), numbers, specs, alone=trace.eager)
+                with may_collect():
+                    plan = make_plan(trace.runtime, node.path(), numbers, specs, alone=trace.eager)
             except CompileError as error:
                 plan = error
             if metrics.counter("UncachedCompile") > compiled:
@@ -110,7 +112,8 @@ def flush(trace: Trace, cause: str) -> TorchportError | None:
     runs on the device's own thread: then whoever uses a value gets it.
     """
     worker = trace.runtime.worker
-    with lock:
+    refuse_computing()
+    with lock, without_collecting:
         if worker.failed:
             worker.settle_failures()
         if trace.cursor.parent is None:
@@ -217,6 +220,7 @@ def compute(tensor: LazyTensor) -> None:
         return
     if tensor.failure is not None:
         raise tensor.failure
+    refuse_computing()
     owner = owners.get(tensor.number // SPAN)
     if owner is None:
         raise ExecutionError("the value was lost: the thread that traced it has ended before it was computed")
@@ -234,7 +238,7 @@ def compute(tensor: LazyTensor) -> None:
 
 def _compute_alone(owner: Trace, tensor: LazyTensor) -> None:
     """Compute one value of another thread's trace without touching that trace, which may be growing right now."""
-    with lock:
+    with lock, without_collecting:
         if tensor.value is not None or tensor.failure is not None:
             return
         node, number = owner.cursor, tensor.number

@@ -12,6 +12,7 @@ from ..core.config import config
 from ..core.errors import DeviceMismatch
 from ..core.specs import TensorSpec
 from .decide import Inferred, decide
+from .finalizers import without_collecting
 from .random import is_random
 from .tensor import LazyTensor, intern_spec, make_handle, make_template, shown_spec
 from .torch_state import default_state
@@ -60,7 +61,7 @@ def record(trace: Trace, kernel: Kernel, key: tuple[Any, ...], args: Sequence[An
 
 
 def _record(trace: Trace, kernel: Kernel, key: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    with lock:
+    with lock, without_collecting:
         mark = _Mark(trace, key, is_random(kernel.op))
         parts = [(a.is_list, key[a.part]) for a in kernel.arguments if a.holds_tensors and a.part is not None]
         if any(_is_strayed(trace, part if is_list else [part]) for is_list, part in parts):
@@ -122,8 +123,8 @@ class _Mark:
         del trace.leaves[self.leaves :]
         del trace.numbers[self.numbers :]
         if self.random:
+            trace.runtime.take_back(trace.keys[self.keys])
             del trace.keys[self.keys :]
-            trace.runtime.draws -= 1
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------

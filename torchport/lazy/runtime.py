@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import itertools
 import sys
 import threading
@@ -19,7 +20,7 @@ from ..core import metrics
 from ..core.config import config
 from ..core.errors import BackendUnavailable, TorchportError
 from ..core.specs import CompileSpecs, TensorSpec
-from . import closures
+from . import closures, finalizers
 from .eager import EagerTrace
 from .executor import flush, is_known
 from .graph import build_graph
@@ -87,8 +88,17 @@ class DeviceRuntime:
         """The key of the next random operator, a signed 64-bit integer: a function of the seed and of the count."""
         with self._drawing:
             draw, self.draws = self.draws, self.draws + 1
+        return self._key(draw)
+
+    def _key(self, draw: int) -> int:
         key = mix64(mix64(self.seed + _SPLITMIX) + draw * _SPLITMIX)
         return key - (1 << 64) if key >> 63 else key
+
+    def take_back(self, key: int) -> None:
+        """The operator with this key was refused: the next one gets it, unless another thread has drawn meanwhile."""
+        with self._drawing:
+            if self.draws and self._key(self.draws - 1) == key:
+                self.draws -= 1
 
     def __repr__(self) -> str:
         return f"port:{self.index} ({self.backend.name} on {self.device})"
@@ -233,6 +243,8 @@ class _ThreadTraces(threading.local):
         self._by_index: dict[int, Trace] = {}
         self._of_other_mode: dict[int, Trace] = {}
         self._at_end = [_ThreadEnd(self._by_index), _ThreadEnd(self._of_other_mode)]
+        self._set_aside: tuple[Trace | None, dict[int, Trace], dict[int, Trace]] | None = None
+        self._of_finalizers: tuple[dict[int, Trace], dict[int, Trace]] = ({}, {})
 
     def of(self, index: int) -> Trace:
         """The calling thread's trace on a device index. Raises :class:`TorchportError` for an unbound index."""
@@ -257,6 +269,30 @@ class _ThreadTraces(threading.local):
         self.eager = eager
         self.__dict__.pop("trace", None)
 
+    def set_aside(self) -> None:
+        """Finalizers are about to run, maybe in the middle of a kernel: what they do goes to traces of their own."""
+        if self._set_aside is None:
+            finalizers.running.here = True
+            self._set_aside = self.__dict__.pop("trace", None), self._by_index, self._of_other_mode
+            self._by_index, self._of_other_mode = self._of_finalizers
+
+    def take_up(self) -> None:
+        """Finalizers have run: what they left pending is computed, and the thread goes on where it was."""
+        if self._set_aside is None:
+            return
+        try:
+            pending = [trace for traces in self._of_finalizers for trace in traces.values()]
+            if not lock._is_owned():  # type: ignore[attr-defined]
+                for trace in pending:
+                    flush(trace, "finalizer")
+        finally:
+            finalizers.running.here = False
+            trace, self._by_index, self._of_other_mode = self._set_aside
+            self._set_aside = None
+            self.__dict__.pop("trace", None)
+            if trace is not None:
+                self.trace = trace
+
     def owns(self, trace: Trace) -> bool:
         """Whether a trace is the calling thread's."""
         return self._by_index.get(trace.index) is trace
@@ -268,6 +304,18 @@ class _ThreadTraces(threading.local):
 
 _every_trace: Final[weakref.WeakSet[Trace]] = weakref.WeakSet()
 threads: Final = _ThreadTraces()
+
+
+def _around_collection(phase: str, info: object, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+    """Called by the garbage collector: it runs finalizers (``__del__``) wherever a program happens to be."""
+    if not is_finalizing():
+        if phase == "start":
+            threads.set_aside()
+        else:
+            threads.take_up()
+
+
+gc.callbacks.append(_around_collection)
 
 
 def every_trace() -> list[Trace]:
