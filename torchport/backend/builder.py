@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_iter
 from ..core.errors import GraphError
 from ..core.specs import TensorSpec
 from .control_flow import CONTROL_FLOW
-from .decompositions import DECOMPOSE
+from .decompositions import DECOMPOSE, OTHERWISE
 from .infer import fake_mode, fake_tensor, infer
 from .lowering import LOWER, foreach_target, lower_foreach, lower_varying, view_form
 from .normal_form import alias_root
@@ -78,7 +78,7 @@ def capture_of(backend: Backend) -> Capture:
 def _core_decompositions() -> Mapping[Any, Callable[..., Any]]:
     from torch._decomp import core_aten_decompositions
 
-    return dict(core_aten_decompositions())
+    return {**core_aten_decompositions(), **OTHERWISE}
 
 
 _DEEPEST: Final = 16

@@ -1,7 +1,8 @@
 """Operators PyTorch chooses for accelerators and the CPU does not have, in terms of operators every engine knows.
 
 Each is written on tensors, as in ``torch._decomp``; shape inference runs it on fake tensors and the graph gets its ops.
-Formulas follow ``aten/src/ATen/native/cuda/RNN.cu``.
+Formulas follow ``aten/src/ATen/native/cuda/RNN.cu``. ``OTHERWISE`` are operators of the CPU, for backends that do not
+have them: attention, of which PyTorch's own decomposition has no backward and another second result.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-__all__ = ["DECOMPOSE"]
+__all__ = ["DECOMPOSE", "OTHERWISE"]
 
 aten = torch.ops.aten
 
@@ -118,3 +119,94 @@ DECOMPOSE: Final[dict[Any, Callable[..., Any]]] = {
     aten.histc.default: _histc,
     aten._grouped_mm.default: _grouped_mm,
 }
+
+
+# -- attention --------------------------------------------------------------------------------------------------------
+def _scores(query: Tensor, key: Tensor, causal: bool, mask: Tensor | None, scale: float | None) -> Tensor:
+    """What softmax is taken of, in float32 at least; ``key`` has the query's heads."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = query @ key.transpose(-2, -1) * scale
+    if causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(seen.logical_not(), -torch.inf)
+    if mask is None:
+        return scores
+    return scores.masked_fill(mask.logical_not(), -torch.inf) if mask.dtype == torch.bool else scores + mask
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def _with_heads(tensor: Tensor, heads: int) -> Tensor:
+    """Keys or values of groups of heads, for each head."""
+    groups = heads // tensor.shape[1]
+    return tensor if groups == 1 else tensor.repeat_interleave(groups, 1)
+
+
+def _without_heads(grad: Tensor, heads: int) -> Tensor:
+    groups = grad.shape[1] // heads
+    return grad if groups == 1 else grad.unflatten(1, (heads, groups)).sum(2)
+
+
+def _weights(scores: Tensor, logsumexp: Tensor) -> Tensor:
+    """Softmax; nothing where a query sees no key."""
+    return (scores - logsumexp.masked_fill(logsumexp == -torch.inf, 0.0).unsqueeze(-1)).exp()
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    heads = query.shape[1]
+    q, k, v = _wide(query), _with_heads(_wide(key), heads), _with_heads(_wide(value), heads)
+    scores = _scores(q, k, is_causal, attn_mask, scale)
+    logsumexp = scores.logsumexp(-1)
+    # Not by the second result, which is seldom used; engines know a softmax when they see one.
+    weights = scores.softmax(-1) if attn_mask is None else aten._safe_softmax(scores, -1)
+    result = (weights @ v).to(query.dtype)
+    # As the CPU's kernel lays them out, since views of the results rely on that.
+    order = sorted(range(4), key=lambda d: (-query.stride(d), d))
+    result = result.permute(order).contiguous().permute([order.index(d) for d in range(4)])
+    return result, logsumexp.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    heads, factor = query.shape[1], query.shape[-1] ** -0.5 if scale is None else scale
+    q, k, v = _wide(query), _with_heads(_wide(key), heads), _with_heads(_wide(value), heads)
+    grad = _wide(grad_out)
+    weights = _weights(_scores(q, k, is_causal, attn_mask, scale), logsumexp)
+    grad_weights = grad @ v.transpose(-2, -1) - (grad * _wide(out)).sum(-1, keepdim=True)
+    grad_scores = weights * grad_weights * factor
+    grads = (
+        grad_scores @ k,
+        _without_heads(grad_scores.transpose(-2, -1) @ q, key.shape[1]),
+        _without_heads(weights.transpose(-2, -1) @ grad, value.shape[1]),
+    )
+    first, second, third = (one.to(query.dtype).transpose(1, 2).contiguous().transpose(1, 2) for one in grads)
+    return first, second, third
+
+
+OTHERWISE: Final[dict[Any, Callable[..., Any]]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
+}
+"""Instead of PyTorch's core ATen decompositions, for what a backend does not support."""

@@ -223,7 +223,7 @@ class _Normaliser:
             return self._left(node, args, kwargs, "a shape or number it gets depends on values", at_once=True)
         specs = map_arg((tuple(args), dict(kwargs)), _spec)
         try:
-            inferred = infer(DECOMPOSE.get(op) or view_form(op), *specs)
+            inferred = _infer(DECOMPOSE.get(op) or view_form(op), *specs)
         except (DataDependent, NoShapeRule) as error:
             return self._left(node, args, kwargs, str(error), at_once=True)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
@@ -321,6 +321,16 @@ class _Normaliser:
         made = fx.GraphModule(self.root, self.builder.graph)
         made.meta["random_ops"] = self.drawn
         return made
+
+
+def _infer(op: Any, args: Any, kwargs: Any) -> Inferred:
+    """What an operator gives. A ``view`` of what a rewrite gave other strides copies: the builder sees to that."""
+    try:
+        return infer(op, args, kwargs)
+    except (RuntimeError, ValueError):
+        if op is not aten.view.default:
+            raise
+        return infer(aten.reshape.default, args, kwargs)
 
 
 def _is_tensor(value: Any) -> bool:
