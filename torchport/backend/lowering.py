@@ -79,6 +79,10 @@ def _to_copy(b: GraphBuilder, specs: Any, x: fx.Node, **kwargs: Any) -> fx.Node:
     return b(aten._to_copy.default, x, **kept)
 
 
+def _converted(b: GraphBuilder, specs: Any, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+    return b.cast(x, dtype)
+
+
 def _unsafe_view(b: GraphBuilder, specs: Any, x: fx.Node, size: Sequence[int]) -> fx.Node:
     return b(aten.view.default, x, list(size))
 
@@ -88,6 +92,7 @@ def _reshape_alias(b: GraphBuilder, specs: Any, x: fx.Node, size: Sequence[int],
 
 
 LOWER: Final[dict[Any, Callable[..., Any]]] = {
+    torch.ops.prims.convert_element_type.default: _converted,  # Dynamo's for a number that it makes a tensor of
     **dict.fromkeys(_IDENTITIES, _identity),
     aten.empty.memory_format: _zeros,
     aten.empty_strided.default: _zeros,

@@ -111,7 +111,9 @@ def from_array(array: Any, dtype: torch.dtype) -> torch.Tensor:
     """A JAX (or NumPy) array as a CPU tensor, sharing memory where it is the CPU's already."""
     if isinstance(array, np.ndarray):
         return _from_numpy(array, dtype)
-    if array.size and next(iter(array.devices())).platform == "cpu" and len(array.devices()) == 1:
+    if not array.size:
+        return torch.empty(array.shape, dtype=dtype)
+    if next(iter(array.devices())).platform == "cpu" and len(array.devices()) == 1:
         return torch.from_dlpack(array)
     return _from_numpy(np.array(array), dtype)
 

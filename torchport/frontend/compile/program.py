@@ -160,7 +160,8 @@ class _Planner:
         """
         target: Any = node.target
         template = self._template(node)
-        made = self.user[node] = self.slot()
+        made = self.slot()
+        (self.host if self._stays(node) else self.user)[node] = made
         own = self._own_kernel(node) if left else None
         if left and own is None:
             self._check_policy(node)
@@ -174,6 +175,13 @@ class _Planner:
             self.steps.append(_counted(node))
 
         self.steps.append(_view_step(target, template, made) or _plain_step(target, template, made))
+
+    def _stays(self, node: fx.Node) -> bool:
+        """Whether an operator gets CPU tensors beside a model on another device, and nothing else: it gives one."""
+        inputs = node.all_input_nodes
+        return (
+            bool(inputs) and "device" not in node.kwargs and all(n in self.host and n not in self.user for n in inputs)
+        )
 
     def _own_kernel(self, node: fx.Node) -> Callable[..., Any] | None:
         if not isinstance(node.target, torch._ops.OpOverload):
