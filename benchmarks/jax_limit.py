@@ -129,9 +129,9 @@ def _conv(images: int) -> Job:
 
 
 JOBS: dict[str, Callable[[], Job]] = {
-    "mlp": lambda: _mlp(1024),
+    "mlp": lambda: _mlp(512),
     "gpt2": lambda: _gpt2(768, 12),
-    "conv": lambda: _conv(64),
+    "conv": lambda: _conv(32),
     "mlp-small": lambda: _mlp(128),
     "gpt2-small": lambda: _gpt2(256, 8),
     "conv-small": lambda: _conv(16),
