@@ -124,8 +124,8 @@ DECOMPOSE: Final[dict[Any, Callable[..., Any]]] = {
 # -- attention --------------------------------------------------------------------------------------------------------
 def _scores(query: Tensor, key: Tensor, causal: bool, mask: Tensor | None, scale: float | None) -> Tensor:
     """What softmax is taken of, in float32 at least; ``key`` has the query's heads."""
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = query @ key.transpose(-2, -1) * scale
+    factor: Any = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = query @ key.transpose(-2, -1) * factor
     if causal:
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         scores = scores.masked_fill(seen.logical_not(), -torch.inf)

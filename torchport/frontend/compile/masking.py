@@ -146,8 +146,7 @@ class _Masker:
         """Whether a layout explains the shapes that every graph has."""
         if isinstance(value, torch.Tensor):
             for at, other in enumerate(variants):
-                swap = {at: self.others[at]}
-                sizes = [math.prod(swap.get(s, n) if s is not None else n for n, s in dim) for dim in layout]
+                sizes = [math.prod(self.others[at] if s == at else n for n, s in dim) for dim in layout]
                 if sizes != list(other.shape):
                     raise Inexact("a shape that the masks do not explain")
         elif isinstance(value, (list, tuple)):
@@ -414,7 +413,7 @@ def _split(m: _Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     ]
 
 
-_LEAST: Final = {aten.amax.default: -math.inf, aten.max.dim: -math.inf, aten.argmax.default: -math.inf,
+_LEAST: Final[dict[Any, Any]] = {aten.amax.default: -math.inf, aten.max.dim: -math.inf, aten.argmax.default: -math.inf,
                  aten.amin.default: math.inf, aten.min.dim: math.inf, aten.argmin.default: math.inf,
                  aten.any.dim: False, aten.all.dim: True, aten.any.default: False, aten.all.default: True,
                  aten.sum.default: 0, aten.sum.dim_IntList: 0, aten.prod.dim_int: 1}  # fmt: skip
