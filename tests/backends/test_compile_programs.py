@@ -20,6 +20,8 @@ from torchport.backend.fx_normalise import normalise
 from torchport.backend.normal_form import verify_graph
 from torchport.backend.serialize import decode, encode, fingerprint
 
+HAS_XLA = any(row.name == "xla" and row.available for row in torchport.list_backends())
+
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
@@ -154,7 +156,6 @@ def test_checkpointing(place: torch.device, backend: str, outside: bool) -> None
         same(p.grad, q.grad)
 
 
-@pytest.mark.everywhere
 def test_checkpointed_dropout_has_one_mask(place: torch.device, backend: str) -> None:
     """The backward of ``w * dropout(x)`` is the mask: the one that the forward drew."""
     drop = nn.Dropout(0.5)
@@ -216,7 +217,6 @@ def loop(n: torch.Tensor, x: torch.Tensor) -> Any:
     return while_loop(lambda i, z: i < n, lambda i, z: (i + 1, z * 1.5 + x), (torch.zeros_like(n), x * 1))
 
 
-@pytest.mark.everywhere
 def test_a_branch_forward_and_backward(place: torch.device, backend: str) -> None:
     """``xla`` keeps it in the graph; around it, other backends' graphs are split, and it is counted."""
     run = torch.compile(branches, backend="torchport", options={"backend": backend}, fullgraph=True)
@@ -232,7 +232,6 @@ def test_a_branch_forward_and_backward(place: torch.device, backend: str) -> Non
     assert (metrics.counter("Fallback") == 0) == (backend == "xla")
 
 
-@pytest.mark.everywhere
 def test_a_loop(place: torch.device, backend: str) -> None:
     run = torch.compile(loop, backend="torchport", options={"backend": backend}, fullgraph=True)
     for count in (0, 1, 4):
@@ -243,6 +242,12 @@ def test_a_loop(place: torch.device, backend: str) -> None:
         torchport.sync()
         compiled = metrics.counter("UncachedCompile") + metrics.counter("CachedCompile")
         assert (metrics.counter("Fallback"), compiled) == (0, 1)
+
+
+@pytest.mark.skipif(not HAS_XLA, reason="xla is not available")
+def test_xla_keeps_a_branch_in_the_graph() -> None:
+    """By default, too, where the tests above run on ``reference`` only."""
+    test_a_branch_forward_and_backward(torch.device("cpu"), "xla")
 
 
 class Branching(Refusing):
@@ -280,7 +285,6 @@ def normalise_whole() -> torch.fx.GraphModule:
 
 
 # -- what results look like -------------------------------------------------------------------------------------------
-@pytest.mark.everywhere
 def test_results_have_the_strides_of_eager(place: torch.device, backend: str) -> None:
     def fn(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return x.t() + y, (x * 2).t(), x.t().exp().contiguous(), (x * 2)[:1].t().sin(), y[:0] * 2
