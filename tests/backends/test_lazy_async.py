@@ -92,10 +92,11 @@ class GatedWorker(fakes.Fake):
     releases_gil: ClassVar[bool] = True
 
     def __init__(self) -> None:
-        self.gate = threading.Event()
+        self.gate, self.started = threading.Event(), threading.Event()
 
     def execute(self, handle: Any, args: Sequence[BackendData], context: ExecutionContext) -> Sequence[BackendData]:
         if threading.current_thread().name.startswith("torchport"):
+            self.started.set()
             assert self.gate.wait(60)
         return super().execute(handle, args, context)
 
@@ -108,6 +109,7 @@ def test_a_short_computation_need_not_queue_behind_one_it_does_not_use(concurren
     with torchport.config.override(execution="worker"):
         y = x + 1
         torchport.sync(wait=False)
+        assert backend.started.wait(60), "else the reader would run it itself"
     opened = threading.Timer(0.2, backend.gate.set)
     if not concurrent:
         opened.start()

@@ -16,7 +16,7 @@ from typing import Final
 from ..core.errors import ExecutionError
 from .trace import lock
 
-__all__ = ["may_collect", "refuse_computing", "running", "without_collecting"]
+__all__ = ["is_busy", "may_collect", "refuse_computing", "running", "without_collecting"]
 
 
 class _Running(threading.local):
@@ -58,9 +58,14 @@ def may_collect() -> Iterator[None]:
             gc.disable()
 
 
+def is_busy() -> bool:
+    """Whether the calling thread records, compiles or computes."""
+    return lock._is_owned()  # type: ignore[attr-defined]
+
+
 def refuse_computing() -> None:
     """Raise :class:`ExecutionError` in a finalizer that runs while this thread computes or compiles."""
-    if running.here and lock._is_owned():  # type: ignore[attr-defined]
+    if running.here and is_busy():
         raise ExecutionError(
             "a finalizer (__del__) ran while a graph was being compiled, and cannot compute values then; "
             "read values before the object that holds them goes"

@@ -282,7 +282,7 @@ class _ThreadTraces(threading.local):
             return
         try:
             pending = [trace for traces in self._of_finalizers for trace in traces.values()]
-            if not lock._is_owned():  # type: ignore[attr-defined]
+            if not finalizers.is_busy():
                 for trace in pending:
                     flush(trace, "finalizer")
         finally:

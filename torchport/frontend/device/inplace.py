@@ -214,7 +214,7 @@ def _guarded(op: Any, original: Any) -> Callable[..., Any]:
 
 
 # -- elements that share memory --------------------------------------------------------------------------------------
-_storage_of: Final[Callable[[torch.Tensor], Any]] = torch._C.TensorBase.untyped_storage  # type: ignore[attr-defined]
+_storage_of: Final[Callable[[torch.Tensor], Any]] = torch.Tensor.untyped_storage  # as it is before the shims guard it
 _name_of: Final = operator.attrgetter("_cdata")
 
 
