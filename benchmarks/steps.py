@@ -4,8 +4,9 @@
 
 The engines run in turn in one process per model. "Alone": a step ends when its result is there. "In a row": five steps,
 and the wait for the last one's result, divided by five; so runs a loop that does not look at every loss. Training is
-AdamW (PyTorch's defaults). The tables also say what the first step took: compiling a training step with Inductor takes
-up to minutes.
+AdamW (PyTorch's defaults). ``--processor-time`` counts the calling thread's processor time, with everything on that
+thread: what holds on a machine that does other things, too. The tables also say what the first two steps took:
+compiling a training step with Inductor takes up to minutes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from time import perf_counter
+from time import perf_counter, thread_time
 
 import torch
 
@@ -70,15 +71,15 @@ def _compiled(model: str, make: Make) -> Step:
     return lambda last: step()
 
 
-def _batch(step: Step, steps: int) -> Timed:
+def _batch(step: Step, steps: int, clock: Callable[[], float] = perf_counter) -> Timed:
     """Seconds of one of several steps. What they return dies after the clock has stopped."""
 
     def batch() -> float:
-        start = perf_counter()
+        start = clock()
         for _ in range(steps - 1):
             step(False)
         kept = step(True)
-        seconds = perf_counter() - start
+        seconds = clock() - start
         del kept
         return seconds / steps
 
@@ -139,13 +140,20 @@ def _print(title: str, found: dict[str, Samples], firsts: dict[str, float]) -> N
     table(title, header, rows)
 
 
-def measure(model: str, mode: str, backends: list[str], batches: int) -> None:
+def measure(model: str, mode: str, backends: list[str], batches: int, processor_time: bool) -> None:
     """Print the tables of one model in one mode."""
     torchport.use(backends[0])
     steps = _engines(model, MAKE[mode], backends)
+    ways = {"alone": 1, f"{IN_A_ROW} in a row": IN_A_ROW}
+    clock = perf_counter
+    if processor_time:
+        steps.pop("lazy", None)  # it computes on a thread of its own
+        torchport.config.execution = "inline"
+        ways, clock = {"alone, processor time": 1}, thread_time
     firsts = _first(steps)
-    for how, in_a_row in (("alone", 1), (f"{IN_A_ROW} in a row", IN_A_ROW)):
-        found = interleave({name: _batch(step, in_a_row) for name, step in steps.items()}, batches, WARMUP, SECONDS)
+    for how, in_a_row in ways.items():
+        batch = {name: _batch(step, in_a_row, clock) for name, step in steps.items()}
+        found = interleave(batch, batches, WARMUP, SECONDS)
         _print(f"{model}, {mode}, {how}", found, firsts)
         inductor, peer = found.get("port-inductor", Samples()), found.get("torch.compile", Samples())
         if model == "minilm" and inductor.seconds and peer.seconds:
@@ -174,13 +182,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--backends", type=_words, help="backends of port (default: each available one)")
     parser.add_argument("--batches", type=int, help="steps per engine (default 40, quick 20)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads of every engine")
+    parser.add_argument("--processor-time", action="store_true", help="count that instead of wall time")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # one model and mode, in this process
     options = parser.parse_args(argv)
     models = options.models or (["mlp", "minilm"] if options.quick else list(MODELS))
     batches = options.batches or (20 if options.quick else 40)
     backends = options.backends or available()
     if options.here:
-        measure(models[0], options.modes[0], backends, batches)
+        measure(models[0], options.modes[0], backends, batches, options.processor_time)
         return
     for model in models:
         for mode in options.modes:
@@ -188,6 +197,7 @@ def main(argv: list[str] | None = None) -> None:
                 continue
             arguments = f"--models {model} --modes {mode} --backends {','.join(backends)} --batches {batches}".split()
             command = [sys.executable, "-m", "benchmarks.steps", "--here", *arguments]
+            command += ["--processor-time"] * options.processor_time
             # In the environment it also holds for the thread that the C++ lazy core computes on.
             environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
             code = subprocess.run(command, check=False, env=environment).returncode
