@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import secrets
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import BinaryIO, Final
@@ -19,6 +21,9 @@ ROOT: Final = "torchport"
 BLOBS: Final = "data/torchport/"
 """Where delegates' bytes lie. Not in ``extra/``: ``torch.export.load`` reads every file there as UTF-8 text."""
 
+_ABANDONED: Final = 24 * 3600
+"""Seconds after which a half-written file belongs to nobody."""
+
 Buffer = bytes | bytearray | memoryview
 
 
@@ -32,6 +37,7 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     target = os.path.abspath(os.fspath(path))
     folder, name = os.path.split(target)
     private = os.path.join(folder, f".{name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    _sweep(folder, name)
     try:
         descriptor = os.open(private, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
     except OSError as error:
@@ -48,6 +54,16 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         with suppress(OSError):
             os.unlink(private)
     _sync_folder(folder)
+
+
+def _sweep(folder: str, name: str) -> None:
+    """Remove what processes that were killed long ago left of this file."""
+    mark = re.compile(rf"\.{re.escape(name)}\.\d+-[0-9a-f]{{8}}\.tmp")
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if mark.fullmatch(entry.name) and time.time() - entry.stat(follow_symlinks=False).st_mtime > _ABANDONED:
+                with suppress(OSError):
+                    os.unlink(entry.path)
 
 
 def _sync_folder(folder: str) -> None:

@@ -238,6 +238,17 @@ def test_an_error_while_saving_leaves_the_old_file_and_nothing_else(tmp_path: Pa
     assert caught.value.code == ErrorCode.ACCESS_FAILED
 
 
+def test_what_killed_processes_left_is_removed_after_a_day(tmp_path: Path) -> None:
+    names = (".m.pt2.123-0011aabb.tmp", ".m.pt2.124-0011aabb.tmp", ".n.pt2.123-0011aabb.tmp", ".m.pt2.x.tmp")
+    for name in names:
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (0, 0))
+    os.utime(tmp_path / names[1])
+    with atomic_file(tmp_path / "m.pt2") as file:
+        file.write(b"new")
+    assert sorted(os.listdir(tmp_path)) == sorted((*names[1:], "m.pt2"))
+
+
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
