@@ -166,7 +166,7 @@ def _difference(new: Node, known: Node) -> dict[str, Any]:
 
 def _tensor_difference(part: Any, before: Any) -> tuple[str, str]:
     """What kind of difference two parts of a trace key are that stand for tensors, and the difference in words."""
-    if isinstance(part, TensorSpec) and isinstance(before, TensorSpec):
+    if _is_spec(part) and _is_spec(before):
         kind = "shape" if part.shape != before.shape else "dtype" if part.dtype != before.dtype else "strides"
         return kind, _instead(part, before)
     if _is_number(part) and _is_number(before):
@@ -179,13 +179,17 @@ def _tensor_difference(part: Any, before: Any) -> tuple[str, str]:
     return "operand", f"{_tensor(part)} instead of {_tensor(before)}"
 
 
+def _is_spec(part: Any) -> bool:
+    return isinstance(part, TensorSpec)
+
+
 def _is_number(part: Any) -> bool:
     """Whether a part is a Python number's: one that varies, or a constant with its type."""
     return part is FLOAT or (part.__class__ is tuple and len(part) == 2 and isinstance(part[1], type))
 
 
 def _tensor(part: Any) -> str:
-    if isinstance(part, TensorSpec):
+    if _is_spec(part):
         return f"a tensor not used before, {part},"
     return "a tensor used before" if part.__class__ is int else _words(part)
 

@@ -83,6 +83,9 @@ class ShownSpec(TensorSpec):
 
     shown: tuple[int, ...]
 
+    def __str__(self) -> str:
+        return f"{TensorSpec.__str__(self)}, seen with strides {list(self.shown)}"
+
 
 def shown_as(value: TensorSpec, handle: TensorSpec) -> TensorSpec:
     """The spec of a value under a handle with this spec."""
