@@ -294,7 +294,6 @@ def test_a_write_to_elements_that_share_memory_is_refused(device: torch.device, 
         write(OVERLAPPING[name](device))
 
 
-@everywhere
 def test_an_expanded_tensor_can_be_filled(device: torch.device) -> None:
     def run(d: torch.device) -> Any:
         base = ramp(2, 1, device=d)
@@ -330,7 +329,6 @@ def test_lists_of_tensors_that_overlap(device: torch.device, write: Any, same_tw
     agree(run, device)
 
 
-@everywhere
 @pytest.mark.parametrize("cut", [lambda: None, lambda: torch.port.synchronize() if ON_PORT else None])  # type: ignore[attr-defined]
 def test_a_view_of_a_view_goes_by_the_strides_of_the_first(device: torch.device, cut: Callable[[], None]) -> None:
     """Also when the first view was computed meanwhile: on the device it has no gaps then, but the program sees them."""

@@ -329,7 +329,7 @@ def execution(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @given(program=more_programs, grad=st.booleans())
-@examples(40)
+@examples(15)
 def test_programs_agree_with_the_cpu(execution: str, program: Program, grad: bool) -> None:
     run_program(program, grad)
 
