@@ -98,6 +98,18 @@ def test_writing_to_a_result_shows_where_it_does_in_eager(place: torch.device, b
         same(x, a)
 
 
+def test_equal_results_have_memory_of_their_own(backend: str) -> None:
+    """Two copies of one value: an engine may compute it once, but who writes to one must not change the other."""
+    run = compiled(lambda x: (x.expand(2, 4).reshape(-1), x.expand(2, 4).reshape(-1), x.clone()), backend)
+    for _ in range(3):
+        x = rand(4)
+        first, second, third = run(x)
+        first.fill_(7)
+        third.fill_(8)
+        same(second, x.repeat(2))
+        same(x, rand(4))
+
+
 # -- autograd ---------------------------------------------------------------------------------------------------------
 def test_backward_twice_and_through_a_part_of_the_results(place: torch.device, backend: str) -> None:
     def fn(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -147,7 +147,18 @@ def run_on_host(computation: Computation, tensors: list[torch.Tensor]) -> Sequen
     if computation.checked:
         return _timed(computation, backend.execute_on_host, tensors, specs, computation.context)
     datas = [backend.borrow(t, spec, computation.device) for t, spec in zip(tensors, specs, strict=True)]
-    return [backend.from_device(result) for result in run(computation, datas)]
+    return _apart([backend.from_device(result) for result in run(computation, datas)], tensors)
+
+
+def _apart(results: Sequence[torch.Tensor], lent: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Results that are the caller's: those that share memory with what was lent, or with each other, as copies."""
+    taken = {tensor.data_ptr() for tensor in lent}
+    made: list[torch.Tensor] = []
+    for result in results:
+        mine = result.clone() if result.data_ptr() in taken else result
+        taken.add(mine.data_ptr())
+        made.append(mine)
+    return made
 
 
 def check_results(results: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
