@@ -271,27 +271,29 @@ class _ThreadTraces(threading.local):
 
     def set_aside(self) -> None:
         """Finalizers are about to run, maybe in the middle of a kernel: what they do goes to traces of their own."""
-        if self._set_aside is None:
+        mine = self.__dict__  # one look-up: a collection is frequent, a finalizer that computes is rare
+        if mine["_set_aside"] is None:
             finalizers.running.here = True
-            self._set_aside = self.__dict__.pop("trace", None), self._by_index, self._of_other_mode
-            self._by_index, self._of_other_mode = self._of_finalizers
+            mine["_set_aside"] = mine.pop("trace", None), mine["_by_index"], mine["_of_other_mode"]
+            mine["_by_index"], mine["_of_other_mode"] = mine["_of_finalizers"]
 
     def take_up(self) -> None:
         """Finalizers have run: what they left pending is computed, and the thread goes on where it was."""
-        if self._set_aside is None:
+        mine = self.__dict__
+        if mine["_set_aside"] is None:
             return
         try:
-            pending = [trace for traces in self._of_finalizers for trace in traces.values()]
-            if not finalizers.is_busy():
-                for trace in pending:
+            lazy, eager = mine["_of_finalizers"]
+            if (lazy or eager) and not finalizers.is_busy():
+                for trace in [*lazy.values(), *eager.values()]:
                     flush(trace, "finalizer")
         finally:
             finalizers.running.here = False
-            trace, self._by_index, self._of_other_mode = self._set_aside
-            self._set_aside = None
-            self.__dict__.pop("trace", None)
+            trace, mine["_by_index"], mine["_of_other_mode"] = mine["_set_aside"]
+            mine["_set_aside"] = None
+            mine.pop("trace", None)
             if trace is not None:
-                self.trace = trace
+                mine["trace"] = trace
 
     def owns(self, trace: Trace) -> bool:
         """Whether a trace is the calling thread's."""
