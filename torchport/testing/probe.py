@@ -103,7 +103,8 @@ class Probe:
         boxed = 0 if self._now.executed else grown.get("Execute", 0)
         self._now.kernels = int(grown.get("KernelCall", 0) + boxed)
         if grown.get("Fallback"):
-            self._now.host_ops = tuple(sorted(name for name in grown if "::" in name))
+            # ``lazy::`` counts what was traced.
+            self._now.host_ops = tuple(sorted(n for n in grown if "::" in n and not n.startswith("lazy::")))
         return self._now
 
 
