@@ -23,8 +23,9 @@ What `torchport conform` found on the backends that ship. [Conformance](../confo
 words mean. `python -m torchport.testing.table REPORT.json …` writes this page; the commands stand with the tables.
 
 "Passed" is the share of the cases that could be judged. Limits count neither as passed nor as failed; each has its
-reason below. "Skipped" is what the CPU cannot run, so there is nothing to compare with. Times are of a machine with two
-cores that did other work meanwhile; the processors' time is what a run costs.
+reason below. "Skipped" is what the CPU cannot run, so there is nothing to compare with. "Not run" counts an operator's
+variants that were left when a run's time was up. Times are of a machine with two cores that did other work meanwhile;
+the processors' time is what a run costs.
 """
 _LISTED: Final = 12
 """Operators named with a reason; of more, the number."""
