@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from typing import Any
 
+import fakes
 import pytest
 import torch
 from everyday_support import ON_PORT, agree, counted, everywhere, needs_counters, randn, same
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+import torchport
+from torchport import BackendData, ExecutionContext
 
 BUILT_IN: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.1}),
@@ -265,3 +270,41 @@ def test_a_convolutional_network_in_training_and_evaluation(device: torch.device
             return losses, net(randn(6, 1, 8, 8, device=d)), [b.clone() for b in net.buffers()]
 
     agree(use, device, rtol=1e-3, atol=1e-4)
+
+
+class Outputs(fakes.Fake):
+    """Notes how many values each computation has."""
+
+    name = "outputs"
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def execute(self, handle: Any, args: Sequence[BackendData], context: ExecutionContext) -> Sequence[BackendData]:
+        results = super().execute(handle, args, context)
+        self.counts.append(len(results))
+        return results
+
+
+@needs_counters
+def test_a_gradient_is_computed_once() -> None:
+    """A linear layer's gradient is a view of a product, which nobody needs beside it."""
+    backend = Outputs.install()
+    net = make_net(backend.device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    x = randn(6, 4, device=backend.device)
+    torchport.sync()
+    backend.counts.clear()
+    net(x).sum().backward()
+    optimizer.step()
+    assert backend.counts == [8]  # four gradients, four parameters
+
+
+def test_a_gradient_that_somebody_views_stays_a_view(device: torch.device) -> None:
+    net = make_net(device)
+    net(randn(6, 4, device=device)).sum().backward()
+    weight: Any = next(net.parameters())
+    held = weight.grad[0]
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
+    held.fill_(7.0)
+    assert weight.grad[0].tolist() == [7.0] * 4

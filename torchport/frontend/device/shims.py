@@ -10,6 +10,7 @@ storage methods of ``torch.Tensor`` and ``torch.UntypedStorage``.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import types
 from collections import OrderedDict
@@ -193,7 +194,7 @@ def _crosses(module: torch.nn.Module, fn: Callable[..., Any]) -> bool:
 
 def _flush_after_optimizer() -> None:
     """A training step ends with the optimizer: whatever is pending then is one computation."""
-    from torch.optim.optimizer import register_optimizer_step_post_hook
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     def flush(optimizer: Any, args: Any, kwargs: Any) -> None:
         error = flush_mine("step")
@@ -201,7 +202,30 @@ def _flush_after_optimizer() -> None:
             raise error
         step_ended()
 
+    register_optimizer_step_pre_hook(opaque(_own_gradients))
     register_optimizer_step_post_hook(opaque(flush))
+
+
+_ALONE = (3, 2, 2)
+"""Python's references to a gradient in :func:`_own_gradients`, its C++ ones, and those to its storage, if only its
+parameter holds it."""
+
+
+def _own_gradients(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Give gradients that are views wrappers of their own, where nobody can tell.
+
+    A linear layer's gradient is a view of a product. As long as the wrapper knows that, the product is alive beside the
+    gradient, and each training step would compute and keep both.
+    """
+    storage_of: Any = torch._C.TensorBase.untyped_storage  # type: ignore[attr-defined]
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            grad = parameter.grad
+            if grad is None or grad.requires_grad or not torch._is_functional_tensor(grad):
+                continue
+            counts = sys.getrefcount(grad), grad._use_count(), torch._C._storage_Use_Count(storage_of(grad)._cdata)
+            if counts == _ALONE and isinstance(unwrap(grad), LazyTensor):
+                parameter.grad = wrap(unwrap(grad))
 
 
 class _HostStorage(torch.UntypedStorage):
