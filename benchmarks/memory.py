@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> None:
     """Print one table per mode."""
     parser = argparse.ArgumentParser(description="peak memory of a step against eager and torch.compile")
     parser.add_argument("--quick", action="store_true", help="GPT-2 on the reference backend only")
-    parser.add_argument("--models", type=_words, default=["mlp", "resnet18", "bert", "gpt2"])
+    parser.add_argument("--models", type=_words, default=["mlp", "wide", "resnet18", "bert", "gpt2"])
     parser.add_argument("--modes", type=_words, default=["training"])
     parser.add_argument("--backends", type=_words, help="backends of port (default: each available one)")
     parser.add_argument("--here", help=argparse.SUPPRESS)  # one engine, in this process

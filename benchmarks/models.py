@@ -82,6 +82,17 @@ def mlp() -> Example:
     )
 
 
+def wide() -> Example:
+    """Four times linear and ReLU, of width 1024; 64 rows: much memory, quickly compiled."""
+    layers = [layer for _ in range(4) for layer in (nn.Linear(1024, 1024), nn.ReLU())]
+    return Example(
+        nn.Sequential(*layers),
+        {"x": _noise(64, 1024)},
+        lambda m, b: m(b["x"]),
+        lambda m, b: m(b["x"]).square().mean(),
+    )
+
+
 def resnet18() -> Example:
     """ResNet-18; two images of 128 by 128."""
     from transformers import ResNetConfig, ResNetForImageClassification
@@ -163,6 +174,7 @@ def minilm() -> Example:
 
 _BUILDERS: dict[str, Callable[[], Example]] = {
     "mlp": mlp,
+    "wide": wide,
     "resnet18": resnet18,
     "bert": bert,
     "gpt2": gpt2,
