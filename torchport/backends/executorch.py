@@ -7,9 +7,11 @@ operators that XNNPACK has, and shapes between them, are supported here.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import re
+import types
 import warnings
 from collections.abc import Sequence
 from typing import Any, Final
@@ -82,6 +84,7 @@ class ExecuTorchBackend(Backend):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # ExecuTorch 1.5 and torch 2.13 warn about their own code
+                _export_patterns()
                 xnnpack: Any = importlib.import_module("executorch.backends.xnnpack.partition.xnnpack_partitioner")
                 exir: Any = importlib.import_module("executorch.exir")
                 edge = exir.to_edge_transform_and_lower(
@@ -121,6 +124,32 @@ class ExecuTorchBackend(Backend):
             TensorData(context.device, spec, _with_strides(result, spec))
             for result, spec in zip(results, context.outputs, strict=True)
         ]
+
+
+@functools.cache
+def _export_patterns() -> None:
+    """Have XNNPACK's partitioner make the graphs it looks for, which it keeps, without Dynamo.
+
+    It would export them with ``strict=True`` on first use, and Dynamo refuses to start anew while it compiles, as it
+    does when ``torch.compile`` has called us.
+    """
+    package = "executorch.backends.xnnpack.partition.graphs"
+    resizing: Any = importlib.import_module(f"{package}.bilinear_2d")
+    attention: Any = importlib.import_module(f"{package}.sdpa")
+    original = torch.export.export
+
+    def export(*args: Any, **options: Any) -> Any:
+        return original(*args, **{**options, "strict": False})
+
+    resizing.torch = types.SimpleNamespace(
+        nn=torch.nn, randn=torch.randn, fx=torch.fx, export=types.SimpleNamespace(export=export)
+    )
+    attention.export = export
+    try:
+        resizing.get_graphs_dict()
+        attention.get_graphs()
+    finally:
+        resizing.torch, attention.export = torch, original
 
 
 def _with_constants(graph: fx.GraphModule) -> tuple[fx.GraphModule, tuple[torch.Tensor, ...]]:

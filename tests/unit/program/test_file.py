@@ -102,10 +102,11 @@ class _Sparse:
         (lambda d: b"\0" + d, "does not lie where it says"),
         (lambda d: d[:100], "zip directory"),
         (lambda d: b"", "ends too early"),
-        (lambda d: d.replace(b"extra/torchport/program", b"extra/torchport/../gram"), "not a plain relative path"),
+        (lambda d: d.replace(b"extra/torchport/debug", b"extra/torchport/../bg"), "not a plain relative path"),
+        (lambda d: d.replace(b"extra/torchport/program", b"extra/torchport/../gram"), "holds no torchport program"),
         (lambda d: d.replace(b"archive_format", b"archive/format"), ""),
     ],
-    ids=["cut", "grown", "prepended", "half", "empty", "traversal", "renamed alike"],
+    ids=["cut", "grown", "prepended", "half", "empty", "traversal", "no program", "renamed alike"],
 )
 def test_structure(change: Any, says: str) -> None:
     data = change(DATA)
