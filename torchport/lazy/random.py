@@ -80,7 +80,17 @@ def _scaled(b: GraphBuilder, unit: fx.Node, low: Any, high: Any) -> fx.Node:
 
 # -- one lowering per operator: (builder, key, output spec, *args, **kwargs) -> node ------------------------------
 def _uniform(b: GraphBuilder, key: fx.Node, spec: Any, x: Any, low: float = 0.0, high: float = 1.0) -> fx.Node:
-    return _scaled(b, _unit(b, key, spec.shape, spec.dtype), low, high)
+    dtype = spec.dtype
+    if dtype.is_complex:
+        real = torch.float64 if dtype is torch.complex128 else torch.float32
+        pair = _scaled(b, _unit(b, key, [*spec.shape, 2], real), low, high)
+        return b.cast(b(aten.view_as_complex.default, pair), dtype)
+    unit = _unit(b, key, spec.shape, dtype)
+    if dtype.itemsize > 2 or (low, high) == (0.0, 1.0):
+        return _scaled(b, unit, low, high)
+    # Scaled in half precision, numbers would be rounded twice; and rounded once they may reach the bound they must not.
+    drawn = b.cast(_scaled(b, b.cast(unit, torch.float32), low, high), dtype)
+    return b(aten.masked_fill.Scalar, drawn, b(aten.ge.Scalar, drawn, high), low)
 
 
 def _rand(b: GraphBuilder, key: fx.Node, spec: Any, *args: Any, **kwargs: Any) -> fx.Node:
