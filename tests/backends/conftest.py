@@ -49,3 +49,20 @@ def device(backend: str) -> Iterator[torch.device]:
     yield torch.device(DEVICE)
     torch.set_default_device(None)
     torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Nothing that torch.compile remembers, and counters at zero."""
+    from torchport import metrics
+
+    torch.compiler.reset()
+    metrics.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture(params=["cpu", "port"])
+def place(request: pytest.FixtureRequest, backend: str) -> torch.device:
+    """Where a compiled model's tensors are: on the CPU, or on the device of the backend under test."""
+    return torch.device(request.param)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,15 +14,9 @@ from torch import nn
 import torchport
 from torchport import metrics
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 SIZES = (3, 5, 9, 13, 7, 16, 17, 30)
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch.compiler.reset()
-    metrics.reset()
-    yield
-    torch.compiler.reset()
 
 
 def rand(*shape: int, seed: int = 0) -> torch.Tensor:

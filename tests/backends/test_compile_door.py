@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,21 +15,9 @@ from torch import fx, nn
 import torchport
 from torchport import Support, metrics
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 DOOR = "torchport"
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch.compiler.reset()
-    metrics.reset()
-    yield
-    torch.compiler.reset()
-
-
-@pytest.fixture(params=["cpu", "port"])
-def place(request: pytest.FixtureRequest, backend: str) -> torch.device:
-    """Where the model is: on the CPU, or on the device of the backend under test."""
-    return torch.device(request.param)
 
 
 def compiled(fn: Any, backend: str, **more: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,21 +19,9 @@ from torchport.backend.fx_normalise import normalise
 from torchport.backend.normal_form import verify_graph
 from torchport.backend.serialize import decode, encode, fingerprint
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 HAS_XLA = any(row.name == "xla" and row.available for row in torchport.list_backends())
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch.compiler.reset()
-    metrics.reset()
-    yield
-    torch.compiler.reset()
-
-
-@pytest.fixture(params=["cpu", "port"])
-def place(request: pytest.FixtureRequest, backend: str) -> torch.device:
-    """Where the tensors are: on the CPU, or on the device of the backend under test."""
-    return torch.device(request.param)
 
 
 def compiled(fn: Any, backend: str) -> Any:

@@ -92,7 +92,7 @@ def test_a_copy_between_backends_is_explicit_and_works(device: torch.device) -> 
     assert x.grad.tolist() == [3.0, 3.0]
 
 
-def test_training_on_another_index(device: torch.device) -> None:
+def test_training_on_another_index() -> None:
     other = fakes.Fake.install().device
     net = torch.nn.Linear(2, 1).to(other)
     opt = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -163,7 +163,7 @@ def test_a_backend_that_raises(device: torch.device, where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["preprocess", "init", "execute"])
-def test_an_error_names_the_users_line(device: torch.device, where: str) -> None:
+def test_an_error_names_the_users_line(where: str) -> None:
     backend = fakes.Failing.install(where=where)
     x = ramp(2, device=backend.device)
     y = x.sin()
@@ -172,7 +172,7 @@ def test_an_error_names_the_users_line(device: torch.device, where: str) -> None
 
 
 @pytest.mark.parametrize("where", ["preprocess", "execute"])
-def test_the_value_that_failed_keeps_failing_and_others_do_not(device: torch.device, where: str) -> None:
+def test_the_value_that_failed_keeps_failing_and_others_do_not(where: str) -> None:
     import torchport
 
     backend = fakes.Failing.install(where=where)
@@ -185,7 +185,7 @@ def test_the_value_that_failed_keeps_failing_and_others_do_not(device: torch.dev
     assert x.tolist() == [0.0, 1.0]
 
 
-def test_a_failure_in_backward_reaches_the_caller(device: torch.device) -> None:
+def test_a_failure_in_backward_reaches_the_caller() -> None:
     import torchport
 
     backend = fakes.Failing.install(where="execute", op="aten.cos")
@@ -213,7 +213,7 @@ def test_a_backend_that_returns_something_else(device: torch.device, how: str) -
 
 
 # -- operators nobody takes --------------------------------------------------------------------------------------------
-def test_an_unsupported_operator_falls_back_and_is_counted(device: torch.device) -> None:
+def test_an_unsupported_operator_falls_back_and_is_counted() -> None:
     import torchport
 
     backend = fakes.Refusing.install()
@@ -225,7 +225,7 @@ def test_an_unsupported_operator_falls_back_and_is_counted(device: torch.device)
     assert torchport.metrics.counter("Fallback") > 0
 
 
-def test_an_unsupported_operator_with_fallback_warn(device: torch.device) -> None:
+def test_an_unsupported_operator_with_fallback_warn() -> None:
     import torchport
 
     backend = fakes.Refusing.install(op="aten.cos.default")
@@ -234,7 +234,7 @@ def test_an_unsupported_operator_with_fallback_warn(device: torch.device) -> Non
         assert x.cos()[0].item() == 1.0
 
 
-def test_an_unsupported_operator_with_fallback_error(device: torch.device) -> None:
+def test_an_unsupported_operator_with_fallback_error() -> None:
     import torchport
 
     backend = fakes.Refusing.install()

@@ -208,7 +208,7 @@ def test_a_value_read_twice_is_computed_once(device: torch.device) -> None:
     assert again["Execute"] == 0
 
 
-def test_a_value_read_is_not_computed_again_by_what_uses_it(device: torch.device) -> None:
+def test_a_value_read_is_not_computed_again_by_what_uses_it() -> None:
     runs = fakes.CountingBackend.install()
     x = torch.ones(4, device=runs.device)
     y = x.exp()
@@ -220,7 +220,7 @@ def test_a_value_read_is_not_computed_again_by_what_uses_it(device: torch.device
     assert z == pytest.approx(8 * 2.718281828, rel=1e-5)
 
 
-def test_work_nobody_reads_is_not_computed(device: torch.device) -> None:
+def test_work_nobody_reads_is_not_computed() -> None:
     runs = fakes.CountingBackend.install()
     x = torch.ones(4, device=runs.device)
     dead = x.sin()
@@ -262,7 +262,7 @@ def test_sync_executes_what_is_pending(device: torch.device) -> None:
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
-def test_memory_is_freed_when_the_last_reference_goes(device: torch.device) -> None:
+def test_memory_is_freed_when_the_last_reference_goes() -> None:
     live = fakes.CountingBackend.install()
     x = torch.ones(1_000, device=live.device) * 2
     y = x + 1
@@ -277,7 +277,7 @@ def test_memory_is_freed_when_the_last_reference_goes(device: torch.device) -> N
     assert live.bytes <= 64
 
 
-def test_a_gigabyte_passes_through_a_loop_that_stays_flat(device: torch.device) -> None:
+def test_a_gigabyte_passes_through_a_loop_that_stays_flat() -> None:
     live = fakes.CountingBackend.install()
     mib = 256 * 1_024
     x = torch.zeros(mib, device=live.device)
@@ -295,7 +295,7 @@ def test_a_gigabyte_passes_through_a_loop_that_stays_flat(device: torch.device) 
     assert live.bytes <= 64
 
 
-def test_a_training_loop_keeps_no_old_values(device: torch.device) -> None:
+def test_a_training_loop_keeps_no_old_values() -> None:
     live = fakes.CountingBackend.install()
     step = trainer(live.device)
     for number in range(4):

@@ -99,7 +99,7 @@ def test_a_fork_of_the_trie(device: torch.device) -> None:
     assert first[0] == pytest.approx((torch.arange(3) * 2.5).sin().add(1).tolist(), rel=1e-5)
 
 
-def test_a_fallback_inside_a_known_trace(device: torch.device) -> None:
+def test_a_fallback_inside_a_known_trace() -> None:
     refusing = fakes.Refusing.install(register_kernels=lambda *_: None)
     x = ramp(4, device=refusing.device)
 
@@ -165,7 +165,7 @@ def test_an_argument_written_in_place(device: torch.device) -> None:
     assert y.tolist() == [0, 1, 2]
 
 
-def test_fallbacks_can_be_errors(device: torch.device) -> None:
+def test_fallbacks_can_be_errors() -> None:
     refusing = fakes.Refusing.install(register_kernels=lambda *_: None)
     x = ramp(3, device=refusing.device)
     with torchport.config.override(fallback="error"), pytest.raises(torchport.UnsupportedOp, match="sin"):

@@ -43,9 +43,7 @@ class Counted(fakes.Fake):
 @pytest.mark.parametrize(
     ("traces", "nodes"), [(600, 100), pytest.param(100_000, 20_000, marks=pytest.mark.slow)], ids=["some", "100,000"]
 )
-def test_a_program_that_never_repeats_a_trace(
-    monkeypatch: pytest.MonkeyPatch, device: torch.device, traces: int, nodes: int
-) -> None:
+def test_a_program_that_never_repeats_a_trace(monkeypatch: pytest.MonkeyPatch, traces: int, nodes: int) -> None:
     monkeypatch.setattr(tensor, "_MOST_SPECS", 200)
     monkeypatch.setattr(infer, "_REMEMBER", 100)
     monkeypatch.setattr(history, "SITES", 50)
@@ -68,7 +66,7 @@ def test_a_program_that_never_repeats_a_trace(
         assert len(history.reasons) <= history.REASONS
 
 
-def test_the_cache_in_memory_is_least_recently_used(device: torch.device) -> None:
+def test_the_cache_in_memory_is_least_recently_used() -> None:
     backend = Counted.install()
     x = torch.ones(3, device=backend.device)
     torchport.sync()
@@ -88,7 +86,7 @@ def test_the_cache_in_memory_is_least_recently_used(device: torch.device) -> Non
         assert run(3) == 1
 
 
-def test_keeping_other_values_each_time_is_bounded(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keeping_other_values_each_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     from torchport.lazy import executor
 
     monkeypatch.setattr(executor, "PLANS_AT_MOST", 5)
@@ -137,14 +135,14 @@ def agrees(device: torch.device | str, seed: int, steps: int) -> Callable[[], No
 
 @pytest.mark.parametrize("execution", ["inline", "worker"])
 @pytest.mark.parametrize("devices", [1, 2])
-def test_two_threads_train_two_models(device: torch.device, execution: str, devices: int) -> None:
+def test_two_threads_train_two_models(execution: str, devices: int) -> None:
     used = [fakes.Fake.install().device for _ in range(devices)]
     with torchport.config.override(execution=execution):
         in_threads([agrees(used[seed % devices], seed, 6) for seed in range(2)])
 
 
 @pytest.mark.parametrize("execution", ["inline", "worker"])
-def test_a_tensor_made_in_one_thread_and_used_in_another(device: torch.device, execution: str) -> None:
+def test_a_tensor_made_in_one_thread_and_used_in_another(execution: str) -> None:
     backend = fakes.Fake.install()
     shared: list[torch.Tensor] = []
     made, used = threading.Barrier(2), threading.Barrier(2)
@@ -190,14 +188,14 @@ def soak(seconds_of_steps: int, workers: int) -> None:
 
 
 @pytest.mark.parametrize("execution", ["inline", "worker"])
-def test_many_threads_in_both_modes_on_two_devices(device: torch.device, execution: str) -> None:
+def test_many_threads_in_both_modes_on_two_devices(execution: str) -> None:
     with torchport.config.override(execution=execution):
         soak(3, 6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("execution", ["inline", "worker"])
-def test_many_threads_for_long(device: torch.device, execution: str) -> None:
+def test_many_threads_for_long(execution: str) -> None:
     with torchport.config.override(execution=execution):
         for _ in range(5):
             soak(12, 16)

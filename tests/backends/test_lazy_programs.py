@@ -17,7 +17,7 @@ pytestmark = needs_counters
 
 
 # -- where a trace ends ------------------------------------------------------------------------------------------------
-def test_reading_a_view_of_a_pending_value_computes_it_once(device: torch.device) -> None:
+def test_reading_a_view_of_a_pending_value_computes_it_once() -> None:
     runs = fakes.CountingBackend.install()
     x = torch.ones(4, device=runs.device)
     y = x.exp()

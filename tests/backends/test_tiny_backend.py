@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -176,3 +176,35 @@ def test_bytes_are_all_that_another_process_needs(example: ModuleType, device: t
     values = [other.to_device(value, here) for value in (X, torch.tensor([0.75, 1.25]))]
     (result,) = other.execute(handle, values, torchport.ExecutionContext(here))
     torch.testing.assert_close(result.tensor, expected)
+
+
+@pytest.mark.parametrize("mode", ["lazy", "eager"])
+def test_what_a_factory_on_the_host_makes_can_be_written_and_viewed(
+    device: torch.device, mode: Literal["lazy", "eager"]
+) -> None:
+    with torchport.mode(mode):
+        made = [
+            torch.ones(3, 2, device=device),
+            torch.zeros(2, device=device),
+            torch.full((2,), 3.0, device=device),
+            torch.arange(1.0, 6.0, device=device),
+            torch.randn(3, device=device),
+            torch.empty(3, device=device),
+            torch.empty_strided((2, 2), (2, 1), device=device),
+            torch.eye(3, device=device),
+            torch.linspace(0, 1, 5, device=device),
+            torch.randperm(5, device=device),
+            torch.tril_indices(3, 3, device=device),
+            torch.scalar_tensor(2.0, device=device),
+            aten.ones.default([2], device=device),
+        ]
+        for tensor in made:
+            assert torch._is_functional_tensor(tensor)
+            tensor.view(-1)[:1].zero_()
+            assert tensor.add_(1).view(-1)[0].item() == 1
+
+
+def test_a_write_to_a_large_expanded_tensor_is_refused_at_once(device: torch.device) -> None:
+    wide = torch.ones(1, device=device).expand(100_000, 100_000)
+    with pytest.raises(RuntimeError, match="single memory location"):
+        wide.add_(1)

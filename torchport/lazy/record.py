@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..core.config import config
 from ..core.errors import DeviceMismatch
@@ -268,7 +268,8 @@ def _describe_outputs(node: Node, inferred: Inferred, index: int) -> None:
 def emit(trace: Trace, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Everything a kernel's one-tensor path does not do: several results, factories, barriers, checkpoints."""
     if node.barrier is not None:
-        return node.barrier(trace, node, args, kwargs)
+        made = node.barrier(trace, node, args, kwargs)
+        return tree_map_only(LazyTensor, wrap, made) if node.is_factory else made
     trace.cursor = node
     if node.ready is not None:  # a node just recorded
         return node.ready

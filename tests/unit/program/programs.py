@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from torchport import runtime
 from torchport.backend.interface import (
     ArrayData,
     Backend,
@@ -225,3 +226,13 @@ def real_program() -> bytes:
 def add_sub_registry() -> Registry:
     """A registry with ``add_sub`` alone."""
     return registry_of(AddSubBackend())
+
+
+def load(data: Any, *backends: Recording, **more: Any) -> runtime.Program:
+    """A program from bytes, with these backends and no others."""
+    return runtime.load(data, registry=registry_of(*backends), **more)
+
+
+def two(backend: Recording, **more: Any) -> runtime.Program:
+    """A program of two delegates of one backend."""
+    return load(program_bytes(summing([delegate(tag="d0"), delegate(tag="d1")])), backend, **more)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from programs import Recording, counter, delegate, entries_of, packed, program_bytes, registry_of, summing, weight
+from programs import Recording, counter, delegate, entries_of, load, packed, program_bytes, registry_of, summing, weight
 
 from torchport import runtime
 from torchport.core.errors import CompileError, ConfigError, DelegateError, ErrorCode, ProgramError, TorchportError
@@ -24,10 +24,6 @@ from torchport.program.writer import ROOT
 
 X = np.array([1.0, 2.0], np.float32)
 Y = np.array([10.0, 20.0], np.float32)
-
-
-def load(data: Any, *backends: Recording, **more: Any) -> runtime.Program:
-    return runtime.load(data, registry=registry_of(*backends), **more)
 
 
 def test_the_methods_name_is_there_in_init_and_execute() -> None:

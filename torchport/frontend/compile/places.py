@@ -149,22 +149,11 @@ class PortPlace(Place):
 
         def call(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             trace = threads.of(runtime.index)
-            try:
-                values = [value_of(_inner(tensor), trace) for tensor in tensors]
-            except RuntimeError:
-                if all(map(torch._is_functional_tensor, tensors)):
-                    raise
-                values = [value_of(self._handle(tensor), trace) for tensor in tensors]
+            values = [value_of(_inner(tensor), trace) for tensor in tensors]
             results = run(computation, values) if own else self._elsewhere(computation, values)
             return [wrapped(result) for wrapped, result in zip(make, results, strict=True)]
 
         return call
-
-    def _handle(self, tensor: torch.Tensor) -> Any:
-        """The handle behind what a step between computations left: a wrapper, a handle, or a tensor of the host."""
-        if isinstance(tensor, LazyTensor):
-            return tensor
-        return _inner(tensor if torch._is_functional_tensor(tensor) else self.from_host(tensor))
 
     def _maker(self, spec: TensorSpec) -> Callable[[BackendData], torch.Tensor]:
         """A function that gives a result of this spec to the user."""

@@ -228,6 +228,8 @@ def _overlaps(tensor: torch.Tensor) -> bool:
     if tensor.is_contiguous() or not tensor.numel():
         return False
     dims = sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    if dims and dims[0][0] == 0:
+        return True  # expanded, and then perhaps too large to list
     reach = 0
     for step, size in dims:
         if step <= reach:
