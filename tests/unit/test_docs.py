@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._library import custom_ops
 
 import torchport
 
@@ -207,6 +208,7 @@ _INSTANCES = {
     "torch._ops.OpOverload.": torch.ops.aten.add.Tensor,
     "torch._ops.OpOverloadPacket.": torch.ops.aten.add,
     "torch.nn.Module.": torch.nn.Module(),
+    "torch._library.custom_ops.CustomOpDef.": next(iter(custom_ops.OPDEFS.values())),
 }
 """Objects that have the attributes which their classes only promise."""
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .runtime import DeviceRuntime
     from .trace import Node
 
-__all__ = ["backend_kernel", "host", "on_host"]
+__all__ = ["backend_kernel", "host", "note_fallback", "on_host"]
 
 
 def backend_kernel(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -92,15 +92,20 @@ def host(runtime: DeviceRuntime, node: Node, reason: str) -> Callable[..., Any]:
         )
 
     def run(trace: Trace, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if config.fallback == "error":
-            raise UnsupportedOp(f"{message}, and config.fallback is 'error'", op=str(node.op), source=node.source)
-        if config.fallback == "warn":
-            warnings.warn(f"{node.op} runs on the host: {message} (called at {node.source})", stacklevel=4)
-        metrics.count("Fallback")
-        metrics.count(node.op.name())
+        note_fallback(node.op, node.source, message)
         return on_host(trace, node.op, args, kwargs)
 
     return run
+
+
+def note_fallback(op: Any, source: str | None, why: str) -> None:
+    """Count that an op runs on the host, and warn or raise :class:`UnsupportedOp` as ``config.fallback`` has it."""
+    if config.fallback == "error":
+        raise UnsupportedOp(f"{why}, and config.fallback is 'error'", op=str(op), source=source)
+    if config.fallback == "warn":
+        warnings.warn(f"{op} runs on the host: {why} (called at {source})", stacklevel=5)
+    metrics.count("Fallback")
+    metrics.count(op.name())
 
 
 def on_host(trace: Trace, op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -19,7 +19,7 @@ from ...lazy.runtime import runtimes, threads
 from ...lazy.tensor import DEVICE_TYPE, IndexedLazyTensor, LazyTensor, make_handle
 from ...lazy.trace import COPIES_UNDER_GRAD, NONE, Trace, unwrap, wrap
 
-__all__ = ["elsewhere", "kernels", "no_kernel", "special_kernels", "with_generator"]
+__all__ = ["elsewhere", "kernels", "special_kernels", "with_generator"]
 
 aten = torch.ops.aten
 kernels: Final[dict[Any, Any]] = {}
@@ -231,11 +231,6 @@ def elsewhere(trace: Trace, kernel: Any, args: Sequence[Any], kwargs: Mapping[st
     if device.type == DEVICE_TYPE:
         return torch._to_functional_tensor(_host_to_device(host_tensor(made), device.index, None))
     return _shared_copy(made, None).to(device)
-
-
-def no_kernel(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """An operator without a kernel on this device reached a tensor of an index above 0."""
-    raise UnsupportedOp(f"the {DEVICE_TYPE} device has no kernel for it", op=str(func), source=user_line())
 
 
 @functools.cache

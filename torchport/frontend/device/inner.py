@@ -19,8 +19,9 @@ from ...core.errors import UnsupportedOp
 from ...lazy.donation import take_place
 from ...lazy.record import user_line
 from ...lazy.runtime import threads
-from ...lazy.tensor import DEVICE_TYPE, IndexedLazyTensor, LazyTensor
+from ...lazy.tensor import IndexedLazyTensor, LazyTensor
 from ...lazy.trace import release, unwrap
+from .custom import on_handles
 
 __all__ = ["make_fallback"]
 
@@ -60,24 +61,15 @@ def make_fallback(call: Callable[..., Any]) -> Callable[..., Any]:
                 return _view(op, args, kwargs, call)
             if op._schema.is_mutable:
                 return _write(op, args, kwargs, call)
-        raise _unsupported(op)
+        return on_handles(threads.of(0), op, args, kwargs)
 
     return fallback
-
-
-def _unsupported(op: Any) -> UnsupportedOp:
-    return UnsupportedOp(
-        f"the {DEVICE_TYPE} device has no kernel for it and PyTorch has no decomposition. Write it with other "
-        "operators, or run it on the CPU: x.cpu()",
-        op=str(op),
-        source=user_line(),
-    )
 
 
 def _view(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[..., Any]) -> Any:
     form = _copy_form(op)
     if form is None:
-        raise _unsupported(op)
+        return on_handles(threads.of(0), op, args, kwargs)
     results = call(form, args, kwargs)
     for tensor in (args[0], *(results if isinstance(results, (list, tuple)) else [results])):
         handle = unwrap(tensor)
@@ -91,7 +83,7 @@ def _write(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callab
     """Run the functional form and give its results' values to the handles the operator writes to."""
     form = _functional_form(op)
     if form is None:
-        raise _unsupported(op)
+        return on_handles(threads.of(0), op, args, kwargs)
     arguments = op._schema.arguments
     given = {**{a.name: v for a, v in zip(arguments, args, strict=False)}, **kwargs}
     targets = [given[a.name] for a in arguments if a.alias_info is not None and a.alias_info.is_write]

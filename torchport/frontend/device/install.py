@@ -14,7 +14,7 @@ from ...lazy.runtime import threads
 from ...lazy.tensor import DEVICE_TYPE, IndexedLazyTensor
 from ...lazy.trace import unwrap
 from ..compile import fake
-from . import autocast, copies, fork, inner, inplace, routes, shims
+from . import autocast, copies, custom, fork, inner, inplace, routes, shims
 from .opaque import opaque
 
 __all__ = ["install", "kernels"]
@@ -67,6 +67,7 @@ def install() -> None:
     anything.fallback(opaque(inner.make_fallback(call)), "PrivateUse1")
     IndexedLazyTensor.dispatch = staticmethod(opaque(_dispatch_indexed))
     inplace.install(library, {op: special.get(op) or kernel.fast for op, kernel in kernels.items()})
+    custom.install()
     routes.install()
     autocast.install()
     shims.install()
@@ -135,10 +136,15 @@ def _dispatch_indexed(func: Any, args: Any, kwargs: Any) -> Any:
         return special(*args, **kwargs)
     kernel = kernels.get(func)
     if kernel is None:
-        return copies.no_kernel(func, args, kwargs)
+        parts = func.decompose(*args, **kwargs)  # composites come here whole where autograd is off
+        if parts is not NotImplemented:
+            return parts
     for value in tree_leaves((args, kwargs)):
         if isinstance(value, torch.Tensor):
             inner = unwrap(value)
             if isinstance(inner, IndexedLazyTensor):
-                return kernel.indexed(threads.of(inner.get_device()), *args, **kwargs)
+                trace = threads.of(inner.get_device())
+                return (
+                    kernel.indexed(trace, *args, **kwargs) if kernel else custom.on_handles(trace, func, args, kwargs)
+                )
     raise RuntimeError(f"{func} reached the device without a tensor of it")

@@ -1,0 +1,182 @@
+"""Operators of others' libraries: Python bodies that view and write, kernels for the CPU alone, on every index."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from everyday_support import agree, everywhere, needs_counters, ramp
+from fakes import Fake
+from torch import Tensor
+
+import torchport
+
+
+@torch.library.custom_op("torchport_tests::rows", mutates_args=())
+def rows(x: Tensor, w: Tensor) -> Tensor:
+    """A matrix product, row by row, through views that are written."""
+    out = torch.zeros(x.shape[0], w.shape[0], dtype=x.dtype, device=x.device)
+    for i in range(x.shape[0]):
+        out[i].copy_(w @ x[i])
+        out[i : i + 1].mul_(2)
+    return out
+
+
+@rows.register_fake
+def _(x: Tensor, w: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], w.shape[0])
+
+
+def _rows_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    x, w = ctx.saved_tensors
+    return 2 * grad @ w, 2 * grad.t() @ x
+
+
+rows.register_autograd(_rows_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+
+
+@torch.library.custom_op("torchport_tests::bump_first", mutates_args=("x", "more"))
+def bump_first(x: Tensor, more: list[Tensor], by: int) -> None:
+    x[0].add_(by)
+    for one in more:
+        one.view(-1)[-1:].mul_(by)
+
+
+def _numpy_sin(x: Tensor) -> Tensor:
+    return torch.from_numpy(np.sin(x.numpy()))
+
+
+numpy_sin = torch.library.custom_op("torchport_tests::numpy_sin", _numpy_sin, mutates_args=(), device_types="cpu")
+
+
+@torch.library.custom_op("torchport_tests::numpy_fill", mutates_args=("x", "more"), device_types="cpu")
+def numpy_fill(x: Tensor, more: list[Tensor]) -> Tensor:
+    x.numpy()[0] = 7
+    for one in more:
+        one.numpy()[...] = 8
+    return x * 2
+
+
+@torch.library.custom_op("torchport_tests::same_back", mutates_args=())
+def same_back(x: Tensor) -> Tensor:
+    return x
+
+
+_library = torch.library.Library("torchport_tests", "FRAGMENT")
+_library.define("plain_cos(Tensor x, *, int times=1) -> (Tensor, Tensor[])")
+_library.impl("plain_cos", lambda x, *, times=1: (torch.from_numpy(np.cos(x.numpy())), [x + 1] * times), "CPU")
+
+
+def _bumped(device: Any) -> list[Tensor]:
+    base = ramp(4, 3, device=device)
+    other = ramp(2, 2, device=device)
+    bump_first(base[1:], [other, base[0]], 3)
+    return [base, other]
+
+
+def _gradients(device: Any) -> list[Tensor]:
+    x, w = (ramp(*shape, device=device).requires_grad_() for shape in ((3, 4), (5, 4)))
+    (rows(x, w) ** 2).sum().backward()
+    assert x.grad is not None
+    assert w.grad is not None
+    return [x.grad, w.grad]
+
+
+def _filled(device: Any) -> list[Tensor]:
+    x, y = ramp(3, device=device), ramp(2, 2, device=device)
+    result = numpy_fill(x[1:], more=[y[0]])
+    return [x, y, result]
+
+
+@everywhere
+def test_views_that_a_body_writes_to(device: torch.device) -> None:
+    agree(lambda to: rows(ramp(3, 4, device=to), ramp(5, 4, device=to)), device)
+    agree(_gradients, device)
+
+
+def test_arguments_that_are_written(device: torch.device) -> None:
+    agree(_bumped, device)
+
+
+@needs_counters
+def test_a_kernel_for_the_cpu_alone_runs_on_the_host(device: torch.device) -> None:
+    torchport.metrics.reset()
+    agree(lambda to: numpy_sin(ramp(4, device=to)), device)
+    assert torchport.metrics.counter("Fallback") == 1
+    assert torchport.metrics.counter("torchport_tests::numpy_sin") == 1
+    agree(_filled, device)
+
+
+@needs_counters
+def test_the_fallback_policy_holds_for_others_operators(device: torch.device) -> None:
+    x = ramp(4, device=device)
+    with torchport.config.override(fallback="error"):
+        with pytest.raises(torchport.UnsupportedOp, match="a kernel for the CPU, and none for port"):
+            numpy_sin(x)
+        with pytest.raises(torchport.UnsupportedOp, match="a kernel for the CPU, and none for port"):
+            torch.ops.torchport_tests.plain_cos(x)
+    with torchport.config.override(fallback="warn"), pytest.warns(UserWarning, match="numpy_sin.* runs on the host"):
+        numpy_sin(x)
+
+
+def test_an_operator_of_a_plain_library(device: torch.device) -> None:
+    def run(to: Any) -> list[Tensor]:
+        one, more = torch.ops.torchport_tests.plain_cos(ramp(4, device=to), times=2)
+        return [one, *more]
+
+    agree(run, device)
+
+
+def test_a_body_must_not_give_back_its_argument(device: torch.device) -> None:
+    with pytest.raises(RuntimeError, match="alias"):
+        same_back(ramp(3, device=device))
+
+
+@needs_counters
+def test_on_another_index() -> None:
+    fake = Fake.install()
+    for program in (_bumped, _gradients, _filled):
+        for ours, theirs in zip(program(fake.device), program("cpu"), strict=True):
+            torch.testing.assert_close(ours.cpu(), theirs)
+    x = ramp(4, device=fake.device)
+    cosine, (after,) = torch.ops.torchport_tests.plain_cos(x)
+    assert cosine.device == after.device == fake.device
+    torch.testing.assert_close(cosine.cpu(), ramp(4, device="cpu").cos())
+
+
+@needs_counters
+def test_one_defined_after_the_device_is_in_use_and_for_the_device(device: torch.device) -> None:
+    ramp(2, device=device)
+
+    @torch.library.custom_op("torchport_tests::late", mutates_args=())
+    def late(x: Tensor) -> Tensor:
+        return x + 1
+
+    @late.register_kernel("port")
+    def _(x: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        out[:1].add_(5)
+        return out
+
+    assert late(ramp(2, device="cpu")).tolist() == (ramp(2, device="cpu") + 1).tolist()
+    assert late(ramp(2, device=device)).tolist() == [5.0, 0.0]
+
+
+@needs_counters
+def test_torch_compile_keeps_them_whole(device: torch.device, backend: str) -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        return torch.relu(rows(x, w)) + numpy_sin_traced(x).sum()
+
+    torch.compiler.reset()
+    for to in ("cpu", device):
+        given = [ramp(3, 4, device=to), ramp(5, 4, device=to)]
+        result = torch.compile(program, backend="torchport", options={"backend": backend})(*given)
+        torch.testing.assert_close(result.cpu(), program(ramp(3, 4, device="cpu"), ramp(5, 4, device="cpu")))
+
+
+numpy_sin_traced = torch.library.custom_op(
+    "torchport_tests::numpy_sin_traced", _numpy_sin, mutates_args=(), device_types="cpu"
+)
+numpy_sin_traced.register_fake(torch.empty_like)

@@ -1,0 +1,133 @@
+"""Operators of others' libraries: Python bodies run as if they stood in the program, kernels for the CPU on the host.
+
+PyTorch runs the body of a ``torch.library.custom_op`` below functionalization, on handles, where a view is a value of
+its own and a write to it is lost on what it was taken from; and it refuses to functionalize an operator that writes to
+its arguments. A body that is called where functionalization would be called sees the user's own tensors instead: its
+operators join the trace, its views alias and its writes reach the arguments.
+
+Private torch APIs used here: ``torch._library.custom_ops`` (the definitions, their kernels by device type),
+``torch._library.utils`` (PyTorch's own check of what a body returns).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch._library import custom_ops, utils
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ...core.errors import UnsupportedOp
+from ...lazy import barriers
+from ...lazy.record import user_line
+from ...lazy.tensor import DEVICE_TYPE, LazyTensor
+from .opaque import opaque
+
+if TYPE_CHECKING:
+    from ...lazy.trace import Trace
+
+__all__ = ["install", "on_handles"]
+
+_FUNCTIONALIZE: Final = "Functionalize"
+_NO_KERNEL: Final = f"it has a kernel for the CPU, and none for {DEVICE_TYPE}"
+
+
+def install() -> None:
+    """Take over the custom operators that are defined, and those that will be."""
+    definition: Any = custom_ops.CustomOpDef
+    original = definition.register_kernel
+
+    @functools.wraps(original)
+    def register_kernel(self: Any, device_types: Any, fn: Any = None, /) -> Any:
+        result = original(self, device_types, fn)
+        if fn is not None:
+            _take(self)
+            return result
+
+        def decorator(fn: Any) -> Any:
+            made = result(fn)
+            _take(self)
+            return made
+
+        return decorator
+
+    definition.register_kernel = register_kernel
+    for known in list(custom_ops.OPDEFS.values()):
+        _take(known)
+
+
+def on_handles(trace: Trace, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """An operator that reached the device and has no kernel there: on the host, if it is another library's.
+
+    Raises :class:`UnsupportedOp` for PyTorch's own operators, and where the CPU has no kernel either.
+    """
+    if op.namespace == "aten" or not torch._C._dispatch_has_computed_kernel_for_dispatch_key(op.name(), "CPU"):
+        raise UnsupportedOp(
+            f"the {DEVICE_TYPE} device has no kernel for it and PyTorch has no decomposition. Write it with other "
+            "operators, or run it on the CPU: x.cpu()",
+            op=str(op),
+            source=user_line(),
+        )
+    barriers.note_fallback(op, user_line(), _NO_KERNEL)
+    return barriers.on_host(trace, op, args, kwargs)
+
+
+def _take(definition: Any) -> None:
+    op = definition._opoverload
+    if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), _FUNCTIONALIZE):
+        return  # ours, or that of an author who knows better
+    others = torch.library.get_kernel(op, _FUNCTIONALIZE)
+
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        mine = _first_port_tensor((args, kwargs))
+        if mine is None:
+            return others.call_boxed(keys, *args, **kwargs)
+        body = _body(definition)
+        if body is None:
+            return _on_host(op, mine.device, args, kwargs)
+        result = body(*args, **kwargs)
+        if not op._schema.is_mutable:
+            check: Any = utils._c_check_aliasing_constraint
+            check(definition._name, args, kwargs, result, lambda: inspect.getmodule(definition._init_fn))
+        return result
+
+    definition._lib.impl(definition._name, opaque(kernel), _FUNCTIONALIZE, with_keyset=True)
+
+
+def _body(definition: Any) -> Callable[..., Any] | None:
+    """The Python code for this device's tensors, or ``None`` if there is only that for other devices."""
+    bodies: Mapping[str | None, Callable[..., Any]] = definition._backend_fns
+    return bodies.get(DEVICE_TYPE) or bodies.get(None)
+
+
+def _first_port_tensor(given: Any) -> torch.Tensor | None:
+    """The first wrapper of one of this device's handles; compilers trace with wrappers of other tensors."""
+    for value in tree_leaves(given):
+        wrapped = isinstance(value, torch.Tensor) and torch._is_functional_tensor(value)
+        if wrapped and isinstance(torch._from_functional_tensor(value), LazyTensor):
+            return value
+    return None
+
+
+def _on_host(op: Any, device: torch.device, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an operator on copies on the CPU; results go to the device, and what it wrote into its arguments."""
+    barriers.note_fallback(op, user_line(), _NO_KERNEL)
+
+    def host(value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        return value.cpu() if isinstance(value, torch.Tensor) else value
+
+    given = tree_map(host, [list(args), dict(kwargs)])
+    results = op(*given[0], **given[1])
+    for at, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        theirs, ours = (args[at], given[0][at]) if at < len(args) else (kwargs[argument.name], given[1][argument.name])
+        for target, value in zip(tree_leaves(theirs), tree_leaves(ours), strict=True):
+            if isinstance(target, torch.Tensor):
+                target.copy_(value)
+    return tree_map(lambda value: value.to(device) if isinstance(value, torch.Tensor) else value, results)
