@@ -116,3 +116,19 @@ def test_views_of_values_with_other_strides() -> None:
     assert lowered.left["forward"]
     assert lowered.program.meta().delegates
     torch.testing.assert_close(lowered(x), Attention()(x), rtol=1e-4, atol=1e-5)
+
+
+def test_what_executorch_gets_wrong_stays_with_us() -> None:
+    device = torchport.device("executorch")
+    empty = torch.empty(0, 5).t()  # its strides are not those ExecuTorch asks of a tensor, and it ends the process
+    assert (empty.to(device) + 1).cpu().shape == (5, 0)
+    scalar = torch.tensor(2.0)
+    assert scalar.to(device).permute(()).cpu() == 2.0
+    x = torch.linspace(-3, 3, 20)
+    ours = nn.functional.gelu(x.to(device), approximate="tanh").cpu()
+    torch.testing.assert_close(ours, nn.functional.gelu(x, approximate="tanh"))
+    there = torch.relu(x.to(device))
+    copied = there.clone()
+    with pytest.warns(RuntimeWarning, match="portable kernels run it"):
+        torchport.sync()
+    torch.testing.assert_close(copied.cpu(), torch.relu(x))

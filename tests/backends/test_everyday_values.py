@@ -276,3 +276,31 @@ def test_an_operator_whose_shape_rule_is_wrong(device: torch.device, reduction: 
         return loss, gradient
 
     agree(use, device)
+
+
+def test_a_result_that_is_asked_for_on_the_cpu(device: torch.device) -> None:
+    x = ramp(2, 3, device=device)
+    made = [
+        torch.zeros_like(x, device="cpu"),
+        torch.ones_like(x, device="cpu"),
+        torch.full_like(x, 2.0, device="cpu"),
+        torch.randn_like(x, device="cpu"),
+        torch.empty_like(x, device="cpu"),
+        x.new_zeros(3, device="cpu"),
+        x.new_full((2,), 3.0, device="cpu"),
+        x.new_empty_strided((2, 2), (1, 2), device="cpu"),
+        torch.linspace(x[0, 0], x[0, 1], 4, device="cpu"),
+    ]
+    for tensor in made:
+        assert tensor.device.type == "cpu"
+        before = torch.tensor(tensor.tolist())
+        tensor.add_(1)
+        assert tensor.tolist() == (before + 1).tolist()
+        assert tensor.numpy().shape == tuple(tensor.shape)
+    assert torch.zeros_like(x).device.type == device.type
+    assert torch.zeros_like(torch.ones(2), device=device).tolist() == [0.0, 0.0]
+
+
+def test_evenly_spaced_between_tensors(device: torch.device) -> None:
+    agree(lambda to: torch.linspace(ramp(1, device=to)[0], ramp(3, device=to)[2], 5, device=to), device)
+    agree(lambda to: torch.logspace(ramp(1, device=to)[0], 3, 4, device=to), device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -138,3 +140,53 @@ def test_other_bytes_are_refused(data: bytes) -> None:
     backend = torchport.get_backend("openvino")
     with pytest.raises(CompileError, match="not made by the openvino backend"):
         backend.init(FreeableBuffer(data), CompileSpecs(), InitContext(BackendDevice("cpu")))
+
+
+def test_results_that_are_inputs() -> None:
+    """OpenVINO has one memory for such an input and output; two different ones were given, and garbage came back."""
+    device = torchport.device("openvino")
+    x, scalar = torch.randn(2, 3), torch.tensor(3.0)
+    for value in (x, scalar):
+        given = value.to(device)
+        copy, doubled = given.clone(), given * 2
+        torchport.sync()
+        torch.testing.assert_close(copy.cpu(), value)
+        torch.testing.assert_close(doubled.cpu(), value * 2)
+        copy.zero_()
+        torch.testing.assert_close(given.cpu(), value)
+
+
+def test_vectors_joined_and_their_absolute_values() -> None:
+    device = torchport.device("openvino")
+    x, y = torch.tensor([-3.0, 2.0]), torch.tensor([-1.0])
+    joined = torch.cat([x.to(device), y.to(device)])
+    absolute = joined.abs()
+    torchport.sync()
+    torch.testing.assert_close(joined.cpu(), torch.cat([x, y]))
+    torch.testing.assert_close(absolute.cpu(), torch.cat([x, y]).abs())
+
+
+def test_scalars() -> None:
+    device = torchport.device("openvino")
+    x = torch.tensor(-2.0)
+
+    def program(x: torch.Tensor) -> list[torch.Tensor]:
+        wide = x.expand([])
+        return [wide.clone(), wide.expand([]) * 1, -wide, x.sum(0, keepdim=True), x.mean(), x.amax(0)]
+
+    for ours, theirs in zip(program(x.to(device)), program(x), strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs)
+
+
+def test_importing_the_engine_reports_nothing_and_forks_nothing() -> None:
+    code = """
+import os, sys
+os.register_at_fork(before=lambda: print("forked"))
+import torchport
+torchport.get_backend("openvino")
+from torchport.backends.openvino import _modules
+_modules()
+print("openvino_telemetry" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]

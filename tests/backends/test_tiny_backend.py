@@ -208,3 +208,15 @@ def test_a_write_to_a_large_expanded_tensor_is_refused_at_once(device: torch.dev
     wide = torch.ones(1, device=device).expand(100_000, 100_000)
     with pytest.raises(RuntimeError, match="single memory location"):
         wide.add_(1)
+
+
+def test_operators_that_the_cpu_has_by_other_names(device: torch.device) -> None:
+    """Off the CPU, PyTorch calls fused kernels for recurrent cells; the host takes them apart."""
+    torch.manual_seed(0)
+    for cell in (nn.LSTM(3, 4), nn.GRUCell(3, 4)):
+        x = torch.randn(2, 3)
+        with torch.no_grad():
+            expected = cell(x)
+        found = cell.to(device)(x.to(device))
+        ours, theirs = (one[0] if isinstance(cell, nn.LSTM) else one for one in (found, expected))
+        torch.testing.assert_close(ours.detach().cpu(), theirs)

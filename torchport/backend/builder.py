@@ -90,6 +90,18 @@ def is_factory(op: Any) -> bool:
     return not any("Tensor" in str(argument.real_type) for argument in op._schema.arguments)
 
 
+def _takes_device(op: Any) -> bool:
+    return any(argument.name == "device" for argument in op._schema.arguments)
+
+
+_ASK_FOR_THE_DEVICE: Final = frozenset(
+    getattr(getattr(aten, name), overload)
+    for name in ("linspace", "logspace")
+    for overload in ("Tensor_Tensor", "Tensor_Scalar", "Scalar_Tensor")
+)
+"""Operators with tensors whose decompositions want to know the device all the same."""
+
+
 class GraphBuilder:
     """Adds operators to an FX graph, inferring ``meta["val"]``, on behalf of one operator of a program at a time.
 
@@ -141,7 +153,7 @@ class GraphBuilder:
             return self.inline(DECOMPOSE[op], args, kwargs)
         if foreach_target(op) is not None:
             return lower_foreach(self, op, specs, args, kwargs)
-        if is_factory(op) and any(argument.name == "device" for argument in op._schema.arguments):
+        if op in _ASK_FOR_THE_DEVICE or (is_factory(op) and _takes_device(op)):
             kwargs["device"] = _CPU
         elif "device" in kwargs:
             del kwargs["device"]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map
 
+from ..backend.decompositions import DECOMPOSE
 from ..backend.interface import BackendData
 from ..core import metrics
 from ..core.config import config
@@ -108,7 +109,7 @@ def note_fallback(op: Any, source: str | None, why: str) -> None:
     metrics.count(op.name())
 
 
-def on_host(trace: Trace, op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def on_host(trace: Trace, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an op on CPU copies of its arguments and bring the results back."""
 
     def argument(value: Any) -> Any:
@@ -129,6 +130,9 @@ def on_host(trace: Trace, op: Callable[..., Any], args: Sequence[Any], kwargs: M
         return leaf_from_host(trace.runtime, value)
 
     flush(trace, f"host {op}")
+    formula: Callable[..., Any] = op
+    if op in DECOMPOSE and not torch._C._dispatch_has_computed_kernel_for_dispatch_key(op.name(), "CPU"):
+        formula = DECOMPOSE[op]  # such as fused LSTM cells, which PyTorch has for other devices only
     with default_state():
-        outputs = op(*tree_map(argument, tuple(args)), **tree_map(argument, dict(kwargs)))
+        outputs = formula(*tree_map(argument, tuple(args)), **tree_map(argument, dict(kwargs)))
     return tree_map(result, outputs)

@@ -309,6 +309,8 @@ def leaf_from_host(runtime: DeviceRuntime, tensor: torch.Tensor, private: bool =
     ``private``: nobody else can read its memory either, so it may be donated.
     """
     start = perf_counter()
+    if tensor._is_zerotensor():  # what forward-mode differentiation makes of a missing tangent, without memory
+        tensor = torch.zeros(tensor.shape, dtype=tensor.dtype)
     try:
         data = runtime.backend.to_device(tensor, runtime.device)
     except Exception as error:

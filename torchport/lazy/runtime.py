@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import itertools
+import os
 import sys
 import threading
 import weakref
@@ -225,10 +226,14 @@ class _ThreadEnd:
 
     def __init__(self, traces: dict[int, Trace]) -> None:
         self._traces = traces
+        self._process = os.getpid()
 
-    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        # A default argument, because this module's names may be gone when the interpreter ends.
-        if not is_finalizing():
+    def __del__(
+        self, is_finalizing: Callable[[], bool] = sys.is_finalizing, getpid: Callable[[], int] = os.getpid
+    ) -> None:
+        # Default arguments, because this module's names may be gone when the interpreter ends. A forked child drops
+        # what other threads had while it still holds, for good, the locks that they held.
+        if not is_finalizing() and getpid() == self._process:
             for trace in self._traces.values():
                 flush(trace, "thread end")
 

@@ -11,9 +11,11 @@ is bfloat16 on CPUs that have it.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import struct
+import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -40,18 +42,35 @@ _HEADER: Final = struct.Struct("<8sQQI")
 _MAGIC: Final = b"TPOVN001"
 
 
+@functools.cache
 def _modules() -> tuple[Any, Any]:
-    """NumPy and OpenVINO, which are imported when they are first needed."""
-    return importlib.import_module("numpy"), importlib.import_module("openvino")
+    """NumPy and OpenVINO, which are imported when they are first needed.
+
+    OpenVINO reports each import to its makers, from a process that it forks of this one, which has threads: locks that
+    these hold at that moment stay locked in it. So the reporting package is out of sight meanwhile, unless the program
+    has imported it itself.
+    """
+    name = "openvino_telemetry"
+    absent = name not in sys.modules
+    if absent:
+        sys.modules[name] = None  # type: ignore[assignment]
+    try:
+        return importlib.import_module("numpy"), importlib.import_module("openvino")
+    finally:
+        if absent:
+            del sys.modules[name]
 
 
 class _Compiled:
     """A compiled model with one request."""
 
-    def __init__(self, request: Any, outputs: Sequence[TensorSpec], dtypes: Sequence[Any], held: Sequence[Any]) -> None:
-        self.request = request
+    def __init__(self, compiled: Any, outputs: Sequence[TensorSpec], passed: Mapping[int, int], held: Any) -> None:
+        self.request = compiled.create_infer_request()
+        self.passed = passed
+        """Outputs that are inputs as they came. Given memory for both, OpenVINO reads the output's."""
         self.held = held
         """Memory of constants: OpenVINO does not keep alive what it is given to share."""
+        dtypes = [output.get_element_type().to_dtype() for output in compiled.outputs]
         self.outputs = list(zip(outputs, dtypes, strict=True))
         self.copied = [at for at, spec in enumerate(outputs) if not spec.is_contiguous]
 
@@ -94,8 +113,7 @@ class OpenVinoBackend(Backend):
         except RuntimeError as error:
             raise CompileError(f"OpenVINO cannot compile this model: {error}") from error
         processed.free()
-        dtypes = [output.get_element_type().to_dtype() for output in compiled.outputs]
-        return _Compiled(compiled.create_infer_request(), context.outputs, dtypes, held)
+        return _Compiled(compiled, context.outputs, _passed(model), held)
 
     def execute(
         self, handle: _Compiled, args: Sequence[BackendData], context: ExecutionContext
@@ -112,8 +130,12 @@ class OpenVinoBackend(Backend):
                     copies.append(array)
                 request.set_input_tensor(position, ov.Tensor(array, shared_memory=True))
             for position, (spec, dtype) in enumerate(handle.outputs):
-                made = numpy.empty(spec.shape, dtype)
-                request.set_output_tensor(position, ov.Tensor(made, shared_memory=True))
+                source = handle.passed.get(position)
+                if source is None:
+                    made = numpy.empty(spec.shape, dtype)
+                    request.set_output_tensor(position, ov.Tensor(made, shared_memory=True))
+                else:
+                    made = args[source].array.copy()  # type: ignore[attr-defined]
                 results.append(made)
             request.start_async()
             request.wait()
@@ -164,6 +186,17 @@ def _bind(model: Any, constants: Mapping[int, BackendData]) -> list[Any]:
         model.remove_parameter(parameter)
     model.validate_nodes_and_infer_types()
     return held
+
+
+def _passed(model: Any) -> dict[int, int]:
+    """Outputs that are inputs as they came, and which."""
+    parameters = {parameter.get_friendly_name(): at for at, parameter in enumerate(model.get_parameters())}
+    sources = [result.input_value(0).get_node() for result in model.get_results()]
+    return {
+        at: parameters[node.get_friendly_name()]
+        for at, node in enumerate(sources)
+        if node.get_type_name() == "Parameter"
+    }
 
 
 def _with_strides(array: Any, spec: TensorSpec) -> Any:

@@ -289,6 +289,8 @@ def _reshape(w: _Writer, node: fx.Node) -> Any:
 
 @_rule(aten.expand.default)
 def _expand(w: _Writer, node: fx.Node) -> Any:
+    if _val(node).shape == _val(node.args[0]).shape:
+        return w.value(node.args[0])  # OpenVINO ends the process over two such broadcasts of a scalar
     return w.ops.broadcast(w.value(node.args[0]), w.ints(list(_val(node).shape)))
 
 
@@ -332,7 +334,12 @@ def _select(w: _Writer, node: fx.Node) -> Any:
 )
 def _cat(w: _Writer, node: fx.Node) -> Any:
     parts: Any = node.args[0]
-    return w.ops.concat([w.value(part) for part in parts], int(_arg(node, 1, "dim", 0)))
+    values, rank = [w.value(part) for part in parts], _val(node).dim()
+    if rank > 1:
+        return w.ops.concat(values, int(_arg(node, 1, "dim", 0)))
+    # In rows: OpenVINO 2026.4 gives abs(c) for both where c, joined from vectors, and abs(c) are results.
+    rows = [w.reshape(value, (1, *_val(part).shape)) for value, part in zip(values, parts, strict=True)]
+    return w.reshape(w.ops.concat(rows, 1), _val(node).shape)
 
 
 @_rule(aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
@@ -354,10 +361,12 @@ for _target, _name in (
     @_rule(_target, check=_float_result)
     def _reduce(w: _Writer, node: fx.Node, name: str = _name) -> Any:
         rank = _val(node.args[0]).dim()
+        if rank == 0:
+            return w.numeric(node.args[0])
         axes: Any = _arg(node, 1, "dim")
         chosen = [axes] if isinstance(axes, int) else list(axes or range(rank))
         keep = bool(_arg(node, 2, "keepdim", False))
-        return getattr(w.ops, name)(w.numeric(node.args[0]), w.ints([axis % max(rank, 1) for axis in chosen]), keep)
+        return getattr(w.ops, name)(w.numeric(node.args[0]), w.ints([axis % rank for axis in chosen]), keep)
 
 
 @_rule(aten._softmax.default, aten.softmax.int, check=_float_result)

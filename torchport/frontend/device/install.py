@@ -14,7 +14,7 @@ from ...lazy.runtime import threads
 from ...lazy.tensor import DEVICE_TYPE, IndexedLazyTensor
 from ...lazy.trace import unwrap
 from ..compile import fake
-from . import autocast, copies, custom, fork, inner, inplace, routes, shims
+from . import autocast, copies, custom, fork, inner, inplace, placement, routes, shims
 from .opaque import opaque
 
 __all__ = ["install", "kernels"]
@@ -67,6 +67,7 @@ def install() -> None:
     anything.fallback(opaque(inner.make_fallback(call)), "PrivateUse1")
     IndexedLazyTensor.dispatch = staticmethod(opaque(_dispatch_indexed))
     inplace.install(library, {op: special.get(op) or kernel.fast for op, kernel in kernels.items()})
+    placement.install(library, [kernel for op, kernel in kernels.items() if op not in special])
     custom.install()
     routes.install()
     autocast.install()

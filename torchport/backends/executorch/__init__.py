@@ -70,6 +70,10 @@ class ExecuTorchBackend(Backend):
             return Support.yes()
         if node.target not in _OPS:
             return Support.no("XNNPACK does not have it, and the portable kernels are slow")
+        if node.kwargs.get("approximate", "none") != "none":
+            return Support.no("XNNPACK's gelu is the exact one")
+        if node.target is aten.permute.default and not node.args[1]:
+            return Support.no("ExecuTorch does not permute scalars")
         for value in (node, *node.all_input_nodes):
             found = value.meta["val"]
             for tensor in found if isinstance(found, (list, tuple)) else [found]:
@@ -85,14 +89,18 @@ class ExecuTorchBackend(Backend):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # ExecuTorch 1.5 and torch 2.13 warn about their own code
                 _export_patterns()
-                xnnpack: Any = importlib.import_module("executorch.backends.xnnpack.partition.xnnpack_partitioner")
-                exir: Any = importlib.import_module("executorch.exir")
-                edge = exir.to_edge_transform_and_lower(
-                    torch.export.export(module, inputs),
-                    partitioner=[xnnpack.XnnpackPartitioner()],
-                    compile_config=exir.EdgeCompileConfig(_check_ir_validity=False),
-                )
-                return Processed(bytes(edge.to_executorch().buffer))
+                exported = torch.export.export(module, inputs)
+                try:
+                    return Processed(_lowered(exported, xnnpack=True))
+                except RuntimeError as error:
+                    refused = error
+                data = _lowered(exported, xnnpack=False)
+            warnings.warn(
+                f"XNNPACK cannot take this graph, so ExecuTorch's portable kernels run it, which is slow: {refused}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return Processed(data)
         except (RuntimeError, ValueError, AssertionError) as error:
             raise CompileError(f"ExecuTorch cannot lower this graph: {type(error).__name__}: {error}") from error
 
@@ -111,9 +119,7 @@ class ExecuTorchBackend(Backend):
 
     def execute(self, handle: Any, args: Sequence[BackendData], context: ExecutionContext) -> Sequence[BackendData]:
         # Detached, since the engine knows plain tensors only, and a lent one may be a parameter.
-        tensors = [
-            arg.tensor.detach().contiguous() for arg in args if isinstance(arg, TensorData) and arg.tensor is not None
-        ]
+        tensors = [_plain(arg.tensor) for arg in args if isinstance(arg, TensorData) and arg.tensor is not None]
         try:
             results = handle[0].execute(tensors)
         except RuntimeError as error:
@@ -124,6 +130,18 @@ class ExecuTorchBackend(Backend):
             TensorData(context.device, spec, _with_strides(result, spec))
             for result, spec in zip(results, context.outputs, strict=True)
         ]
+
+
+def _lowered(exported: torch.export.ExportedProgram, xnnpack: bool) -> bytes:
+    """The ``.pte`` file, with XNNPACK for what it takes, or with portable kernels alone."""
+    exir: Any = importlib.import_module("executorch.exir")
+    partitioners: list[Any] = []
+    if xnnpack:
+        partition: Any = importlib.import_module("executorch.backends.xnnpack.partition.xnnpack_partitioner")
+        partitioners.append(partition.XnnpackPartitioner())
+    config = exir.EdgeCompileConfig(_check_ir_validity=False)
+    edge = exir.to_edge_transform_and_lower(exported, partitioner=partitioners, compile_config=config)
+    return bytes(edge.to_executorch().buffer)
 
 
 @functools.cache
@@ -173,6 +191,11 @@ def _with_constants(graph: fx.GraphModule) -> tuple[fx.GraphModule, tuple[torch.
             fake = node.meta["val"]
             inputs.append(torch.zeros(tuple(fake.shape), dtype=fake.dtype))
     return fx.GraphModule(root, made), tuple(inputs)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """With the strides of a contiguous tensor, also where it has no elements: ExecuTorch aborts otherwise."""
+    return tensor.detach().contiguous() if tensor.numel() else torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
 def _with_strides(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

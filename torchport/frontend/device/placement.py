@@ -1,0 +1,46 @@
+"""Operators on a tensor of this device whose result is asked for on another: ``torch.zeros_like(x, device="cpu")``.
+
+Functionalization wraps what every operator returns, whatever device it is on, and PyTorch's operators on the CPU do not
+know its wrappers. So these are caught before it: the result is made here, and moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from ...lazy.kernel import Kernel
+from ...lazy.tensor import DEVICE_TYPE, LazyTensor
+from .opaque import opaque
+
+__all__ = ["install"]
+
+
+def install(library: torch.library.Library, kernels: Iterable[Kernel]) -> None:
+    """Register what comes before functionalization, for the operators that take both a tensor and a device."""
+    for kernel in kernels:
+        if not kernel.is_factory and any(argument.is_device for argument in kernel.arguments):
+            short = kernel.op.name().removeprefix("aten::")
+            functionalized = torch.library.get_kernel(kernel.op, "Functionalize")
+            library.impl(short, opaque(_before(kernel.op, functionalized)), "Functionalize", with_keyset=True)
+
+
+def _before(op: Any, functionalized: Any) -> Callable[..., Any]:
+    def call(keys: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is not None and _is_elsewhere(self, device):
+            return op(self, *args, **{**kwargs, "device": None}).to(device)
+        return functionalized.call_boxed(keys, self, *args, **kwargs)
+
+    return call
+
+
+def _is_elsewhere(tensor: Any, device: torch.device) -> bool:
+    """Whether a tensor is of this device, and ``device`` is another one than its own."""
+    if not isinstance(tensor, torch.Tensor) or not torch._is_functional_tensor(tensor):
+        return False
+    if not isinstance(torch._from_functional_tensor(tensor), LazyTensor):
+        return False  # of a compiler that traces
+    return device.type != DEVICE_TYPE or device.index not in (None, tensor.device.index or 0)
