@@ -14,6 +14,7 @@ import torch
 from helpers_graphs import CPU, assert_same, aten, build, data_of, getitem, load, normal_form, run, storage, tensors_of
 from torch.nn import functional as F
 
+import torchport
 from torchport.backend.interface import ExecutionContext, FreeableBuffer, InitContext, Processed
 from torchport.backends import inductor
 from torchport.backends.inductor import InductorBackend, container, machine, source, torch_api
@@ -396,3 +397,13 @@ def test_kernels_are_split() -> None:
     assert first.startswith("#include <x.h>")
     assert source.split_kernels(text, 1) == [text]
     assert source.split_kernels("static int x;\n" + text, 2) == ["static int x;\n" + text]
+
+
+def test_an_operator_that_inductor_gets_wrong_runs_on_the_host() -> None:
+    torchport.use("inductor")
+    x, samples = torch.randn(2, 4, 16, 7, 5), torch.rand(2, 4, 3)
+
+    def pooled(to: str) -> torch.Tensor:
+        return F.fractional_max_pool3d(x.to(to), (4, 2, 3), output_size=(10, 3, 2), _random_samples=samples.to(to))
+
+    torch.testing.assert_close(pooled("port").cpu(), pooled("cpu"))

@@ -419,6 +419,41 @@ def test_a_forked_child_has_the_values_that_were_in_flight() -> None:
     assert done.returncode == 0, done.stderr
 
 
+FORK_BESIDE_THREADS = """
+import os, threading, time
+import torch, torchport
+from torchport.lazy.trace import lock
+ready, done = threading.Event(), threading.Event()
+def other():
+    kept = torch.ones(3, device="port") + 1
+    with lock:  # as while it computes
+        ready.set()
+        done.wait()
+torch.ones(3, device="port").sum().item()
+thread = threading.Thread(target=other)
+thread.start()
+ready.wait()
+child = os.fork()
+if child == 0:
+    os._exit(0)
+for _ in range(300):
+    gone, status = os.waitpid(child, os.WNOHANG)
+    if gone:
+        break
+    time.sleep(0.1)
+else:
+    os.kill(child, 9)
+done.set()
+thread.join()
+assert gone and status == 0, (gone, status)
+"""
+
+
+def test_a_forked_child_leaves_alone_what_other_threads_had_pending() -> None:
+    done = in_new_process(FORK_BESIDE_THREADS)
+    assert done.returncode == 0, done.stderr
+
+
 LOADER = """
 import torch, torchport
 from torch.utils.data import DataLoader, Dataset

@@ -13,7 +13,7 @@ import shutil
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import fx
@@ -44,8 +44,11 @@ _MAX_SOURCE = 512 * 1024
 """Generated C++ up to this many compressed bytes is kept for :meth:`InductorBackend.text`."""
 
 
-_BROKEN = frozenset({torch.ops.aten.hash_tensor.default})
-"""Operators without generated code that the proxy executor cannot call either: found by running PyTorch's OpInfo."""
+_BROKEN: Final[Mapping[Any, str]] = {
+    torch.ops.aten.hash_tensor.default: "Inductor has no code for it, and torch 2.13's proxy executor cannot call it",
+    torch.ops.aten.fractional_max_pool3d.default: "Inductor's code for it pools other windows (torch 2.13)",
+}
+"""Operators that compiled code gets wrong or cannot call: found by running PyTorch's OpInfo."""
 
 
 def _compiler() -> str | None:
@@ -89,7 +92,7 @@ def _supports(node: fx.Node) -> Support:
     if _bits_of_floats(op, node):
         return Support.no(f"{op} is defined for integers only; Inductor would compute with the bits of floats")
     if op in _BROKEN:
-        return Support.no(f"the proxy executor of torch 2.13 cannot call {op}")
+        return Support.no(_BROKEN[op])
     values = [node.meta.get("val"), *(value.meta.get("val") for value in node.all_input_nodes)]
     for value in values:
         for leaf in value if isinstance(value, (list, tuple)) else (value,):
