@@ -117,23 +117,46 @@ def _scaled(b: GraphBuilder, factor: Any, x: fx.Node) -> fx.Node:
     return b(aten.mul.Tensor, x, factor)
 
 
+_HALVES: Final = {torch.float16, torch.bfloat16}
+
+
+def _rounded_once(fn: Callable[..., fx.Node]) -> Callable[..., fx.Node]:
+    """Half precision is computed in float32 and rounded at the end, as PyTorch's own kernels do it."""
+
+    @functools.wraps(fn)
+    def lower(b: GraphBuilder, *args: Any, **kwargs: Any) -> fx.Node:
+        nodes = [b.val(value) for value in args if b.is_node(value)]
+        dtypes = {value.dtype for value in nodes if value.dim()}
+        if len(dtypes) != 1 or not dtypes <= _HALVES or any(value.dtype.is_complex for value in nodes):
+            return fn(b, *args, **kwargs)
+        wide = [b.cast(value, torch.float32) if b.is_node(value) else value for value in args]
+        return b.cast(fn(b, *wide, **kwargs), dtypes.pop())
+
+    return lower
+
+
+@_rounded_once
 def _add(b: GraphBuilder, x: Any, y: Any, alpha: Any = 1) -> fx.Node:
     return b(aten.add.Tensor, x, _scaled(b, alpha, y) if b.is_node(y) else b.times(alpha, y))
 
 
+@_rounded_once
 def _sub(b: GraphBuilder, x: Any, y: Any, alpha: Any = 1) -> fx.Node:
     return b(aten.sub.Tensor, x, _scaled(b, alpha, y) if b.is_node(y) else b.times(alpha, y))
 
 
+@_rounded_once
 def _rsub(b: GraphBuilder, x: Any, y: Any, alpha: Any = 1) -> fx.Node:
     scaled = _scaled(b, alpha, x)
     return b(aten.sub.Tensor, y, scaled) if b.is_node(y) else b(aten.rsub.Scalar, scaled, y)
 
 
+@_rounded_once
 def _addcmul(b: GraphBuilder, x: Any, y: Any, z: Any, value: Any = 1) -> fx.Node:
     return b(aten.add.Tensor, x, b(aten.mul.Tensor, _scaled(b, value, y), z))
 
 
+@_rounded_once
 def _addcdiv(b: GraphBuilder, x: Any, y: Any, z: Any, value: Any = 1) -> fx.Node:
     return b(aten.add.Tensor, x, b(aten.div.Tensor, _scaled(b, value, y), z))
 

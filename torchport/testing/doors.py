@@ -101,27 +101,39 @@ def _no_aot() -> str:
 
 def _aot(backend: str) -> Place:
     import torch
-    from torch.utils._pytree import tree_leaves, tree_unflatten
+    from torch.utils._pytree import tree_flatten, tree_unflatten
 
     aot: Any = importlib.import_module("torchport.aot")
     runtime: Any = importlib.import_module("torchport.runtime")
+    inputs_of_programs = (torch.Tensor, bool, int, float, complex, str, type(None))
 
     class Program(torch.nn.Module):
-        def __init__(self, fn: Callable[..., Any]) -> None:
-            super().__init__()
-            self.fn = fn
+        """A call with what torch.export takes as inputs; dtypes, devices and other objects are part of the program."""
 
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            return self.fn(*args, **kwargs)
+        def __init__(self, fn: Callable[..., Any], leaves: Sequence[Any], structure: Any, tell: Any) -> None:
+            super().__init__()
+            self.fn, self.leaves, self.structure = fn, leaves, structure
+            self.tell = tell
+            """Gets the structure of the result: torch.export puts a module's attributes back after it has run."""
+
+        def forward(self, *inputs: Any) -> Any:
+            given = iter(inputs)
+            leaves = [next(given) if isinstance(leaf, inputs_of_programs) else leaf for leaf in self.leaves]
+            args, kwargs = tree_unflatten(leaves, self.structure)
+            results, found = tree_flatten(self.fn(*args, **kwargs))
+            self.tell(found)
+            return results
 
     def call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        exported = torch.export.export(fn if isinstance(fn, torch.nn.Module) else Program(fn), args, kwargs)
+        leaves, structure = tree_flatten((args, kwargs))
+        inputs = tuple(leaf for leaf in leaves if isinstance(leaf, inputs_of_programs))
+        found: list[Any] = []
+        exported = torch.export.export(Program(fn, leaves, structure, found.append), inputs)
         with tempfile.TemporaryDirectory(prefix="torchport-aot-") as folder:
             path = Path(folder) / "case.pt2"
             aot.lower(exported, backend=backend).save(path)
-            results = runtime.load(path).load_method()(*tree_leaves((args, kwargs)))
-        structure: Any = exported.call_spec.out_spec
-        return tree_unflatten(list(results), structure)
+            results = runtime.load(path).load_method()(*inputs)
+        return tree_unflatten(list(results), found[-1])
 
     return Place(torch.device("cpu"), call, executes=True)
 

@@ -79,6 +79,8 @@ class ExecuTorchBackend(Backend):
             for tensor in found if isinstance(found, (list, tuple)) else [found]:
                 if tensor is not None and tensor.dtype is not torch.float32:
                     return Support.no(f"XNNPACK computes float32, not {tensor.dtype}")
+                if tensor is not None and not tensor.numel():
+                    return Support.no("ExecuTorch's orders of dimensions have no room for tensors without elements")
         return Support.yes()
 
     def preprocess(self, graph: fx.GraphModule, specs: CompileSpecs) -> Processed:
