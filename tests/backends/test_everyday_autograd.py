@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from everyday_support import ON_PORT, agree, everywhere, ramp, randn, same
+from everyday_support import ON_PORT, agree, everywhere, needs_counters, ramp, randn, same
+from fakes import Fake
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -241,6 +242,18 @@ def test_custom_autograd_functions(device: torch.device) -> None:
 
 
 # -- checkpointing -----------------------------------------------------------------------------------------------------
+@needs_counters
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_dropout_has_one_mask_on_any_index(reentrant: bool) -> None:
+    fake = Fake.install()
+    x = torch.ones(1000, device=fake.device, requires_grad=True)
+    y = checkpoint(lambda value: nn.functional.dropout(value * 3, 0.5), x, use_reentrant=reentrant)
+    y.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad.cpu(), y.detach().cpu())
+    assert 0 < int((x.grad == 0).sum()) < 1000
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_gives_the_same_gradients(device: torch.device, reentrant: bool) -> None:
     net, x = net_on(device), randn(5, 4, device=device).requires_grad_()

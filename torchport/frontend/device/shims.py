@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import torch
 from torch._utils import _rebuild_tensor_v2
+from torch.utils._pytree import tree_leaves
 
 from ...core.errors import StorageAccess
 from ...lazy.closures import step_ended
@@ -44,6 +45,7 @@ def install() -> None:
     _flush_after_optimizer()
     _load_onto_device()
     _guard_memory()
+    _checkpoint_on_any_index()
 
 
 def _storage_free_copies() -> None:
@@ -332,3 +334,28 @@ def _guard_memory() -> None:
         return torch._C.StorageBase.__new__(cls, *args, **kwargs)
 
     torch.UntypedStorage.__new__ = new_storage  # type: ignore[assignment]
+
+
+def _checkpoint_on_any_index() -> None:
+    """Checkpointing asks for generators' states with their device as the current one, which index 0 alone can be."""
+    import torch.utils.checkpoint as module
+
+    get, put = module.get_device_states, module.set_device_states
+
+    @functools.wraps(get)
+    def get_device_states(*args: Any) -> tuple[list[int], list[torch.Tensor]]:
+        tensors = [leaf for leaf in tree_leaves(args) if _is_port(leaf)]
+        if not tensors:
+            return get(*args)
+        indices = [tensor.get_device() for tensor in tensors]
+        return indices, [torch.port.get_rng_state(index) for index in indices]  # type: ignore[attr-defined]
+
+    @functools.wraps(put)
+    def set_device_states(devices: Any, states: Any, *, device_type: str | None = None) -> None:
+        if device_type != DEVICE_TYPE:
+            return put(devices, states, device_type=device_type)
+        for index, state in zip(devices, states, strict=False):
+            torch.port.set_rng_state(state, index)  # type: ignore[attr-defined]
+        return None
+
+    module.get_device_states, module.set_device_states = get_device_states, set_device_states
