@@ -248,6 +248,22 @@ def test_what_a_program_cannot_hold() -> None:
         aot.lower(Chain(), (X, W), backend="reference").save("/nonexistent/program.pt2")
 
 
+def test_results_that_are_no_tensors_are_refused() -> None:
+    class Number(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return x.sum().item()
+
+    class Nested(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            counts, edges = torch.histogramdd(x, [3, 2])
+            return [counts, *edges]
+
+    with pytest.raises(UnsupportedOp, match="depends on a tensor's values; return the tensor"):
+        aot.lower(Number(), (X,), backend="reference")
+    with pytest.raises(UnsupportedOp, match="a list among its results"):
+        aot.lower(Nested(), (torch.randn(5, 2),), backend="add_sub")
+
+
 def test_one_tensor_given_for_two_inputs_is_two_inputs() -> None:
     x = torch.ones(4)
     lowered = aot.lower(Sum(4), (x, x), backend="reference")

@@ -189,6 +189,12 @@ class _Emitter:
             kwargs[key] = encode_arg(value, self.numbers)
         value = node.meta.get("val")
         several = isinstance(value, (list, tuple))
+        if several and any(isinstance(part, (list, tuple)) for part in value):
+            raise UnsupportedOp(
+                "it gives a list among its results, and an instruction of a program gives tensors",
+                op=str(node.target),
+                source=source_of(node),
+            )
         if several:
             items = {user.args[1]: user for user in node.users}
             results = tuple(self.number(items[at]) if at in items else None for at in range(len(value)))
@@ -238,6 +244,11 @@ class _Emitter:
         return copy
 
     def _output(self, value: Any) -> doc.Output:
+        if isinstance(value, fx.Node) and not isinstance(value.meta.get("val"), torch.Tensor):
+            raise UnsupportedOp(
+                f"output {value} is a number that depends on a tensor's values; return the tensor, and read it outside",
+                source=source_of(value),
+            )
         if isinstance(value, fx.Node):
             return doc.Output(self.numbers[value], file_spec(TensorSpec.of(value.meta["val"])))
         if value.__class__ in _LITERALS:
