@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
@@ -23,6 +24,7 @@ from ..core.specs import CompileSpecs
 from ..program import document as doc
 from ..program.writer import BLOBS, digest
 from .emit import Constants, Emitted, delegate_specs, emit, module_path, place_of
+from .fold import fold_constants
 from .lowered import Left, LoweredProgram, Piece
 from .partitioner import Partitioner, Supported, Wanted, WholeProgram, collect_tags, functional_form
 
@@ -186,9 +188,14 @@ class _Lowering:
         """Split one method among the partitioners. ``given``: the program before its writes were taken out; ``state``:
         buffers that some method changes."""
         unchanged = _constants_of(functional, state)
+        written_out = {
+            spec.arg.name for spec in functional.graph_signature.input_specs if spec.kind is InputKind.CONSTANT_TENSOR
+        }
         self._number(functional.graph, given.graph)
         wanted = [Wanted(partitioner) for partitioner in self.partitioners]
-        graph = normalise(functional.graph_module, wanted)
+        module = copy.deepcopy(functional.graph_module)
+        fold_constants(module, [node for node in module.graph.nodes if node.name in written_out])
+        graph = normalise(module, wanted)
         for node in graph.graph.nodes:
             value = getattr(graph, str(node.target)) if node.op == "get_attr" else None
             if isinstance(value, torch.Tensor):  # else a graph that an operator takes, such as a branch of torch.cond
