@@ -132,3 +132,11 @@ def test_what_executorch_gets_wrong_stays_with_us() -> None:
     with pytest.warns(RuntimeWarning, match="portable kernels run it"):
         torchport.sync()
     torch.testing.assert_close(copied.cpu(), torch.relu(x))
+
+
+def test_batch_norm_in_evaluation_is_taken() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval()
+    x = torch.randn(1, 3, 8, 8)
+    lowered = aot.lower(net, (x,), backend="executorch")
+    assert not lowered.left["forward"], lowered.report()
+    torch.testing.assert_close(lowered(x), net(x), rtol=1e-4, atol=1e-5)

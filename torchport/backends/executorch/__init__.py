@@ -49,6 +49,7 @@ _OPS: Final = {
     aten.slice.Tensor, aten.select.int, aten.clone.default, aten.dropout.default, aten.flatten.using_ints,
     aten.adaptive_avg_pool2d.default, aten.layer_norm.default,
 }  # fmt: skip
+_FIRST_RESULT: Final = {aten._native_batch_norm_legit_no_training.default}
 _CODE: Final = re.compile(r"error:? (?:code )?(0x[0-9a-fA-F]+)")
 
 
@@ -76,7 +77,9 @@ class ExecuTorchBackend(Backend):
             return Support.no("ExecuTorch does not permute scalars")
         for value in (node, *node.all_input_nodes):
             found = value.meta["val"]
-            for tensor in found if isinstance(found, (list, tuple)) else [found]:
+            # Batch norm's further results are empty, and nobody uses them.
+            tensors = found[:1] if node.target in _FIRST_RESULT and value is node else found
+            for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
                 if tensor is not None and tensor.dtype is not torch.float32:
                     return Support.no(f"XNNPACK computes float32, not {tensor.dtype}")
                 if tensor is not None and not tensor.numel():
