@@ -407,3 +407,18 @@ def test_an_operator_that_inductor_gets_wrong_runs_on_the_host() -> None:
         return F.fractional_max_pool3d(x.to(to), (4, 2, 3), output_size=(10, 3, 2), _random_samples=samples.to(to))
 
     torch.testing.assert_close(pooled("port").cpu(), pooled("cpu"))
+
+
+@pytest.mark.parametrize("arguments", [(6, 3, 2, True), ((3, 3), (1, 1), (1,), True, False, 2), (3, 2, 1, True)])
+def test_gradients_of_average_pooling(arguments: Any) -> None:
+    torchport.use("inductor")
+    x = torch.randn(1, 3, 9, 9)
+
+    def gradient(to: str) -> torch.Tensor:
+        leaf = x.to(to).requires_grad_()
+        out = F.avg_pool2d(leaf, *arguments)
+        (out * torch.arange(1.0, out.numel() + 1).reshape(out.shape).to(to)).sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    torch.testing.assert_close(gradient("port").cpu(), gradient("cpu"))
