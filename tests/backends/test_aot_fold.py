@@ -75,3 +75,37 @@ def test_methods_fold_values_of_their_own(tmp_path: Path) -> None:
     program = runtime.load(tmp_path / "m.pt2")
     assert program.load_method()(x)[0].tolist() == [2, 1, 0]
     assert program.load_method("other")(x)[0].tolist() == [5, 4, 3]
+
+
+@torch.library.custom_op("torchport_tests::calls", mutates_args=())
+def calls() -> torch.Tensor:
+    calls.count = getattr(calls, "count", 0) + 1
+    return torch.tensor(float(calls.count))
+
+
+calls.register_fake(lambda: torch.empty(()))
+
+
+class Odd(nn.Module):
+    """What cannot be folded: another library's operator, what fails, what is spread, sizes that depend on values."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        chosen = x[x > 0].sum()
+        return x + calls(), chosen, torch.arange(1.0, 9.0)[::2], torch.arange(3.0).expand(2, 3) * 1
+
+
+def test_what_cannot_be_folded() -> None:
+    x = torch.randn(20)
+    lowered = aot.lower(Odd(), (x,), backend="reference")
+    first, second = lowered(x), lowered(x)
+    torch.testing.assert_close(second[0] - first[0], torch.ones(20))
+    torch.testing.assert_close(first[1], x[x > 0].sum())
+    assert first[2].stride() == torch.arange(1.0, 9.0)[::2].stride() == (2,)
+
+    class Fails(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.linalg.cholesky(-torch.eye(2))
+
+    lowered = aot.lower(Fails(), (torch.ones(2, 2),), backend="reference")
+    with pytest.raises(RuntimeError, match="cholesky"):
+        lowered(torch.ones(2, 2))

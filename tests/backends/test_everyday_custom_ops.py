@@ -180,3 +180,82 @@ numpy_sin_traced = torch.library.custom_op(
     "torchport_tests::numpy_sin_traced", _numpy_sin, mutates_args=(), device_types="cpu"
 )
 numpy_sin_traced.register_fake(torch.empty_like)
+
+
+@torch.library.custom_op("torchport_tests::maybe", mutates_args=("x", "out"), device_types="cpu")
+def maybe(x: Tensor, y: Tensor, out: Tensor | None = None) -> None:
+    x.add_(1)
+    y.mul_(2)
+    if out is not None:
+        out.copy_(x)
+
+
+@torch.library.custom_op("torchport_tests::both", mutates_args=("x", "y"), device_types="cpu")
+def both(x: Tensor, y: Tensor) -> None:
+    x.add_(1)
+    y.mul_(2)
+
+
+@needs_counters
+def test_arguments_of_a_kernel_on_the_host(device: torch.device) -> None:
+    x, y = torch.ones(3).to(device), torch.ones(3).to(device)
+    maybe(x, y)
+    assert x.tolist() == [2.0] * 3
+    maybe(x, y, x.clone())
+    assert x.tolist() == [3.0] * 3
+    both(y, y)
+    assert y.tolist() == [4.0] * 3, "one tensor given twice is one tensor"
+    with pytest.raises(torchport.UnsupportedOp, match="shares memory with another argument"):
+        both(y[:2], y[1:])
+    assert y.tolist() == [4.0] * 3
+
+
+def _bump_a_clone(x: Tensor) -> Tensor:
+    y = x.clone()
+    bump_first(y, [], 3)
+    return y * 2
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch.export's own
+@pytest.mark.parametrize("how", ["aot_eager", "torchport", "export", "aot"])
+def test_compilers_still_make_operators_that_write_functional(how: str) -> None:
+    x = torch.ones(2, 2)
+    expected = _bump_a_clone(x)
+    torch.compiler.reset()
+
+    class Model(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return _bump_a_clone(x)
+
+    if how == "export":
+        found = torch.export.export(Model(), (x,)).run_decompositions().module()(x)
+    elif how == "aot":
+        exported = torch.export.export(Model(), (x,)).run_decompositions()
+        with pytest.raises(torchport.UnsupportedOp, match="auto_functionalized"):
+            torchport.aot.lower(exported, backend="reference")
+        return
+    else:
+        found = torch.compile(_bump_a_clone, backend=how)(x)
+    torch.testing.assert_close(found, expected)
+
+
+_library.define("fill_seven(Tensor(a!) y) -> ()")
+_library.impl("fill_seven", lambda y: y.fill_(7), "CPU")
+_library.define("fill_inside(Tensor x) -> Tensor")
+
+
+def _fill_inside(x: Tensor) -> Tensor:
+    y = x.clone()
+    torch.ops.torchport_tests.fill_seven(y)
+    return y
+
+
+_library.impl("fill_inside", _fill_inside, "CompositeExplicitAutograd")
+
+
+@needs_counters
+def test_a_write_that_nobody_could_follow_is_refused(device: torch.device) -> None:
+    x = torch.ones(3).to(device)
+    with pytest.raises(torchport.UnsupportedOp, match="fill_seven"):
+        torch.ops.torchport_tests.fill_inside(x)
+    assert x.tolist() == [1.0] * 3

@@ -290,6 +290,7 @@ def test_a_result_that_is_asked_for_on_the_cpu(device: torch.device) -> None:
         x.new_full((2,), 3.0, device="cpu"),
         x.new_empty_strided((2, 2), (1, 2), device="cpu"),
         torch.linspace(x[0, 0], x[0, 1], 4, device="cpu"),
+        torch.linspace(0.0, x[0, 1], 4, device="cpu"),
     ]
     for tensor in made:
         assert tensor.device.type == "cpu"
@@ -297,6 +298,7 @@ def test_a_result_that_is_asked_for_on_the_cpu(device: torch.device) -> None:
         tensor.add_(1)
         assert tensor.tolist() == (before + 1).tolist()
         assert tensor.numpy().shape == tuple(tensor.shape)
+    assert made[7].stride() == (1, 2)
     assert torch.zeros_like(x).device.type == device.type
     assert torch.zeros_like(torch.ones(2), device=device).tolist() == [0.0, 0.0]
 

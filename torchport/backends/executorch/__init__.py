@@ -94,12 +94,11 @@ class ExecuTorchBackend(Backend):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # ExecuTorch 1.5 and torch 2.13 warn about their own code
                 _export_patterns()
-                exported = torch.export.export(module, inputs)
                 try:
-                    return Processed(_lowered(exported, xnnpack=True))
+                    return Processed(_lowered(torch.export.export(module, inputs), xnnpack=True))
                 except RuntimeError as error:
                     refused = error
-                data = _lowered(exported, xnnpack=False)
+                data = _lowered(torch.export.export(module, inputs), xnnpack=False)
             warnings.warn(
                 f"XNNPACK cannot take this graph, so ExecuTorch's portable kernels run it, which is slow: {refused}",
                 RuntimeWarning,

@@ -58,7 +58,7 @@ def _modules() -> tuple[Any, Any]:
         return importlib.import_module("numpy"), importlib.import_module("openvino")
     finally:
         if absent:
-            del sys.modules[name]
+            sys.modules.pop(name, None)
 
 
 class _Compiled:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 __all__ = ["install", "on_handles"]
 
 _FUNCTIONALIZE: Final = "Functionalize"
+_taken: Final[set[str]] = set()
+"""The names of the operators that have a kernel of ours before functionalization."""
+_seen: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 _NO_KERNEL: Final = f"it has a kernel for the CPU, and none for {DEVICE_TYPE}"
 
 
@@ -55,6 +59,7 @@ def install() -> None:
         return decorator
 
     definition.register_kernel = register_kernel
+    _hide_from_compilers()
     for known in list(custom_ops.OPDEFS.values()):
         _take(known)
 
@@ -64,21 +69,45 @@ def on_handles(trace: Trace, op: Any, args: Sequence[Any], kwargs: Mapping[str, 
 
     Raises :class:`UnsupportedOp` for PyTorch's own operators, and where the CPU has no kernel either.
     """
-    if op.namespace == "aten" or not torch._C._dispatch_has_computed_kernel_for_dispatch_key(op.name(), "CPU"):
-        raise UnsupportedOp(
-            f"the {DEVICE_TYPE} device has no kernel for it and PyTorch has no decomposition. Write it with other "
-            "operators, or run it on the CPU: x.cpu()",
-            op=str(op),
-            source=user_line(),
-        )
+    if op.namespace == "aten" or op._schema.is_mutable:  # a write would go to memory that other values may share
+        raise _unsupported(op)
+    _require_host_kernel(op)
     barriers.note_fallback(op, user_line(), _NO_KERNEL)
     return barriers.on_host(trace, op, args, kwargs)
 
 
+def _require_host_kernel(op: Any) -> None:
+    if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(op.name(), "CPU"):
+        raise _unsupported(op)
+
+
+def _unsupported(op: Any) -> UnsupportedOp:
+    return UnsupportedOp(
+        f"the {DEVICE_TYPE} device has no kernel for it and PyTorch has no decomposition. Write it with other "
+        "operators, or run it on the CPU: x.cpu()",
+        op=str(op),
+        source=user_line(),
+    )
+
+
+def _hide_from_compilers() -> None:
+    """PyTorch's compilers make a custom operator functional only if nobody registered how, as we have not for them."""
+    original = torch._C._dispatch_has_kernel_for_dispatch_key
+
+    @functools.wraps(original)
+    def has_kernel(name: str, key: Any) -> bool:
+        is_ours = name in _taken and key in (_FUNCTIONALIZE, torch._C.DispatchKey.Functionalize)
+        return not is_ours and original(name, key)
+
+    torch._C._dispatch_has_kernel_for_dispatch_key = has_kernel
+
+
 def _take(definition: Any) -> None:
     op = definition._opoverload
-    if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), _FUNCTIONALIZE):
+    if definition in _seen or torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), _FUNCTIONALIZE):
         return  # ours, or that of an author who knows better
+    _seen.add(definition)
+    _taken.add(op.name())
     others = torch.library.get_kernel(op, _FUNCTIONALIZE)
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -114,20 +143,46 @@ def _first_port_tensor(given: Any) -> torch.Tensor | None:
 
 def _on_host(op: Any, device: torch.device, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an operator on copies on the CPU; results go to the device, and what it wrote into its arguments."""
+    _require_host_kernel(op)
+    _refuse_overlap(op, args, kwargs)
     barriers.note_fallback(op, user_line(), _NO_KERNEL)
+    copies: dict[int, torch.Tensor] = {}
 
     def host(value: Any) -> Any:
         if isinstance(value, torch.device):
             return torch.device("cpu")
-        return value.cpu() if isinstance(value, torch.Tensor) else value
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in copies:  # one tensor given twice is one tensor there, too
+            copies[id(value)] = value.cpu()
+        return copies[id(value)]
 
     given = tree_map(host, [list(args), dict(kwargs)])
     results = op(*given[0], **given[1])
-    for at, argument in enumerate(op._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        theirs, ours = (args[at], given[0][at]) if at < len(args) else (kwargs[argument.name], given[1][argument.name])
-        for target, value in zip(tree_leaves(theirs), tree_leaves(ours), strict=True):
-            if isinstance(target, torch.Tensor):
-                target.copy_(value)
+    for target in _written(op, args, kwargs):
+        target.copy_(copies[id(target)])
     return tree_map(lambda value: value.to(device) if isinstance(value, torch.Tensor) else value, results)
+
+
+def _written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors among the arguments that the schema says are written."""
+    found: list[torch.Tensor] = []
+    for at, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[at] if at < len(args) else kwargs.get(argument.name)
+            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return found
+
+
+def _refuse_overlap(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise :class:`UnsupportedOp` where a tensor that is written shares memory with another: copies would not."""
+    tensors = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+    bases = [id(tensor._base) if tensor._is_view() else id(tensor) for tensor in tensors.values()]
+    written = {id(tensor._base) if tensor._is_view() else id(tensor) for tensor in _written(op, args, kwargs)}
+    if any(bases.count(base) > 1 for base in written):
+        raise UnsupportedOp(
+            "it writes to a tensor that shares memory with another argument, and has a kernel for the CPU alone; pass "
+            "clones, or move the tensors to the CPU first",
+            op=str(op),
+            source=user_line(),
+        )

@@ -30,7 +30,9 @@ def install(library: torch.library.Library, kernels: Iterable[Kernel]) -> None:
 def _before(op: Any, functionalized: Any) -> Callable[..., Any]:
     def call(keys: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         device = kwargs.get("device")
-        if device is not None and _is_elsewhere(self, device):
+        if device is not None and any(_is_elsewhere(value, device) for value in (self, *args)):
+            if op is torch.ops.aten.new_empty_strided.default:  # of no contents, and of strides that a move forgets
+                return op(torch.empty((), dtype=self.dtype), *args, **kwargs)
             return op(self, *args, **{**kwargs, "device": None}).to(device)
         return functionalized.call_boxed(keys, self, *args, **kwargs)
 
