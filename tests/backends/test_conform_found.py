@@ -101,3 +101,16 @@ def test_a_custom_operator_that_makes_tensors_says_what_to_write_instead() -> No
 
     with pytest.raises(torchport.TorchportError, match="call that code as a plain function"):
         shifted(torch.zeros(3).to("port"))
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+def test_slices_of_another_shape_are_refused_as_on_the_cpu(dim: int) -> None:
+    """PyTorch's shape rule of ``index_add`` lets them pass, and compilers broadcast."""
+    x, index = torch.zeros(3, 3), torch.tensor([0, 2])
+    with pytest.raises(RuntimeError):
+        x.index_add(dim, index, torch.ones(2))
+    with pytest.raises(RuntimeError):
+        x.to("port").index_add(dim, index.to("port"), torch.ones(2).to("port"))
+    source = torch.ones(2, 3) if dim == 0 else torch.ones(3, 2)
+    found = x.to("port").index_add(dim, index.to("port"), source.to("port"))
+    torch.testing.assert_close(found.cpu(), x.index_add(dim, index, source))

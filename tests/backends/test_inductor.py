@@ -422,3 +422,11 @@ def test_gradients_of_average_pooling(arguments: Any) -> None:
         return leaf.grad
 
     torch.testing.assert_close(gradient("port").cpu(), gradient("cpu"))
+
+
+def test_indexing_nothing_with_a_mask() -> None:
+    torchport.use("inductor")
+    x, mask = torch.empty(0, 5), torch.zeros(2, 2, dtype=torch.bool)
+    indices = [torch.zeros(2, 1, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int64)]
+    there = torch.ops.aten._unsafe_masked_index(x.to("port"), mask.to("port"), [i.to("port") for i in indices], 7.0)
+    assert there.tolist() == [[7.0, 7.0], [7.0, 7.0]]

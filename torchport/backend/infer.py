@@ -132,6 +132,8 @@ def _infer(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
     def to_fake(value: Any) -> Any:
         return fake_tensor(value) if isinstance(value, TensorSpec) else value
 
+    if op is torch.ops.aten.index_add.default and not _slices_fit(*args[:4]):
+        return _ask_the_cpu(op, args, kwargs, RuntimeError(f"{op}: source has not the shape that the indices want"))
     fake_args, fake_kwargs = _with_tensors(to_fake, args, kwargs)
     try:
         with fake_mode(), torch.no_grad(), _quiet():
@@ -144,6 +146,16 @@ def _infer(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
         raise NoShapeRule(f"no shape rule for {op}: {error}") from error
     except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
         return _ask_the_cpu(op, args, kwargs, error)
+
+
+def _slices_fit(x: Any, dim: Any, index: Any, source: Any) -> bool:
+    """Whether slices to be added have the shape that they go to; PyTorch's rule does not ask, and engines broadcast."""
+    shapes = [value.shape for value in (x, index, source) if isinstance(value, TensorSpec)]
+    if len(shapes) < 3 or not shapes[2] or not -len(shapes[0]) <= dim < len(shapes[0]):
+        return True
+    wanted = list(shapes[0])
+    wanted[dim] = math.prod(shapes[1])
+    return tuple(wanted) == shapes[2]
 
 
 def _with_tensors(make: Callable[[Any], Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:

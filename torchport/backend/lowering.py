@@ -101,6 +101,7 @@ LOWER: Final[dict[Any, Callable[..., Any]]] = {
     aten.new_empty.default: _zeros,
     aten.new_empty_strided.default: _zeros,
     aten._efficientzerotensor.default: _zeros,
+    aten._new_zeros_with_same_feature_meta.default: _zeros,  # of forward-mode differentiation
     aten.copy.default: _copy,
     aten._to_copy.default: _to_copy,
     aten._unsafe_view.default: _unsafe_view,

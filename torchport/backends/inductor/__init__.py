@@ -51,6 +51,12 @@ _BROKEN: Final[Mapping[Any, str]] = {
 """Operators that compiled code gets wrong or cannot call: found by running PyTorch's OpInfo."""
 
 
+_READS_ANYWAY: Final = {
+    torch.ops.aten._unsafe_masked_index.default,
+    torch.ops.aten._unsafe_masked_index_put_accumulate.default,
+}
+
+
 def _compiler() -> str | None:
     """The path of the C++ compiler that Inductor would call, or ``None``."""
     command = shlex.split(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"))
@@ -100,6 +106,8 @@ def _supports(node: fx.Node) -> Support:
         return Support.no(f"{op} is defined for integers only; Inductor would compute with the bits of floats")
     if op in _BROKEN:
         return Support.no(_BROKEN[op])
+    if op in _READS_ANYWAY and not node.args[0].meta["val"].numel():  # type: ignore[union-attr]
+        return Support.no("Inductor's code for it reads memory that a tensor without elements does not have")
     if op is torch.ops.aten.avg_pool2d_backward.default and _pools_beyond_the_padding(node):
         return Support.no("Inductor's code for it is wrong for these arguments (torch 2.13)")
     values = [node.meta.get("val"), *(value.meta.get("val") for value in node.all_input_nodes)]

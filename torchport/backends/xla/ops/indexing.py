@@ -247,17 +247,8 @@ def _slices(x: Array, dim: int, index: Array) -> tuple[Array, Any]:
     return value, (*[slice(None)] * axis, flat)
 
 
-def _check_source(x: Array, dim: int, index: Array, source: Array) -> None:
-    """Raise :class:`RuntimeError` for slices of another shape than ``x`` has: XLA would broadcast them."""
-    axis = normalise_dim(dim, max(x.ndim, 1))
-    wanted = (*x.shape[:axis], index.size, *x.shape[axis + 1 :])
-    if x.ndim and source.ndim and tuple(source.shape) != wanted:
-        raise RuntimeError(f"source has shape {list(source.shape)}, but these indices want {list(wanted)}")
-
-
 @lowers(aten.index_add.default)
 def index_add(call: Call, x: Array, dim: int, index: Array, source: Array, *, alpha: Any = 1) -> Array:
-    _check_source(x, dim, index, source)
     value, places = _slices(wide(x), dim, index)
     added = wide(source) if alpha == 1 else wide(source) * literal(alpha, value.dtype)
     added = lax.reshape(added, (1,)) if not added.ndim else added
@@ -268,7 +259,6 @@ def index_add(call: Call, x: Array, dim: int, index: Array, source: Array, *, al
 
 @lowers(aten.index_copy.default)
 def index_copy(call: Call, x: Array, dim: int, index: Array, source: Array) -> Array:
-    _check_source(x, dim, index, source)
     value, places = _slices(x, dim, index)
     source = lax.reshape(source, (1,)) if not source.ndim else source
     return lax.reshape(value.at[places].set(cast(source, x.dtype), mode="drop"), x.shape)
