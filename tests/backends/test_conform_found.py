@@ -92,15 +92,21 @@ def test_a_transformer_with_a_padding_mask_asks_for_no_nested_tensors() -> None:
     torch.testing.assert_close(actual.cpu()[kept], expected[kept])
 
 
-def test_a_custom_operator_that_makes_tensors_says_what_to_write_instead() -> None:
-    """Its Python code runs below functionalization, where it gets handles; a factory gives it a wrapper."""
+def _shifted(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.ones(3, device=x.device)
 
-    @torch.library.custom_op("conform_found::shifted", mutates_args=())
-    def shifted(x: torch.Tensor) -> torch.Tensor:
-        return x + torch.ones(3, device=x.device)
 
+_library = torch.library.Library("conform_found", "FRAGMENT")
+_library.define("shifted_below(Tensor x) -> Tensor")
+_library.impl("shifted_below", _shifted, "CompositeExplicitAutograd")
+shifted = torch.library.custom_op("conform_found::shifted", _shifted, mutates_args=())
+
+
+def test_an_operator_in_python_that_makes_tensors() -> None:
+    """Registered with ``custom_op`` its code sees what the caller has; else handles, which do not mix with wrappers."""
+    assert shifted(torch.zeros(3).to("port")).tolist() == [1.0, 1.0, 1.0]
     with pytest.raises(torchport.TorchportError, match="call that code as a plain function"):
-        shifted(torch.zeros(3).to("port"))
+        torch.ops.conform_found.shifted_below(torch.zeros(3).to("port"))
 
 
 @pytest.mark.parametrize("dim", [0, -1])
