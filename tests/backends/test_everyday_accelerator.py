@@ -54,11 +54,25 @@ def test_another_index_cannot_be_the_current_one(device: torch.device, call: str
         torch.accelerator.memory_allocated("cuda:0")
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_data_loader_that_pins_memory(device: torch.device, workers: int) -> None:
-    loader = DataLoader(list(torch.arange(4.0)), batch_size=2, pin_memory=True, num_workers=workers)
+def test_a_data_loader_that_pins_memory(device: torch.device) -> None:
+    loader = DataLoader(list(torch.arange(4.0)), batch_size=2, pin_memory=True)
     batches = [batch.to(device, non_blocking=True) for batch in loader]
     same([batch.cpu() for batch in batches], list(torch.arange(4.0).reshape(2, 2)))
+
+
+WORKER = """
+import torch, torchport
+from torch.utils.data import DataLoader
+torch.ones(2, device="port").sum().item()
+loader = DataLoader(list(torch.arange(4.0)), batch_size=2, pin_memory=True, num_workers=1)
+assert [batch.to("port", non_blocking=True).tolist() for batch in loader] == [[0.0, 1.0], [2.0, 3.0]]
+"""
+
+
+def test_a_data_loader_with_a_worker_that_pins_memory() -> None:
+    # In a process of its own: a fork of one that holds several engines' threads is theirs to survive.
+    done = subprocess.run([sys.executable, "-c", WORKER], capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
 
 
 BEFORE_USE = """
