@@ -190,3 +190,26 @@ print("openvino_telemetry" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False"]
+
+
+def test_a_signal_is_handled_after_programs_went_in_the_order_of_their_loading() -> None:
+    """OpenVINO's Core leaves a thread with an unmapped signal stack where two go in that order."""
+    code = """
+import faulthandler, gc, os, signal
+faulthandler.enable()
+import torch
+from torchport import aot
+signal.signal(signal.SIGUSR1, lambda *_: print("handled"))
+x = torch.randn(4, 4)
+first = aot.lower(torch.nn.Linear(4, 4), (x,), backend="openvino")
+first(x)
+second = aot.lower(torch.nn.Linear(4, 2), (x,), backend="openvino")
+second(x)
+del first
+gc.collect()
+del second
+gc.collect()
+os.kill(os.getpid(), signal.SIGUSR1)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.split()) == (0, ["handled"]), done.stderr

@@ -63,8 +63,10 @@ def _replace(module: fx.GraphModule, found: Mapping[fx.Node, torch.Tensor]) -> N
     graph = module.graph
     for node, value in found.items():
         users: list[Any] = [user for user in node.users if user not in found]
+        if not users:
+            continue
         held = value.clone()
-        if not users or held.stride() != tuple(node.meta["val"].stride()):
+        if held.stride() != tuple(node.meta["val"].stride()):
             continue  # a value spread over other memory than its own is made where it is used
         name = f"folded_{node.name}"
         setattr(module, name, torch.nn.Buffer(held, persistent=False))

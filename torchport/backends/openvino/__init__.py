@@ -16,6 +16,7 @@ import importlib
 import importlib.util
 import struct
 import sys
+import threading
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -61,6 +62,25 @@ def _modules() -> tuple[Any, Any]:
             sys.modules.pop(name, None)
 
 
+_core_lock = threading.Lock()
+
+
+def _core() -> Any:
+    """The process's one ``openvino.Core``, never given up.
+
+    Each Core gives the thread that first compiles with it an alternate signal stack, and takes it back when the Core
+    goes. Where two go in another order than the reverse of their making, the thread is left with one that is unmapped,
+    and the next signal that Python handles (a child's end, Ctrl-C) ends the process.
+    """
+    with _core_lock:
+        return _only_core()
+
+
+@functools.cache
+def _only_core() -> Any:
+    return _modules()[1].Core()
+
+
 class _Compiled:
     """A compiled model with one request."""
 
@@ -104,12 +124,11 @@ class OpenVinoBackend(Backend):
         return Processed(_HEADER.pack(_MAGIC, len(xml), len(weights), zlib.crc32(xml + weights)) + xml + weights)
 
     def init(self, processed: FreeableBuffer, specs: CompileSpecs, context: InitContext) -> _Compiled:
-        _, ov = _modules()
         model = _read(processed)
         held = _bind(model, context.constants)
         config = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY", **dict(context.options)}
         try:
-            compiled = ov.Core().compile_model(model, specs.text("openvino.device", "CPU"), config)
+            compiled = _core().compile_model(model, specs.text("openvino.device", "CPU"), config)
         except RuntimeError as error:
             raise CompileError(f"OpenVINO cannot compile this model: {error}") from error
         processed.free()
@@ -158,7 +177,6 @@ class OpenVinoBackend(Backend):
 
 def _read(processed: FreeableBuffer) -> Any:
     """The model of compiled bytes. Raises :class:`CompileError` for anything else."""
-    _, ov = _modules()
     data = memoryview(processed.data)
     try:
         magic, length, size, checksum = _HEADER.unpack_from(data)
@@ -166,7 +184,7 @@ def _read(processed: FreeableBuffer) -> Any:
         if magic != _MAGIC or end != len(data) or zlib.crc32(data[_HEADER.size :]) != checksum:
             raise ValueError("they are damaged")
         xml, weights = bytes(data[_HEADER.size : start]), bytes(data[start:end])
-        return ov.Core().read_model(xml, weights)
+        return _core().read_model(xml, weights)
     except (struct.error, ValueError, RuntimeError) as error:
         raise CompileError(f"these bytes were not made by the openvino backend: {error}; lower again") from error
 
