@@ -1,8 +1,8 @@
 """Programs made ahead of time against ExecuTorch, AOTInductor, ONNX Runtime and OpenVINO alone, and eager.
 
-``python -m benchmarks.aot``: latency with one and two threads and the runtime's own cost per call, interleaved in one
-process per model and number of threads; file sizes; process start to first result and load time in their own processes.
-Engines that are not installed are left out, and said so. ``--quick``: the MLP alone.
+``python -m benchmarks.aot``: latency with one and two threads (:mod:`.aot_latency`), the runtime's own cost per call,
+file sizes, and process start to first result and load time. Engines that are not installed are left out, and said so.
+``--quick``: the MLP alone.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from typing import Any
 
 import torch
 
+from .aot_latency import latency
 from .aot_models import MODELS, Example, build
-from .common import Samples, Timed, interleave, table
+from .common import Timed, interleave, table
 
 OURS = ("inductor", "openvino", "executorch")
 PEERS = {
@@ -34,7 +35,6 @@ PEERS = {
     "executorch": "ExecuTorch + XNNPACK",
     "onnx": "ONNX Runtime",
 }
-Runner = Callable[[], object]
 
 
 def _installed(name: str) -> bool:
@@ -99,51 +99,7 @@ def make(model: str, folder: Path, engines: Sequence[str]) -> dict[str, str]:
     return found
 
 
-# -- loading and running --------------------------------------------------------------------------------------------
-def _load_peer(path: str, arrays: Sequence[Any], threads: int) -> Runner:
-    if path.endswith(".xml"):
-        import openvino as ov
-
-        config = {
-            "INFERENCE_PRECISION_HINT": "f32",
-            "INFERENCE_NUM_THREADS": threads,
-            "PERFORMANCE_HINT": "LATENCY",
-        }
-        compiled = ov.Core().compile_model(path, "CPU", config)
-        request = compiled.create_infer_request()
-        return lambda: request.infer(list(arrays), share_inputs=True, share_outputs=True)
-    if path.endswith(".onnx"):
-        import onnxruntime
-
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads
-        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        feeds = {one.name: array for one, array in zip(session.get_inputs(), arrays, strict=True)}
-        return lambda: session.run(None, feeds)
-    tensors = [torch.from_numpy(array) for array in arrays]
-    if path.endswith(".pte"):
-        from executorch.extension.pybindings import portable_lib
-
-        module = portable_lib._load_for_executorch(path)
-        return lambda: module.forward(tensors)
-    loaded = torch._inductor.aoti_load_package(path)
-    return lambda: loaded(*tensors)
-
-
-def _load_ours(path: str, arrays: Sequence[Any], threads: int) -> Runner:
-    import torchport.runtime as runtime
-
-    options = {"openvino": {"INFERENCE_NUM_THREADS": threads}} if "openvino" in path else {}
-    method = runtime.load(path, backend_options=options).load_method()
-    given: Sequence[Any] = arrays if "openvino" in path else [torch.from_numpy(array) for array in arrays]
-    return lambda: method(*given)
-
-
-def load(path: str, arrays: Sequence[Any], threads: int) -> Runner:
-    """A function that runs a file on inputs."""
-    return (_load_ours if Path(path).name.startswith("ours-") else _load_peer)(path, arrays, threads)
-
-
+# -- starting ----------------------------------------------------------------------------------------------------------
 START = """
 import sys, time
 begun = time.perf_counter()
@@ -217,7 +173,7 @@ def start(path: str, inputs: Path, repeats: int) -> tuple[float, float]:
     return best_load, best_total
 
 
-def _batched(run: Runner, calls: int) -> Timed:
+def _batched(run: Callable[[], object], calls: int) -> Timed:
     def batch() -> float:
         begun = perf_counter()
         for _ in range(calls):
@@ -225,31 +181,6 @@ def _batched(run: Runner, calls: int) -> Timed:
         return (perf_counter() - begun) / calls
 
     return batch
-
-
-def latency(model: str, paths: dict[str, str], threads: int, seconds: float) -> dict[str, Samples]:
-    """Every engine's latency, interleaved."""
-    torch.set_num_threads(threads)
-    example = build(model)
-    arrays = [arg.numpy() for arg in example.args]
-
-    def eager() -> object:
-        with torch.no_grad():
-            return example.module(*example.args)
-
-    runners: dict[str, Runner] = {"eager": eager}
-    for label, path in paths.items():
-        runners[label] = load(path, arrays, threads)
-    calls = {label: _calls(run) for label, run in runners.items()}
-    return interleave({label: _batched(run, calls[label]) for label, run in runners.items()}, 200, 3, seconds)
-
-
-def _calls(run: Runner) -> int:
-    """Calls per batch: about two milliseconds."""
-    run()
-    begun = perf_counter()
-    run()
-    return max(1, int(0.002 / max(perf_counter() - begun, 1e-6)))
 
 
 # -- the runtime's own cost -----------------------------------------------------------------------------------------
@@ -326,25 +257,15 @@ def _report_start(model: str, folder: Path, repeats: int) -> None:
 
 
 def _report_latency(model: str, folder: Path, threads: int, seconds: float) -> None:
-    code = f"from benchmarks.aot import timed; timed({model!r}, {str(folder)!r}, {threads}, {seconds})"
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment, check=True)
-
-
-def timed(model: str, folder: str, threads: int, seconds: float) -> None:
-    """Latencies of one model in this process; prints a table."""
-    logging.disable(logging.WARNING)
-    paths = json.loads((Path(folder) / "paths.json").read_text())
-    found = latency(model, paths, threads, seconds)
-    peers = [one for label, one in found.items() if not label.startswith("torchport") and one.seconds]
-    peer = min(one.best for one in peers)
+    found = latency(model, json.loads((folder / "paths.json").read_text()), threads, seconds)
+    peer = min(one.best for label, one in found.items() if not label.startswith("torchport") and one.seconds)
     rows = [
-        [label, one.cell(1e6), f"{one.best / peer:.2f}" if one.seconds else "—"]
+        [label, one.cell(1e3), f"{one.best / peer:.2f}" if one.seconds else "—"]
         for label, one in sorted(found.items(), key=lambda item: item[1].best)
     ]
     ours = min((one.best for label, one in found.items() if label.startswith("torchport")), default=float("nan"))
-    title = f"{model}: latency with {threads} thread{'s' * (threads > 1)}, µs, best / median"
-    table(f"{title}; our best to the best peer: {ours / peer:.2f}", ["", "µs", "to the best peer"], rows)
+    title = f"{model}: latency with {threads} thread{'s' * (threads > 1)}, ms, best / median"
+    table(f"{title}; our best to the best peer: {ours / peer:.2f}", ["", "ms", "to the best peer"], rows)
 
 
 PARTS = ("overhead", "make", "start", "latency1", "latency2")

@@ -132,8 +132,9 @@ def _infer(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
     def to_fake(value: Any) -> Any:
         return fake_tensor(value) if isinstance(value, TensorSpec) else value
 
-    if op is torch.ops.aten.index_add.default and not _slices_fit(*args[:4]):
-        return _ask_the_cpu(op, args, kwargs, RuntimeError(f"{op}: source has not the shape that the indices want"))
+    check = _CHECKS.get(op)
+    if check is not None and not check(*args, **kwargs):
+        return _ask_the_cpu(op, args, kwargs, RuntimeError(f"{op}: the shapes of its arguments do not fit together"))
     fake_args, fake_kwargs = _with_tensors(to_fake, args, kwargs)
     try:
         with fake_mode(), torch.no_grad(), _quiet():
@@ -148,7 +149,7 @@ def _infer(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
         return _ask_the_cpu(op, args, kwargs, error)
 
 
-def _slices_fit(x: Any, dim: Any, index: Any, source: Any) -> bool:
+def _slices_fit(x: Any, dim: Any, index: Any, source: Any, **_: Any) -> bool:
     """Whether slices to be added have the shape that they go to; PyTorch's rule does not ask, and engines broadcast."""
     shapes = [value.shape for value in (x, index, source) if isinstance(value, TensorSpec)]
     if len(shapes) < 3 or not shapes[2] or not -len(shapes[0]) <= dim < len(shapes[0]):
@@ -156,6 +157,29 @@ def _slices_fit(x: Any, dim: Any, index: Any, source: Any) -> bool:
     wanted = list(shapes[0])
     wanted[dim] = math.prod(shapes[1])
     return tuple(wanted) == shapes[2]
+
+
+def _is_within(x: Any, *rest: Any, storage_offset: Any = None) -> bool:
+    """Whether what ``as_strided`` is to show lies in the memory of its input."""
+    size, stride, *offset = rest[1:] if isinstance(rest[0], TensorSpec) else rest
+    if not isinstance(x, TensorSpec) or 0 in size:
+        return True
+    memory = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.strides, strict=True)) if 0 not in x.shape else 0
+    start = (offset[0] if offset else storage_offset) or 0
+    return start + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) <= memory
+
+
+def _is_a_list_of_boundaries(x: Any, boundaries: Any, **_: Any) -> bool:
+    return not isinstance(boundaries, TensorSpec) or len(boundaries.shape) == 1
+
+
+_CHECKS: Final[Mapping[Any, Callable[..., bool]]] = {
+    torch.ops.aten.index_add.default: _slices_fit,
+    torch.ops.aten.as_strided_scatter.default: _is_within,
+    torch.ops.aten.as_strided_copy.default: _is_within,
+    torch.ops.aten.bucketize.Tensor: _is_a_list_of_boundaries,
+}
+"""What the CPU's kernels refuse and PyTorch's shape rules let pass; engines broadcast, or read what lies beside."""
 
 
 def _with_tensors(make: Callable[[Any], Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -104,6 +104,7 @@ def step_ended() -> None:
         return
     later, _pending.later = _pending.later, []
     now, _pending.now = _pending.now, []
+    deferred = _runner.take_error()  # before this step's own are started: theirs belong to a later one
     for closure in later:
         _runner.put(closure)
     del later
@@ -114,7 +115,6 @@ def step_ended() -> None:
         except Exception as error:
             errors.append(error)
     metrics.count("StepClosures", len(now))
-    deferred = _runner.take_error()
     first = _first([*errors, *([deferred] if deferred is not None else [])])
     if first is not None:
         raise first

@@ -51,6 +51,11 @@ def record(trace: Trace, kernel: Kernel, key: tuple[Any, ...], args: Sequence[An
     Raises what PyTorch's own shape inference raises for wrong arguments, and :class:`DeviceMismatch`,
     with the operator and the user's line as notes; the trace is then as if the op had not been called.
     """
+    if trace.index == 0 and (index := _index_of_wrapper(args)):
+        # Below functionalization, PyTorch's dispatcher looks for what is on other indices at a key that wrappers lack.
+        from .runtime import threads
+
+        return kernel.indexed(threads.of(index), *args, **kwargs)
     if trace.eager:
         from .eager import at_once
 
@@ -58,6 +63,15 @@ def record(trace: Trace, kernel: Kernel, key: tuple[Any, ...], args: Sequence[An
             trace, key, lambda node: emit(trace, node, args, kwargs), lambda: _record(trace, kernel, key, args, kwargs)
         )
     return _record(trace, kernel, key, args, kwargs)
+
+
+def _index_of_wrapper(args: Sequence[Any]) -> int:
+    """The index above 0 of an operator's first tensor, if that is in a wrapper; else 0."""
+    for value in args:
+        first = value[0] if isinstance(value, (list, tuple)) and value else value
+        if isinstance(first, torch.Tensor):
+            return unwrap(first).get_device() if torch._is_functional_tensor(first) else 0
+    return 0
 
 
 def _record(trace: Trace, kernel: Kernel, key: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -132,11 +132,11 @@ class Runtimes:
         runtime.seed = self._seed
         return runtime
 
-    def bind(self, backend: Backend, ordinal: int = 0) -> int:
-        """The index that stands for a backend's device; a new one if there is none yet."""
+    def bind(self, backend: Backend, ordinal: int = 0, least: int = 0) -> int:
+        """The index that stands for a backend's device, ``least`` or above; a new one if there is none yet."""
         with self._lock:
             self.get(0)
-            for runtime in self._by_index:
+            for runtime in self._by_index[least:]:
                 if runtime and runtime.backend is backend and runtime.device.ordinal == ordinal:
                     return runtime.index
             self._by_index.append(self._make(len(self._by_index), backend, ordinal))

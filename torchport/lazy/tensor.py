@@ -131,6 +131,9 @@ def make_handle(spec: TensorSpec, index: int) -> LazyTensor:
     """A fresh handle with this spec on a device index, with neither number nor value."""
     if index == 0:
         return make_template(spec)
+    if torch.is_inference_mode_enabled():  # a view's handle has to be what its base's is, which may be older
+        with torch.inference_mode(False):
+            return make_handle(spec, index)
     handle = torch.Tensor._make_wrapper_subclass(
         IndexedLazyTensor,
         spec.shape,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import tempfile
@@ -16,6 +17,7 @@ from .plan import VARIANTS
 __all__ = ["DOORS", "Door", "Place", "available_doors"]
 
 _OF_VALUES: Final = ("forward", "noncontiguous", "edge", "view")
+_WITHOUT_GRADIENTS: Final = (*_OF_VALUES, "inplace", "out")
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,24 @@ def _lazy(backend: str) -> Place:
     import torchport
 
     return Place(torchport.use(backend), _plain)
+
+
+def _indexed(backend: str) -> Place:
+    import torch
+
+    import torchport
+
+    torchport.device(backend)
+    from ..lazy.runtime import runtimes
+
+    # PyTorch treats index 0 of a Python-defined device unlike all others.
+    return Place(torch.device("port", runtimes.bind(torchport.get_backend(backend), least=1)), _plain)
+
+
+def _inference(backend: str) -> Place:
+    import torch
+
+    return dataclasses.replace(_lazy(backend), around=torch.inference_mode)
 
 
 def _no_eager() -> str:
@@ -142,12 +162,15 @@ DOORS: Final[Mapping[str, Door]] = {
     door.name: door
     for door in (
         Door("lazy", _never, _lazy),
+        Door("indexed", _never, _indexed, limit=2),
+        Door("inference", _never, _inference, _WITHOUT_GRADIENTS, 2),
         Door("eager", _no_eager, _eager),
         Door("compile", _no_compile, _compile, (*_OF_VALUES, "backward", "training"), 2),
         Door("aot", _no_aot, _aot, _OF_VALUES, 2),
     )
 }
-"""Every door by name. ``compile`` and ``aot`` take CPU tensors and trace each case anew, so they run few samples."""
+"""Every door by name. ``compile`` and ``aot`` take CPU tensors and trace each case anew, so they run few samples; so do
+``indexed`` and ``inference``, which are the lazy device at an index above 0 and in inference mode."""
 
 
 def available_doors() -> dict[str, str]:

@@ -15,7 +15,7 @@ import torch
 
 from torchport.backend.interface import BackendData, BackendDevice
 from torchport.core.errors import ExecutionError
-from torchport.core.specs import TensorSpec
+from torchport.core.specs import TensorSpec, contiguous_strides
 
 from .dtypes import JAX_DTYPES
 
@@ -78,6 +78,8 @@ def to_array(tensor: torch.Tensor, device: Any, first: bool) -> Any:
             f"XLA has no {tensor.dtype} tensors of layout {tensor.layout}; convert the tensor before you move it"
         )
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if 1 in plain.shape:  # such a dimension's stride means nothing to PyTorch, and a layout to XLA
+        plain = plain.as_strided(plain.shape, contiguous_strides(plain.shape))
     if first:
         if plain.numel() <= _SMALL:
             return _as_numpy(plain)

@@ -18,12 +18,11 @@ from ...backend.normal_form import is_view
 from ...core.errors import UnsupportedOp
 from ...lazy.donation import take_place
 from ...lazy.record import user_line
-from ...lazy.runtime import threads
-from ...lazy.tensor import IndexedLazyTensor, LazyTensor
-from ...lazy.trace import release, unwrap
+from ...lazy.tensor import LazyTensor
+from ...lazy.trace import Trace, release, unwrap
 from .custom import on_handles
 
-__all__ = ["make_fallback"]
+__all__ = ["fallback"]
 
 aten = torch.ops.aten
 
@@ -52,38 +51,37 @@ def _functional_form(op: Any) -> Any:
     return None
 
 
-def make_fallback(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The boxed fallback of the device's dispatch key. ``call(op, args, kwargs)`` runs a functional operator."""
-
-    def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
-        if op.namespace == "aten":
-            if is_view(op):
-                return _view(op, args, kwargs, call)
-            if op._schema.is_mutable:
-                return _write(op, args, kwargs, call)
-        return on_handles(threads.of(0), op, args, kwargs)
-
-    return fallback
+def fallback(trace: Trace, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[..., Any]) -> Any:
+    """An operator on handles of one device that has no kernel there. ``call(op, args, kwargs)`` runs one that has."""
+    if op.namespace == "aten":
+        if is_view(op):
+            return _view(trace, op, args, kwargs, call)
+        if op._schema.is_mutable:
+            return _write(trace, op, args, kwargs, call)
+    return on_handles(trace, op, args, kwargs)
 
 
-def _view(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[..., Any]) -> Any:
+def _view(trace: Trace, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[..., Any]) -> Any:
     form = _copy_form(op)
     if form is None:
-        return on_handles(threads.of(0), op, args, kwargs)
+        return on_handles(trace, op, args, kwargs)
     results = call(form, args, kwargs)
     for tensor in (args[0], *(results if isinstance(results, (list, tuple)) else [results])):
         handle = unwrap(tensor)
         if isinstance(handle, LazyTensor):
-            release(handle)
+            if handle.home is not None:  # out of its node's pool, where a flush would have found it
+                release(handle)
+                if not any(held is handle for held in trace.made):
+                    trace.keep(handle)
             handle.viewed = True
     return results
 
 
-def _write(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[..., Any]) -> Any:
+def _write(trace: Trace, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[..., Any]) -> Any:
     """Run the functional form and give its results' values to the handles the operator writes to."""
     form = _functional_form(op)
     if form is None:
-        return on_handles(threads.of(0), op, args, kwargs)
+        return on_handles(trace, op, args, kwargs)
     arguments = op._schema.arguments
     given = {**{a.name: v for a, v in zip(arguments, args, strict=False)}, **kwargs}
     targets = [given[a.name] for a in arguments if a.alias_info is not None and a.alias_info.is_write]
@@ -93,12 +91,12 @@ def _write(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callab
     call_args = [inputs.pop(name) for name in positional if name in inputs]
     results = call(form, call_args, inputs)
     for target, result in zip(targets, results if isinstance(results, (list, tuple)) else [results], strict=False):
-        _assign(op, unwrap(target), unwrap(result))
+        _assign(trace, op, unwrap(target), unwrap(result))
     return targets[0] if len(targets) == 1 else tuple(targets)
 
 
-def _assign(op: Any, target: Any, result: Any) -> None:
-    if not isinstance(target, LazyTensor) or isinstance(target, IndexedLazyTensor) or target.viewed:
+def _assign(trace: Trace, op: Any, target: Any, result: Any) -> None:
+    if not isinstance(target, LazyTensor) or target.viewed:
         raise UnsupportedOp(
             "it writes to a tensor that shares memory with another, inside an operator that PyTorch runs below "
             "functionalization; write to a clone instead",
@@ -113,7 +111,6 @@ def _assign(op: Any, target: Any, result: Any) -> None:
             source=user_line(),
         )
     release(target)
-    trace = threads.of(0)
     # Ops of this trace use what the target held so far.
     take_place(trace, target)
     target.number, target.value, target.spec, target.failure = result.number, result.value, result.spec, result.failure

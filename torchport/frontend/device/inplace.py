@@ -15,7 +15,7 @@ import operator
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -36,7 +36,14 @@ _written = torch.autograd.graph.increment_version
 """Autograd notices when what it saved has been written."""
 
 
-def install(library: torch.library.Library, functional: Mapping[Any, Callable[..., Any]]) -> None:
+class Forms(NamedTuple):
+    """A functional operator's kernels: on handles of index 0, and on those of the index that a trace is of."""
+
+    fast: Callable[..., Any]
+    indexed: Callable[..., Any]
+
+
+def install(library: torch.library.Library, functional: Mapping[Any, Forms]) -> None:
     """Register the in-place operators whose functional forms have kernels here."""
     with warnings.catch_warnings():
         # PyTorch says once that kernels are overridden; the ones overridden are kept, and called for other devices.
@@ -45,11 +52,11 @@ def install(library: torch.library.Library, functional: Mapping[Any, Callable[..
             found = _pair(name, functional)
             short = name.removeprefix("aten::")
             if found is not None:
-                op, kernel = found
+                op, forms = found
                 original = torch.library.get_kernel(name, "Functionalize")
                 listed = str(op._schema.arguments[0].real_type) == "List[Tensor]"
                 restride = functional[torch.ops.aten.copy.default]
-                fn = _of_list(op, kernel, original, restride) if listed else _of_tensor(op, kernel, original, restride)
+                fn = (_of_list if listed else _of_tensor)(op, forms, original, restride)
             elif short in _OTHER_WRITES:
                 fn = _guarded(_operator(short), torch.library.get_kernel(name, "Functionalize"))
             else:
@@ -57,8 +64,8 @@ def install(library: torch.library.Library, functional: Mapping[Any, Callable[..
             library.impl(short, opaque(fn), "Functionalize", with_keyset=True, allow_override=True)
 
 
-def _pair(name: str, functional: Mapping[Any, Callable[..., Any]]) -> tuple[Any, Callable[..., Any]] | None:
-    """An in-place operator and its functional form's kernel, if the two differ in nothing but the write to ``self``."""
+def _pair(name: str, functional: Mapping[Any, Forms]) -> tuple[Any, Forms] | None:
+    """An in-place operator and its functional form's kernels, if they differ in nothing but the write to ``self``."""
     base, _, overload = name.removeprefix("aten::").partition(".")
     if not name.startswith("aten::") or not base.endswith("_") or base.endswith("__") or base == "copy_":
         return None
@@ -66,13 +73,13 @@ def _pair(name: str, functional: Mapping[Any, Callable[..., Any]]) -> tuple[Any,
         return None
     op = _operator(name)
     form = getattr(getattr(torch.ops.aten, base[:-1], None), overload or "default", None)
-    kernel = functional.get(form)
+    forms = functional.get(form)
     arguments = op._schema.arguments
-    if kernel is None or form is None or _shape(op) != _shape(form):
+    if forms is None or form is None or _shape(op) != _shape(form):
         return None
     written = [a.alias_info is not None for a in arguments]
     first = str(arguments[0].real_type)
-    return (op, kernel) if written[0] and sum(written) == 1 and first in {"Tensor", "List[Tensor]"} else None
+    return (op, forms) if written[0] and sum(written) == 1 and first in {"Tensor", "List[Tensor]"} else None
 
 
 _OTHER_WRITES: Final = {
@@ -117,7 +124,8 @@ def _boxable(op: Any, args: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _of_tensor(op: Any, kernel: Callable[..., Any], original: Any, restride: Callable[..., Any]) -> Callable[..., Any]:
+def _of_tensor(op: Any, forms: Forms, original: Any, copy: Forms) -> Callable[..., Any]:
+    kernel, restride = forms.fast, copy.fast
     scalar_form = getattr(op.overloadpacket, "Scalar", None) if op._overloadname == "Tensor" else None
 
     # Results have the strides of what is overwritten only where nothing of it is read.
@@ -126,8 +134,8 @@ def _of_tensor(op: Any, kernel: Callable[..., Any], original: Any, restride: Cal
     def inplace(keys: Any, self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         inner = _unwrapped(self)
         if inner.__class__ is not LazyTensor or inner is self:
-            if inner.__class__ is IndexedLazyTensor and _overlaps(inner):
-                return _write_overlapping(op, self, args, kwargs)
+            if inner.__class__ is IndexedLazyTensor and inner is not self:
+                return at_index(keys, self, inner, args, kwargs)
             if scalar_form is not None and args and isinstance(args[0], (bool, int, float, complex)):
                 # A number that became a tensor here would be a constant of whatever traces the program (torch.export).
                 return scalar_form.redispatch(keys, self, *args, **kwargs)
@@ -150,10 +158,27 @@ def _of_tensor(op: Any, kernel: Callable[..., Any], original: Any, restride: Cal
         _sync(self)
         return self
 
+    def at_index(keys: Any, self: torch.Tensor, inner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if _overlaps(inner):
+            return _write_overlapping(op, self, args, kwargs)
+        trace = threads.of(inner.get_device())
+        given = {name: _unwrapped(value) for name, value in kwargs.items()}
+        out = forms.indexed(trace, inner, *map(_unwrapped, args), **given)
+        if out.shape != inner.shape or out.dtype is not inner.dtype:
+            return original.call_boxed(keys, self, *_boxable(op, args), **kwargs)
+        if out.stride() != inner.stride():
+            out = copy.indexed(trace, inner, out)
+        _replace(self, out)
+        _commit(self)
+        _sync(self)
+        return self
+
     return inplace
 
 
-def _of_list(op: Any, kernel: Callable[..., Any], original: Any, restride: Callable[..., Any]) -> Callable[..., Any]:
+def _of_list(op: Any, forms: Forms, original: Any, copy: Forms) -> Callable[..., Any]:
+    kernel, restride = forms.fast, copy.fast
+
     # An optimizer's step is a dozen of these on every parameter, so what is done per tensor is done by ``map``.
     def inplace(keys: Any, selfs: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         inner = _inner_list(selfs)

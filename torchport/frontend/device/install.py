@@ -12,15 +12,17 @@ from ...lazy.kernel import Kernel, make_kernel, supported_schema
 from ...lazy.record import user_line
 from ...lazy.runtime import threads
 from ...lazy.tensor import DEVICE_TYPE, IndexedLazyTensor
-from ...lazy.trace import unwrap
+from ...lazy.trace import Trace, unwrap
 from ..compile import fake
-from . import autocast, copies, custom, fork, inner, inplace, placement, routes, shims
+from . import autocast, composites, copies, custom, fork, inner, inplace, placement, routes, shims
 from .opaque import opaque
 
 __all__ = ["install", "kernels"]
 
 kernels: Final[dict[Any, Kernel]] = {}
 _libraries: Final[list[torch.library.Library]] = []
+_IMPLICIT: Final = torch._C.DispatchKey.CompositeImplicitAutograd
+_EXPLICIT: Final = torch._C.DispatchKey.CompositeExplicitAutograd
 
 
 def _operators() -> list[torch._ops.OpOverload]:
@@ -60,19 +62,33 @@ def install() -> None:
     library.impl("polygamma_", opaque(_polygamma_), "Functionalize")
     library.impl("copy_", opaque(_copy_), "AutogradPrivateUse1", with_keyset=True)
     library.impl("as_strided", opaque(_as_strided), "AutogradPrivateUse1", with_keyset=True)
+    library.impl("as_strided_copy", opaque(_as_strided_copy), "AutogradPrivateUse1", with_keyset=True)
+    library.impl("as_strided_scatter", opaque(_as_strided_scatter), "AutogradPrivateUse1", with_keyset=True)
     library.impl("native_batch_norm", opaque(_native_batch_norm), "AutogradPrivateUse1", with_keyset=True)
     fake.install_lift(library)
     anything = torch.library.Library("_", "IMPL")
     _libraries.append(anything)
-    anything.fallback(opaque(inner.make_fallback(call)), "PrivateUse1")
+
+    def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
+        return inner.fallback(threads.of(0), op, args, kwargs, call)
+
+    anything.fallback(opaque(fallback), "PrivateUse1")
     IndexedLazyTensor.dispatch = staticmethod(opaque(_dispatch_indexed))
-    inplace.install(library, {op: special.get(op) or kernel.fast for op, kernel in kernels.items()})
+    inplace.install(library, {op: _forms(kernel, special.get(op)) for op, kernel in kernels.items()})
     placement.install(library, [kernel for op, kernel in kernels.items() if op not in special])
+    composites.install(library)
     custom.install()
     routes.install()
     autocast.install()
     shims.install()
     fake.install()
+
+
+def _forms(kernel: Kernel, special: Any) -> inplace.Forms:
+    """An operator's kernels on handles; a special one finds the trace itself."""
+    if special is None:
+        return inplace.Forms(kernel.fast, kernel.indexed)
+    return inplace.Forms(special, lambda trace, *args, **kwargs: special(*args, **kwargs))
 
 
 def call(op: Any, args: Any, kwargs: Any) -> Any:
@@ -117,6 +133,38 @@ def _as_strided(
     )
 
 
+def _as_strided_copy(
+    keys: Any, self: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None
+) -> torch.Tensor:
+    if _shows_a_part(self):
+        return self.as_strided(size, stride, storage_offset).clone()
+    op = torch.ops.aten.as_strided_copy.default
+    return op.redispatch(routes.to_stock_autograd(keys), self, size, stride, storage_offset)
+
+
+def _as_strided_scatter(
+    keys: Any, self: torch.Tensor, src: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None
+) -> torch.Tensor:
+    op = torch.ops.aten.as_strided_scatter.default
+    if _shows_a_part(self):
+        raise UnsupportedOp(
+            "where a view begins in its base is not known on this device; scatter into the base, or into a clone",
+            op=str(op),
+            source=user_line(),
+        )
+    return op.redispatch(routes.to_stock_autograd(keys), self, src, size, stride, storage_offset)
+
+
+def _shows_a_part(self: torch.Tensor) -> bool:
+    """Whether a tensor of this device is a view that leaves out or reorders some of its base."""
+    base: Any = self._base
+    return (
+        self.device.type == DEVICE_TYPE
+        and base is not None
+        and not (self.is_contiguous() and base.is_contiguous() and self.numel() == base.numel())
+    )
+
+
 def _native_batch_norm(keys: Any, *args: Any) -> Any:
     """In training this operator writes the running statistics behind its schema's back; its successor says so."""
     _, _, _, running_mean, running_var, training, _, _ = args
@@ -136,16 +184,23 @@ def _dispatch_indexed(func: Any, args: Any, kwargs: Any) -> Any:
     if special is not None:
         return special(*args, **kwargs)
     kernel = kernels.get(func)
-    if kernel is None:
-        parts = func.decompose(*args, **kwargs)  # composites come here whole where autograd is off
-        if parts is not NotImplemented:
-            return parts
     for value in tree_leaves((args, kwargs)):
         if isinstance(value, torch.Tensor):
-            inner = unwrap(value)
-            if isinstance(inner, IndexedLazyTensor):
-                trace = threads.of(inner.get_device())
+            handle = unwrap(value)
+            if isinstance(handle, IndexedLazyTensor):
+                trace = threads.of(handle.get_device())
                 return (
-                    kernel.indexed(trace, *args, **kwargs) if kernel else custom.on_handles(trace, func, args, kwargs)
+                    kernel.indexed(trace, *args, **kwargs) if kernel else _indexed_fallback(trace, func, args, kwargs)
                 )
     raise RuntimeError(f"{func} reached the device without a tensor of it")
+
+
+def _indexed_fallback(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    """What PyTorch's dispatcher does for index 0 with an operator that the device has no kernel for."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    if has_kernel(func.name(), _IMPLICIT):
+        return func._op_dk(_IMPLICIT, *args, **kwargs)
+    plain = all(argument.alias_info is None for argument in func._schema.arguments)
+    if plain and has_kernel(func.name(), _EXPLICIT):  # one without results, that checks others'
+        return func._op_dk(_EXPLICIT, *args, **kwargs)
+    return inner.fallback(trace, func, args, kwargs, _dispatch_indexed)

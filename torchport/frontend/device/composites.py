@@ -1,0 +1,56 @@
+"""Composite operators where autograd is off: taken apart above functionalization, as they are where it is on.
+
+PyTorch takes a composite (``linear``, ``x.square_()``) apart at its autograd key. In inference mode, and inside the
+kernels of others, that key is skipped, and functionalization's fallback hands the composite to the device whole: its
+views and writes would then be of handles, which have no memory to share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...lazy.tensor import LazyTensor
+from .opaque import opaque
+
+__all__ = ["install"]
+
+_IMPLICIT = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+def install(library: torch.library.Library) -> None:
+    """Register every composite of ATen that has no kernel of its own at functionalization."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    for name in torch._C._dispatch_get_all_op_names():
+        if (
+            name.startswith("aten::")
+            and has_kernel(name, "CompositeImplicitAutograd")
+            and not has_kernel(name, "Functionalize")
+        ):
+            short = name.removeprefix("aten::")
+            base, _, overload = short.partition(".")
+            op = getattr(getattr(torch.ops.aten, base), overload or "default", None)
+            if op is not None:
+                whole = torch.library.get_kernel(op, "Functionalize")
+                library.impl(short, opaque(_apart(op, whole)), "Functionalize", with_keyset=True)
+
+
+def _apart(op: Any, whole: Any) -> Callable[..., Any]:
+    def call(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_ours(args) or _is_ours(tuple(kwargs.values())):
+            return op._op_dk(_IMPLICIT, *args, **kwargs)
+        return whole.call_boxed(keys, *args, **kwargs)
+
+    return call
+
+
+def _is_ours(values: Any) -> bool:
+    """Whether the first tensor among the values is of this device, not of a compiler that traces."""
+    for value in values:
+        if isinstance(value, torch.Tensor) and torch._is_functional_tensor(value):
+            return isinstance(torch._from_functional_tensor(value), LazyTensor)
+        if isinstance(value, (list, tuple)) and _is_ours(value):
+            return True
+    return False
