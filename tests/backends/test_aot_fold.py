@@ -109,3 +109,68 @@ def test_what_cannot_be_folded() -> None:
     lowered = aot.lower(Fails(), (torch.ones(2, 2),), backend="reference")
     with pytest.raises(RuntimeError, match="cholesky"):
         lowered(torch.ones(2, 2))
+
+
+class Embedded(nn.Module):
+    """What BERT does to positions, types and masks before its first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 4)
+        self.register_buffer("positions", torch.arange(8)[None], persistent=False)
+        self.register_buffer("types", torch.zeros(1, 8, dtype=torch.int64), persistent=False)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        batch, length = ids.shape
+        positions = self.positions[:, :length]  # type: ignore[index]
+        types = torch.gather(self.types.expand(1, -1), 1, positions).expand(batch, -1)  # type: ignore[operator]
+        picked = mask[torch.arange(batch)[:, None, None], torch.arange(length)[None, None]]
+        hidden = self.embedding(ids.view(-1, length)) + self.embedding(positions) + self.embedding(types)
+        return hidden.masked_fill(~picked.transpose(1, 2), 0.0)
+
+
+def test_positions_types_and_masks_of_a_language_model_leave_nothing_to_pytorch() -> None:
+    pytest.importorskip("openvino", reason="openvino is not installed")
+    model, ids, mask = Embedded().eval(), torch.randint(0, 16, (2, 5)), torch.rand(2, 5) > 0.5
+    lowered = aot.lower(model, (ids, mask), backend="openvino")
+    assert not lowered.left["forward"]
+    assert not {"aten.gather.default", "aten.index.Tensor", "aten.arange.start_step"} & set(ops_of(lowered))
+    torch.testing.assert_close(lowered(ids, mask), model(ids, mask))
+
+
+def test_a_result_that_shows_an_input_is_another_tensor() -> None:
+    class Same(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x.view(2, 3), x[torch.arange(2)]
+
+    x = torch.randn(2, 3)
+    lowered = aot.lower(Same(), (x,), backend="reference")
+    for found in lowered(x):
+        torch.testing.assert_close(found, x)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [0, 0, 2], [-3, 1, -1]])
+def test_indexing_by_constants(order: list[int]) -> None:
+    class Picked(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x[torch.tensor(order)] * 2
+
+    x = torch.randn(3, 2)
+    lowered = aot.lower(Picked(), (x,), backend="reference")
+    assert ("aten.index.Tensor" in ops_of(lowered)) == (order in ([2, 1, 0], [0, 0, 2]))
+    torch.testing.assert_close(lowered(x), Picked()(x))
+
+
+def test_a_buffer_that_changes_is_no_constant() -> None:
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count.add_(1)  # type: ignore[operator]
+            return x + self.count * 2  # type: ignore[operator]
+
+    x = torch.zeros(2)
+    method = aot.lower(Counted(), (x,), backend="reference").program.load_method()
+    assert [method(x)[0].tolist(), method(x)[0].tolist()] == [[2.0, 2.0], [4.0, 4.0]]

@@ -188,13 +188,15 @@ class _Lowering:
         """Split one method among the partitioners. ``given``: the program before its writes were taken out; ``state``:
         buffers that some method changes."""
         unchanged = _constants_of(functional, state)
-        written_out = {
-            spec.arg.name for spec in functional.graph_signature.input_specs if spec.kind is InputKind.CONSTANT_TENSOR
+        small = {
+            spec.arg.name
+            for spec in functional.graph_signature.input_specs
+            if spec.kind in (InputKind.CONSTANT_TENSOR, InputKind.BUFFER) and spec.arg.name in unchanged
         }
         self._number(functional.graph, given.graph)
         wanted = [Wanted(partitioner) for partitioner in self.partitioners]
         module = copy.deepcopy(functional.graph_module)
-        fold_constants(module, [node for node in module.graph.nodes if node.name in written_out])
+        fold_constants(module, [node for node in module.graph.nodes if node.name in small])
         graph = normalise(module, wanted)
         for node in graph.graph.nodes:
             value = getattr(graph, str(node.target)) if node.op == "get_attr" else None

@@ -29,5 +29,5 @@ def array_to_tensor(array: Any, dtype: torch.dtype) -> torch.Tensor:
 
     if not array.flags.writeable:
         array = array.copy()
-    tensor = torch.from_numpy(array)
+    tensor = torch.from_numpy(array) if array.size else torch.empty(array.shape, dtype=dtype)  # NumPy's strides are 0
     return tensor if tensor.dtype is dtype else tensor.view(dtype)

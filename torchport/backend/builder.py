@@ -17,7 +17,7 @@ from ..core.errors import GraphError
 from ..core.specs import TensorSpec
 from .control_flow import CONTROL_FLOW
 from .decompositions import DECOMPOSE, OTHERWISE
-from .infer import fake_mode, fake_tensor, infer
+from .infer import depends_on_data, fake_mode, fake_tensor, infer
 from .lowering import LOWER, foreach_target, lower_foreach, lower_varying, view_form
 from .normal_form import alias_root
 
@@ -224,13 +224,19 @@ class GraphBuilder:
             if not self.strict:
                 return node
             raise Refused(f"{node.target}: {support.reason or 'not supported'}")
-        args, kwargs = node.args, node.kwargs
-        self.graph.erase_node(node)
         self._depth += 1
         try:
-            return self._rewritten(node.target, rewrite, args, kwargs)
+            made = self._rewritten(node.target, rewrite, node.args, node.kwargs)
+        except RuntimeError as error:
+            if not depends_on_data(error):
+                raise
+            if not self.strict:
+                return node
+            raise Refused(f"{node.target}: not supported, and its decomposition asks for a value") from None
         finally:
             self._depth -= 1
+        self.graph.erase_node(node)
+        return made
 
     def _rewritten(self, op: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What a decomposition gives; its nodes tell by ``meta["decomposed"]`` which operator they stand for."""

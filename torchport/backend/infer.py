@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..core.specs import TensorSpec
 
-__all__ = ["DataDependent", "Inferred", "NoShapeRule", "fake_mode", "fake_tensor", "infer"]
+__all__ = ["DataDependent", "Inferred", "NoShapeRule", "depends_on_data", "fake_mode", "fake_tensor", "infer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +120,7 @@ _WRONG_RULES: Final = frozenset({torch.ops.aten.multilabel_margin_loss_forward.d
 
 
 def _infer(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Inferred:
-    from torch._subclasses.fake_tensor import (
-        DataDependentOutputException,
-        DynamicOutputShapeException,
-        UnsupportedOperatorException,
-    )
+    from torch._subclasses.fake_tensor import UnsupportedOperatorException
 
     if op in _WRONG_RULES:
         raise NoShapeRule(f"PyTorch's shape rule of {op} is wrong")
@@ -139,14 +135,21 @@ def _infer(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
     try:
         with fake_mode(), torch.no_grad(), _quiet():
             return _describe(op(*fake_args, **fake_kwargs))
-    except (DynamicOutputShapeException, DataDependentOutputException) as error:
-        raise DataDependent("the shape of its result depends on values") from error
     except UnsupportedOperatorException as error:
         raise NoShapeRule(f"no shape rule for {op}") from error
     except NotImplementedError as error:
         raise NoShapeRule(f"no shape rule for {op}: {error}") from error
     except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+        if depends_on_data(error):
+            raise DataDependent("the shape of its result depends on values") from error
         return _ask_the_cpu(op, args, kwargs, error)
+
+
+def depends_on_data(error: Exception) -> bool:
+    """Whether fake tensors raised an error because a value, or the shape of a result, depends on data."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    return isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
 
 
 def _slices_fit(x: Any, dim: Any, index: Any, source: Any, **_: Any) -> bool:

@@ -111,6 +111,8 @@ class _Writer:
 
     def reshape(self, value: Any, shape: Sequence[int]) -> Any:
         """A reshape; ``shape`` is whole."""
+        if not shape:  # OpenVINO ends the process over a product that is reshaped to a scalar
+            return self.ops.squeeze(value, self.ints(list(range(len(value.get_partial_shape()))))).output(0)
         return self.ops.reshape(value, self.ints(list(shape)), False).output(0)
 
 
@@ -205,9 +207,21 @@ for _target, _name in (
 
 
 @_rule(aten.logical_not.default)
+@_rule(aten.bitwise_not.default, check=lambda n: "" if _val(n).dtype is torch.bool else "of numbers")
 def _not(w: _Writer, node: fx.Node) -> Any:
     value = w.value(node.args[0])
     return w.ops.logical_not(value) if _val(node.args[0]).dtype is torch.bool else w.ops.equal(value, w.value(0.0))
+
+
+for _targets, _name in (
+    ((aten.logical_and.default, aten.bitwise_and.Tensor, aten.__and__.Tensor), "logical_and"),
+    ((aten.logical_or.default, aten.bitwise_or.Tensor, aten.__or__.Tensor), "logical_or"),
+    ((aten.logical_xor.default, aten.bitwise_xor.Tensor, aten.__xor__.Tensor), "logical_xor"),
+):
+
+    @_rule(*_targets, check=lambda n: "" if all(_val(a).dtype is torch.bool for a in n.args) else "of numbers")
+    def _logic(w: _Writer, node: fx.Node, name: str = _name) -> Any:
+        return getattr(w.ops, name)(w.value(node.args[0]), w.value(node.args[1]))
 
 
 @_rule(aten.rsqrt.default, check=_float_result)
@@ -351,6 +365,8 @@ def _split(w: _Writer, node: fx.Node) -> Any:
 
 
 # -- reductions ----------------------------------------------------------------------------------------------------
+_WORST: Final = {"reduce_max": -math.inf, "reduce_min": math.inf}
+
 for _target, _name in (
     (aten.mean.dim, "reduce_mean"),
     (aten.sum.dim_IntList, "reduce_sum"),
@@ -366,7 +382,17 @@ for _target, _name in (
         axes: Any = _arg(node, 1, "dim")
         chosen = [axes] if isinstance(axes, int) else list(axes or range(rank))
         keep = bool(_arg(node, 2, "keepdim", False))
-        return getattr(w.ops, name)(w.numeric(node.args[0]), w.ints([axis % rank for axis in chosen]), keep)
+        value, where = w.numeric(node.args[0]), w.ints([axis % rank for axis in chosen])
+        made = getattr(w.ops, name)(value, where, keep)
+        if name not in _WORST:
+            return made
+        import numpy
+
+        # OpenVINO starts from the largest finite number and passes over NaN.
+        worst = w.ops.constant(numpy.float32(_WORST[name]))
+        nothing_else = w.ops.reduce_logical_and(w.ops.equal(value, worst), where, keep)
+        any_nan = w.ops.reduce_logical_or(w.ops.is_nan(value), where, keep)
+        return w.ops.select(any_nan, w.ops.constant(numpy.float32("nan")), w.ops.select(nothing_else, worst, made))
 
 
 @_rule(aten._softmax.default, aten.softmax.int, check=_float_result)
