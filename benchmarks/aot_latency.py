@@ -66,8 +66,17 @@ def _load_ours(path: str, arrays: Sequence[Any], threads: int) -> Runner:
     return lambda: method(*given)
 
 
+def _limit_executorch(threads: int) -> None:
+    """Its pool has a thread per core otherwise."""
+    from executorch.extension.pybindings import portable_lib
+
+    portable_lib._unsafe_reset_threadpool(threads)
+
+
 def load(path: str, arrays: Sequence[Any], threads: int) -> Runner:
     """A function that runs a file on inputs."""
+    if path.endswith(".pte") or "executorch" in Path(path).name:
+        _limit_executorch(threads)
     return (_load_ours if Path(path).name.startswith("ours-") else _load_peer)(path, arrays, threads)
 
 

@@ -74,6 +74,17 @@ def test_eager_mode_says_whether_a_kernel_or_a_compiled_operator_did_it() -> Non
         assert {cell.worst for cell in report.cells.values()} == {how}
 
 
+def test_another_index_and_inference_mode_are_doors() -> None:
+    doors = ("indexed", "inference")
+    report = run("FiveOps", ops="^(mul|square)$", variants=("forward", "backward", "inplace", "out"), doors=doors)
+    assert not report.failed
+    found = {(door, variant) for _, door, _, variant in report.cells}
+    values = {(door, variant) for door in doors for variant in ("forward", "inplace", "out")}
+    assert found == {*values, ("indexed", "backward")}  # there are no gradients in inference mode
+    wrong = run("SlightlyWrong", ops="^(sin|add)$", variants=("forward",), doors=doors)
+    assert {(failure.case.op, failure.case.door) for failure in wrong.failures} == {("sin", door) for door in doors}
+
+
 def test_without_the_host_what_needs_it_is_not_supported_by_the_backends_word() -> None:
     report = run("FiveOps", ops="^(sin|add)$", variants=("forward",), strict=True)
     assert report.cells["add", "lazy", "float32", "forward"].worst == "native"
