@@ -174,3 +174,26 @@ def test_a_buffer_that_changes_is_no_constant() -> None:
     x = torch.zeros(2)
     method = aot.lower(Counted(), (x,), backend="reference").program.load_method()
     assert [method(x)[0].tolist(), method(x)[0].tolist()] == [[2.0, 2.0], [4.0, 4.0]]
+
+
+@pytest.mark.parametrize("engine", ["reference", "xla"])
+def test_results_of_a_program_are_nobody_elses_memory(engine: str) -> None:
+    class Passed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(2, 3))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return self.w[:].clone(), x[:].clone(), x + 1
+
+    if engine == "xla":
+        pytest.importorskip("jax", reason="jax is not installed")
+    x = torch.randn(2, 3)
+    before = x.clone()
+    lowered = aot.lower(Passed(), (x,), backend=engine)
+    first = lowered(x)
+    with torch.no_grad():
+        first[0].add_(100.0)
+        first[1].add_(100.0)
+    torch.testing.assert_close(x, before)
+    torch.testing.assert_close(lowered(x)[0], torch.ones(2, 3))

@@ -117,3 +117,29 @@ def test_a_view_below_functionalization_outlives_a_computation() -> None:
         torch.testing.assert_close(out.cpu(), nn.functional.linear(x, w, b))
     finally:
         torchport.use("reference")
+
+
+def test_as_strided_of_a_view_is_right_or_refused(place: torch.device) -> None:
+    from torchport.core.errors import UnsupportedOp
+
+    x = torch.arange(24.0).view(4, 6)
+    with torch.inference_mode():
+        ours = x.to(place)
+        torch.testing.assert_close(ours.as_strided((2, 2), (1, 2), 1).cpu(), x.as_strided((2, 2), (1, 2), 1))
+        torch.testing.assert_close(ours[1:].as_strided((2, 2), (1, 2)).cpu(), x[1:].as_strided((2, 2), (1, 2)))
+        for op in (torch.as_strided, torch.as_strided_copy):
+            with pytest.raises(UnsupportedOp, match="where a view begins"):
+                op(ours[1:], (2, 2), (1, 2), 1)
+
+
+def test_a_wrapper_of_another_index_leaves_no_trace_on_this_one() -> None:
+    """An operator that reaches index 0's kernel with it is passed on; numbers of its key were noted here."""
+    from torchport.frontend.device.install import kernels
+
+    here, there = _device(0), _device(1)
+    other, x = torch.ones(3).to(there) + 0, torch.ones(2).to(here)
+    for redirect in (True, False):
+        y = x * 2.0
+        if redirect:
+            kernels[torch.ops.aten.mul.Tensor].fast(other, 0.3)
+        assert (y * 2.5).tolist() == [5.0, 5.0]

@@ -55,6 +55,7 @@ def record(trace: Trace, kernel: Kernel, key: tuple[Any, ...], args: Sequence[An
         # Below functionalization, PyTorch's dispatcher looks for what is on other indices at a key that wrappers lack.
         from .runtime import threads
 
+        _Mark(trace, key, is_random(kernel.op)).undo()
         return kernel.indexed(threads.of(index), *args, **kwargs)
     if trace.eager:
         from .eager import at_once

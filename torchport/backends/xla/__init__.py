@@ -104,7 +104,8 @@ class XlaBackend(Backend):
 
         if not isinstance(data, XlaData) or data.array is None:
             raise ExecutionError("a value is not an XlaData with a value")
-        return from_array(data.array, data.spec.dtype)
+        made = from_array(data.array, data.spec.dtype)
+        return made.clone() if data.shared else made  # another value, an input or a constant, has this memory
 
     def placeholder(self, spec: TensorSpec, device: BackendDevice) -> BackendData:
         from .values import XlaData

@@ -9,12 +9,11 @@ from torch.utils._pytree import tree_leaves
 
 from ...core.errors import UnsupportedOp
 from ...lazy.kernel import Kernel, make_kernel, supported_schema
-from ...lazy.record import user_line
 from ...lazy.runtime import threads
 from ...lazy.tensor import DEVICE_TYPE, IndexedLazyTensor
 from ...lazy.trace import Trace, unwrap
 from ..compile import fake
-from . import autocast, composites, copies, custom, fork, inner, inplace, placement, routes, shims
+from . import autocast, composites, copies, custom, fork, inner, inplace, placement, routes, shims, strided
 from .opaque import opaque
 
 __all__ = ["install", "kernels"]
@@ -61,9 +60,7 @@ def install() -> None:
     library.impl("alias", kernels[torch.ops.aten.alias_copy.default].fast, "PrivateUse1")
     library.impl("polygamma_", opaque(_polygamma_), "Functionalize")
     library.impl("copy_", opaque(_copy_), "AutogradPrivateUse1", with_keyset=True)
-    library.impl("as_strided", opaque(_as_strided), "AutogradPrivateUse1", with_keyset=True)
-    library.impl("as_strided_copy", opaque(_as_strided_copy), "AutogradPrivateUse1", with_keyset=True)
-    library.impl("as_strided_scatter", opaque(_as_strided_scatter), "AutogradPrivateUse1", with_keyset=True)
+    strided.install(library)
     library.impl("native_batch_norm", opaque(_native_batch_norm), "AutogradPrivateUse1", with_keyset=True)
     fake.install_lift(library)
     anything = torch.library.Library("_", "IMPL")
@@ -108,61 +105,6 @@ def _copy_(keys: Any, self: torch.Tensor, src: torch.Tensor, non_blocking: bool 
         return self.copy_(src.to(self.device), non_blocking)
     inplace.refuse_overlap(torch.ops.aten.copy_.default, self)
     return torch.ops.aten.copy_.default.redispatch(routes.to_stock_autograd(keys), self, src, non_blocking)
-
-
-def _as_strided(
-    keys: Any, self: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None
-) -> torch.Tensor:
-    """``as_strided`` counts from the start of the memory a tensor is a view of, so it is taken of the base."""
-    if self._is_view() and self.device.type == DEVICE_TYPE:
-        extent = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-        base: Any = self._base
-        if storage_offset is not None:
-            # A view that shows all of its base serves as well, and has the tangent where make_dual made it.
-            whole = self.is_contiguous() and base.is_contiguous() and self.numel() == base.numel()
-            self = self if whole else base
-        elif not self.is_contiguous() or extent > self.numel():
-            # A contiguous view holds what it shows in one piece, which serves as well; any other would need its offset.
-            raise UnsupportedOp(
-                "where a view begins in its base is not known on this device; pass storage_offset, or index the base",
-                op="aten.as_strided.default",
-                source=user_line(),
-            )
-    return torch.ops.aten.as_strided.default.redispatch(
-        routes.to_stock_autograd(keys), self, size, stride, storage_offset
-    )
-
-
-def _as_strided_copy(
-    keys: Any, self: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None
-) -> torch.Tensor:
-    if _shows_a_part(self):
-        return self.as_strided(size, stride, storage_offset).clone()
-    op = torch.ops.aten.as_strided_copy.default
-    return op.redispatch(routes.to_stock_autograd(keys), self, size, stride, storage_offset)
-
-
-def _as_strided_scatter(
-    keys: Any, self: torch.Tensor, src: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None
-) -> torch.Tensor:
-    op = torch.ops.aten.as_strided_scatter.default
-    if _shows_a_part(self):
-        raise UnsupportedOp(
-            "where a view begins in its base is not known on this device; scatter into the base, or into a clone",
-            op=str(op),
-            source=user_line(),
-        )
-    return op.redispatch(routes.to_stock_autograd(keys), self, src, size, stride, storage_offset)
-
-
-def _shows_a_part(self: torch.Tensor) -> bool:
-    """Whether a tensor of this device is a view that leaves out or reorders some of its base."""
-    base: Any = self._base
-    return (
-        self.device.type == DEVICE_TYPE
-        and base is not None
-        and not (self.is_contiguous() and base.is_contiguous() and self.numel() == base.numel())
-    )
 
 
 def _native_batch_norm(keys: Any, *args: Any) -> Any:

@@ -1,0 +1,114 @@
+"""``as_strided`` and its kin count from the start of the memory a tensor is a view of.
+
+This device has no memory to count in. With autograd, PyTorch knows a view's base, which serves instead; where it does
+not, or where a view begins is not known, the operator is refused: nothing is ever silently wrong.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...core.errors import UnsupportedOp
+from ...lazy.record import user_line
+from ...lazy.tensor import DEVICE_TYPE, LazyTensor
+from ...lazy.trace import unwrap
+from . import routes
+from .opaque import opaque
+
+__all__ = ["install"]
+
+
+def install(library: torch.library.Library) -> None:
+    """Register what comes before PyTorch's own kernels, at autograd and, for inference mode, at functionalization."""
+    library.impl("as_strided", opaque(_as_strided), "AutogradPrivateUse1", with_keyset=True)
+    library.impl("as_strided_copy", opaque(_as_strided_copy), "AutogradPrivateUse1", with_keyset=True)
+    library.impl("as_strided_scatter", opaque(_as_strided_scatter), "AutogradPrivateUse1", with_keyset=True)
+    with warnings.catch_warnings():
+        # PyTorch says once that kernels are overridden; the ones overridden are kept, and called for other devices.
+        warnings.filterwarnings("ignore", message="(?s).*[Oo]verriding a previously registered kernel")
+        for name in ("as_strided", "as_strided_copy", "as_strided_scatter"):
+            guarded = _without_autograd(name, torch.library.get_kernel(f"aten::{name}", "Functionalize"))
+            library.impl(name, opaque(guarded), "Functionalize", with_keyset=True, allow_override=True)
+
+
+def _as_strided(
+    keys: Any, self: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None
+) -> torch.Tensor:
+    """``as_strided`` counts from the start of the memory a tensor is a view of, so it is taken of the base."""
+    if self._is_view() and self.device.type == DEVICE_TYPE:
+        extent = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        base: Any = self._base
+        if storage_offset is not None:
+            # A view that shows all of its base serves as well, and has the tangent where make_dual made it.
+            whole = self.is_contiguous() and base.is_contiguous() and self.numel() == base.numel()
+            self = self if whole else base
+        elif not self.is_contiguous() or extent > self.numel():
+            # A contiguous view holds what it shows in one piece, which serves as well; any other would need its offset.
+            raise UnsupportedOp(
+                "where a view begins in its base is not known on this device; pass storage_offset, or index the base",
+                op="aten.as_strided.default",
+                source=user_line(),
+            )
+    return torch.ops.aten.as_strided.default.redispatch(
+        routes.to_stock_autograd(keys), self, size, stride, storage_offset
+    )
+
+
+def _as_strided_copy(
+    keys: Any, self: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None
+) -> torch.Tensor:
+    if _shows_a_part(self):
+        return self.as_strided(size, stride, storage_offset).clone(memory_format=torch.contiguous_format)
+    op = torch.ops.aten.as_strided_copy.default
+    return op.redispatch(routes.to_stock_autograd(keys), self, size, stride, storage_offset)
+
+
+def _as_strided_scatter(
+    keys: Any, self: torch.Tensor, src: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None
+) -> torch.Tensor:
+    op = torch.ops.aten.as_strided_scatter.default
+    if _shows_a_part(self):
+        raise UnsupportedOp(
+            "where a view begins in its base is not known on this device; scatter into the base, or into a clone",
+            op=str(op),
+            source=user_line(),
+        )
+    return op.redispatch(routes.to_stock_autograd(keys), self, src, size, stride, storage_offset)
+
+
+def _shows_a_part(self: torch.Tensor) -> bool:
+    """Whether a tensor of this device is a view that leaves out or reorders some of its base."""
+    base: Any = self._base
+    return (
+        self.device.type == DEVICE_TYPE
+        and base is not None
+        and not (self.is_contiguous() and base.is_contiguous() and self.numel() == base.numel())
+    )
+
+
+def _without_autograd(name: str, original: Any) -> Callable[..., Any]:
+    """The same in inference mode, where nothing above functionalization knows what a view is of."""
+
+    def call(keys: Any, self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if (
+            torch.is_inference_mode_enabled()
+            and isinstance(unwrap(self), LazyTensor)
+            and not torch._is_functional_tensor_base(self)
+        ):
+            size, stride, *offset = args[1:] if name == "as_strided_scatter" else args
+            extent = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+            given = offset[0] if offset else kwargs.get("storage_offset")
+            if given is not None or not self.is_contiguous() or extent > self.numel() or name == "as_strided_scatter":
+                raise UnsupportedOp(
+                    "where a view begins in its base is not known on this device in inference mode; write x.clone() "
+                    "first, or use torch.no_grad()",
+                    op=f"aten.{name}.default",
+                    source=user_line(),
+                )
+        return original.call_boxed(keys, self, *args, **kwargs)
+
+    return call
