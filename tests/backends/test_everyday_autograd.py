@@ -298,7 +298,6 @@ def _transforms() -> dict[str, Callable[[torch.device], Any]]:
     }
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", _transforms())
 def test_function_transforms(device: torch.device, name: str) -> None:
     agree(_transforms()[name], device, rtol=1e-5, atol=1e-5)

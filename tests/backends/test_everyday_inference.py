@@ -11,7 +11,7 @@ from everyday_support import ON_PORT
 from fakes import Refusing
 from torch import nn
 
-pytestmark = pytest.mark.skipif(not ON_PORT, reason="about the port device")
+pytestmark = pytest.mark.skipif(not ON_PORT, reason="compares port with the CPU; this run is on the CPU")
 
 
 def _device(index: int) -> torch.device:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import operator
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from ...lazy.runtime import threads
 from ...lazy.tensor import DEVICE_TYPE, IndexedLazyTensor, LazyTensor
 from .opaque import opaque
 
-__all__ = ["install", "refuse_overlap"]
+__all__ = ["install", "overriding", "refuse_overlap"]
 
 _is_functional = torch._is_functional_tensor
 _inner_of = torch._from_functional_tensor
@@ -34,6 +35,14 @@ _replace = torch._functionalize_replace
 _commit = torch._functionalize_commit_update
 _written = torch.autograd.graph.increment_version
 """Autograd notices when what it saved has been written."""
+
+
+@contextmanager
+def overriding() -> Iterator[None]:
+    """PyTorch says once that kernels are overridden; the ones overridden are kept, and called for other devices."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*[Oo]verriding a previously registered kernel")
+        yield
 
 
 class Forms(NamedTuple):
@@ -45,9 +54,7 @@ class Forms(NamedTuple):
 
 def install(library: torch.library.Library, functional: Mapping[Any, Forms]) -> None:
     """Register the in-place operators whose functional forms have kernels here."""
-    with warnings.catch_warnings():
-        # PyTorch says once that kernels are overridden; the ones overridden are kept, and called for other devices.
-        warnings.filterwarnings("ignore", message="(?s).*[Oo]verriding a previously registered kernel")
+    with overriding():
         for name in torch._C._dispatch_get_all_op_names():
             found = _pair(name, functional)
             short = name.removeprefix("aten::")

@@ -1,12 +1,12 @@
 """``as_strided`` and its kin count from the start of the memory a tensor is a view of.
 
-This device has no memory to count in. With autograd, PyTorch knows a view's base, which serves instead; where it does
-not, or where a view begins is not known, the operator is refused: nothing is ever silently wrong.
+This device has no memory to count in. Outside inference mode PyTorch knows a view's base, which serves instead; where
+a view begins is not known, the operator is refused. One case is not told apart: ``x[1:].detach()`` and ``.data`` have
+no base that PyTorch knows, so there an offset counts from the start of the view.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +17,7 @@ from ...lazy.record import user_line
 from ...lazy.tensor import DEVICE_TYPE, LazyTensor
 from ...lazy.trace import unwrap
 from . import routes
+from .inplace import overriding
 from .opaque import opaque
 
 __all__ = ["install"]
@@ -27,9 +28,7 @@ def install(library: torch.library.Library) -> None:
     library.impl("as_strided", opaque(_as_strided), "AutogradPrivateUse1", with_keyset=True)
     library.impl("as_strided_copy", opaque(_as_strided_copy), "AutogradPrivateUse1", with_keyset=True)
     library.impl("as_strided_scatter", opaque(_as_strided_scatter), "AutogradPrivateUse1", with_keyset=True)
-    with warnings.catch_warnings():
-        # PyTorch says once that kernels are overridden; the ones overridden are kept, and called for other devices.
-        warnings.filterwarnings("ignore", message="(?s).*[Oo]verriding a previously registered kernel")
+    with overriding():
         for name in ("as_strided", "as_strided_copy", "as_strided_scatter"):
             guarded = _without_autograd(name, torch.library.get_kernel(f"aten::{name}", "Functionalize"))
             library.impl(name, opaque(guarded), "Functionalize", with_keyset=True, allow_override=True)
