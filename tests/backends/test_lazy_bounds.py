@@ -201,6 +201,15 @@ def test_many_threads_for_long(execution: str) -> None:
             soak(12, 16)
 
 
+def test_a_collection_in_the_middle_of_a_threads_first_use() -> None:
+    from torchport.lazy.runtime import _ThreadTraces
+
+    begun = _ThreadTraces.__new__(_ThreadTraces)  # what the collector's callback finds while __init__ runs
+    begun.set_aside()
+    begun.take_up()
+    assert vars(begun) == {}
+
+
 def test_random_numbers_of_threads_are_all_different(device: torch.device) -> None:
     torch.manual_seed(3)
     drawn: list[float] = []

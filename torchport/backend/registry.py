@@ -7,8 +7,11 @@ ours included) or by an explicit :meth:`Registry.register`; nothing registers by
 
 from __future__ import annotations
 
+import atexit
 import importlib.metadata
+import sys
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, TypeAlias
@@ -16,7 +19,7 @@ from typing import Final, TypeAlias
 from ..core.errors import BackendNotFound, BackendUnavailable, TorchportError
 from .interface import Backend, BackendDevice
 
-__all__ = ["BackendInfo", "Registry", "registry"]
+__all__ = ["BackendInfo", "Registry", "note_used", "registry", "resolve_device"]
 
 ENTRY_POINT_GROUP: Final = "torchport.backends"
 
@@ -66,6 +69,7 @@ class _Entry:
                 f"backend {self.name!r} ({self.source}) gave a {type(made).__name__}; "
                 "register a torchport.Backend subclass or a function that returns an instance of one"
             )
+        note_used(made)
         return made
 
 
@@ -203,3 +207,21 @@ def resolve_device(backend: Backend, ordinal: int) -> BackendDevice:
             return device
     shown = ", ".join(str(device) for device in devices) or "none"
     raise BackendUnavailable(f"backend {backend.name!r} has no device {ordinal}; it has: {shown}")
+
+
+_used: Final[weakref.WeakSet[Backend]] = weakref.WeakSet()
+
+
+def note_used(backend: Backend) -> None:
+    """Have :meth:`Backend.shutdown` called when the process ends, whichever door the backend was used through."""
+    _used.add(backend)
+
+
+@atexit.register
+def _shut_down() -> None:
+    """Tell every backend that the process ends: after the lazy device's last work, whose module imports this one."""
+    for backend in list(_used):
+        try:
+            backend.shutdown()
+        except Exception as error:
+            print(f"torchport: {backend.name}.shutdown() raised {type(error).__name__}: {error}", file=sys.stderr)

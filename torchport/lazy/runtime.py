@@ -16,7 +16,7 @@ import torch
 
 from ..backend.builder import Refused, capture_of
 from ..backend.interface import Backend, BackendDevice
-from ..backend.registry import registry, resolve_device
+from ..backend.registry import note_used, registry, resolve_device
 from ..core import metrics
 from ..core.config import config
 from ..core.errors import BackendUnavailable, TorchportError
@@ -64,6 +64,7 @@ class DeviceRuntime:
         self.worker = worker_of(backend, device)
         self.kernels = registrar_of(backend)
         self.kernels.listen(self)
+        note_used(backend)
 
     def forget_decisions(self) -> None:
         """The backend's kernels have changed: traces start from an empty trie after what is pending."""
@@ -174,7 +175,7 @@ runtimes: Final = Runtimes()
 
 @atexit.register
 def _shut_down() -> None:
-    """Let every device end its work, say which errors nobody has seen, tell every backend that the process ends.
+    """Let every device end its work, and say which errors nobody has seen. Backends end after this.
 
     What is pending is computed as far as that needs no compiling: nobody can read it any more.
     """
@@ -190,8 +191,6 @@ def _shut_down() -> None:
         error = worker.take_unseen()
         if error is not None:
             print(f"torchport: a computation failed, and its values were never used: {error}", file=sys.stderr)
-    for backend in {runtime.backend for runtime in runtimes.all()}:
-        backend.shutdown()
 
 
 def _backend_metrics() -> dict[str, float]:
@@ -248,8 +247,9 @@ class _ThreadTraces(threading.local):
         self._by_index: dict[int, Trace] = {}
         self._of_other_mode: dict[int, Trace] = {}
         self._at_end = [_ThreadEnd(self._by_index), _ThreadEnd(self._of_other_mode)]
-        self._set_aside: tuple[Trace | None, dict[int, Trace], dict[int, Trace]] | None = None
         self._of_finalizers: tuple[dict[int, Trace], dict[int, Trace]] = ({}, {})
+        # Last: a collection in the middle of this, which :meth:`set_aside` hears of, must find everything or nothing.
+        self._set_aside: tuple[Trace | None, dict[int, Trace], dict[int, Trace]] | None = None
 
     def of(self, index: int) -> Trace:
         """The calling thread's trace on a device index. Raises :class:`TorchportError` for an unbound index."""
@@ -277,7 +277,7 @@ class _ThreadTraces(threading.local):
     def set_aside(self) -> None:
         """Finalizers are about to run, maybe in the middle of a kernel: what they do goes to traces of their own."""
         mine = self.__dict__  # one look-up: a collection is frequent, a finalizer that computes is rare
-        if mine["_set_aside"] is None:
+        if mine.get("_set_aside", mine) is None:
             finalizers.running.here = True
             mine["_set_aside"] = mine.pop("trace", None), mine["_by_index"], mine["_of_other_mode"]
             mine["_by_index"], mine["_of_other_mode"] = mine["_of_finalizers"]
@@ -285,7 +285,7 @@ class _ThreadTraces(threading.local):
     def take_up(self) -> None:
         """Finalizers have run: what they left pending is computed, and the thread goes on where it was."""
         mine = self.__dict__
-        if mine["_set_aside"] is None:
+        if mine.get("_set_aside") is None:
             return
         try:
             lazy, eager = mine["_of_finalizers"]

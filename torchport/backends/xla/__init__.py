@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -190,6 +191,12 @@ class XlaBackend(Backend):
             page = os.sysconf("SC_PAGE_SIZE")
             return {"free": os.sysconf("SC_AVPHYS_PAGES") * page, "total": os.sysconf("SC_PHYS_PAGES") * page}
         return {}
+
+    def shutdown(self) -> None:
+        if f"{__name__}.program" in sys.modules:
+            from .program import end
+
+            end()
 
     def text(self, processed: Processed) -> str:
         from .jax_api import module_text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import threading
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import Any, Final
@@ -19,9 +20,9 @@ from torchport.core.specs import TensorSpec
 from . import executables, jax_api
 from .container import Artifact
 from .dtypes import jax_dtype
-from .values import XlaData, from_array, shares_memory, to_array
+from .values import XlaData, from_array, shares_memory, to_array, wait_for_lent_memory
 
-__all__ = ["XlaProgram", "compile_now", "jax_device", "wait"]
+__all__ = ["XlaProgram", "compile_now", "end", "jax_device", "wait"]
 
 _x64 = jax.enable_x64
 _address: Any = torch._C.TensorBase.data_ptr  # type: ignore[attr-defined]
@@ -49,6 +50,8 @@ _fresh: Final[OrderedDict[tuple[bytes, Any], Any]] = OrderedDict()
 _FRESH: Final = 8
 _lock: Final = threading.Lock()
 _VARIANTS: Final = 2
+_LONGEST_END: Final = 10.0
+"""Seconds that the end of the process waits for computations nobody reads."""
 
 
 def _key(artifact: Artifact, place: Any) -> tuple[bytes, Any]:
@@ -102,6 +105,7 @@ class XlaProgram:
         self._lent: list[tuple[int, Any]] = [(0, None)] * len(artifact.inputs)
         self._asked: Counter[frozenset[int]] = Counter()
         self._donating: dict[frozenset[int], Any] = {}
+        _open.add(self)
 
     def run(self, args: Sequence[BackendData], donated: frozenset[int]) -> list[BackendData]:
         """Start the computation; values are there when they are needed. Raises :class:`ExecutionError`."""
@@ -188,6 +192,18 @@ class XlaProgram:
         self._plain = None
         self._donating = {}
         self._lent = []
+
+
+_open: Final[weakref.WeakSet[XlaProgram]] = weakref.WeakSet()
+
+
+def end() -> None:
+    """Release every executable, and wait until XLA's threads need nothing of Python's any more."""
+    with _lock:
+        _fresh.clear()
+    for program in list(_open):
+        program.close()
+    wait_for_lent_memory(_LONGEST_END)
 
 
 def _plain(spec: TensorSpec) -> str:

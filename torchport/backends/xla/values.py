@@ -7,6 +7,8 @@ anyone writes to it).
 
 from __future__ import annotations
 
+import time
+import weakref
 from typing import Any, Final
 
 import jax
@@ -19,7 +21,7 @@ from torchport.core.specs import TensorSpec, contiguous_strides
 
 from .dtypes import JAX_DTYPES
 
-__all__ = ["XlaData", "from_array", "shares_memory", "to_array"]
+__all__ = ["XlaData", "from_array", "shares_memory", "to_array", "wait_for_lent_memory"]
 
 try:
     from jax._src.lib import _jax
@@ -89,14 +91,36 @@ def to_array(tensor: torch.Tensor, device: Any, first: bool) -> Any:
     return jax.device_put(_as_numpy(plain), device)
 
 
-def _imported(tensor: torch.Tensor, device: Any) -> Any:
-    """A tensor's memory as a JAX array: what ``jax.dlpack.from_dlpack`` comes to, without its 15 µs of checks."""
-    if _import is not None:
-        try:
-            return _import(torch._C._to_dlpack(tensor), device, None, None, _ON_CPU)  # type: ignore[attr-defined]
-        except TypeError:  # another JAX than those this was seen with
-            pass
-    return jax.dlpack.from_dlpack(tensor)
+_lent: Final[dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[Any]]]] = {}
+"""The tensors whose memory XLA has, each an alias that nobody else holds, and the arrays that were made of them."""
+
+
+def _imported(alias: torch.Tensor, device: Any) -> Any:
+    """A tensor's memory as a JAX array: what ``jax.dlpack.from_dlpack`` comes to, without its 15 µs of checks.
+
+    ``alias`` is a tensor object made for this, which lives as long as XLA uses the memory.
+    """
+    try:
+        array = _import(torch._C._to_dlpack(alias), device, None, None, _ON_CPU)  # type: ignore[attr-defined]
+    except TypeError:  # another JAX than those this was seen with, or none of its own functions
+        array = jax.dlpack.from_dlpack(alias)
+    key = id(alias)
+    _lent[key] = weakref.ref(alias, lambda _: _lent.pop(key, None)), weakref.ref(array)
+    return array
+
+
+def wait_for_lent_memory(seconds: float) -> bool:
+    """Return when XLA's threads have let go of all memory whose arrays are gone; false if that takes too long.
+
+    For the end of the process. PyTorch takes Python's lock when it gets a tensor back; a thread of XLA's that asks for
+    that lock while the interpreter ends is ended by Python (before 3.14) inside C++, which calls ``std::terminate``.
+    """
+    deadline = time.monotonic() + seconds
+    while any(alias() is not None and array() is None for alias, array in list(_lent.values())):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.0002)
+    return True
 
 
 def shares_memory(tensor: torch.Tensor) -> bool:
