@@ -342,6 +342,24 @@ def test_the_graph_is_split_around_what_is_refused(refusing: tuple[str, torch.de
     same(ours.grad, theirs.grad)
 
 
+@pytest.mark.parametrize("op", ["aten.cat.default", "aten.add.Tensor"])
+def test_constants_beside_an_operator_that_is_left(
+    refusing: tuple[str, torch.device], op: str, monkeypatch: Any
+) -> None:
+    """A key-value cache starts from an empty constant: it has to be where the operator that is left runs."""
+    monkeypatch.setattr(Refusing, "op", op)
+
+    name, place = refusing
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        nothing = torch.tensor([], dtype=x.dtype, device=x.device)
+        return torch.cat([nothing, x * 2]) + torch.tensor([1.0, 2.0, 3.0], device=x.device) + torch.tensor(2.5)
+
+    run = compiled(fn, name)
+    x = torch.randn(3)
+    same(run(x.to(place)), fn(x))
+
+
 def test_the_policy_forbids_the_host(refusing: tuple[str, torch.device]) -> None:
     name, device = refusing
     with (

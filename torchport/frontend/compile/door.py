@@ -84,8 +84,12 @@ class CompiledGraph:
 
     def _compile(self, inputs: Sequence[Any]) -> Run:
         """The program for inputs of these specs. Raises :class:`CompileError` and :class:`UnsupportedOp`."""
+        from torch._dynamo import convert_frame
+
         start = perf_counter()
-        with default_state():
+        # A backward, or a new set of shapes, is compiled when it is called. Tracing patches PyTorch for all threads
+        # (``nn.Module.__call__`` among it), so that is done under the lock that Dynamo holds while it traces.
+        with convert_frame.compile_lock, default_state():
             program = self._program(self._normal(inputs), self.devices)
         metrics.count("CompileDoor")
         metrics.metrics.add_time("CompileDoorTime", perf_counter() - start)

@@ -136,9 +136,12 @@ class _Planner:
         self.steps.append(call)
 
     def _template(self, node: fx.Node) -> tuple[Any, Any]:
+        stays = self._stays(node)
+
         def slot(n: fx.Node) -> _Slot:
-            # A CPU tensor beside a model on another device stays one: a scalar that acts as a number.
-            return _Slot(self.host[n] if n in self.host and n not in self.user else self.as_user(n))
+            # A CPU scalar beside tensors of another device acts as a number; any other CPU tensor has to be moved.
+            cpu = n in self.host and n not in self.user and (stays or n.meta["val"].dim() == 0)
+            return _Slot(self.host[n] if cpu else self.as_user(n))
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), slot)  # type: ignore[misc]
         return args, {k: self.place.device if isinstance(v, torch.device) else v for k, v in kwargs.items()}
