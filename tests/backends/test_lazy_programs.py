@@ -174,28 +174,33 @@ def test_one_seed_one_sequence_in_every_form(device: torch.device) -> None:
     """Lazy, eager and compiled, and each after the state was saved by another."""
     x = randn(4, 3, device=device)
 
-    def noisy(x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.dropout(x, 0.5) + torch.rand_like(x) + torch.randn(3, device=x.device)
+    def noisy(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return nn.functional.dropout(x, 0.5), torch.rand_like(x), torch.randn(3, device=x.device)
 
-    def eager(x: torch.Tensor) -> torch.Tensor:
+    def eager(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with torchport.mode("eager"):
             return noisy(x)
 
+    def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+        """Masks and uniform numbers to the bit; what a compiler fuses into a normal one may be rounded otherwise."""
+        *exact, normal = zip(ours, theirs, strict=True)
+        return all(torch.equal(a, b) for a, b in exact) and torch.allclose(*normal, rtol=1e-6, atol=1e-7)
+
     forms = [noisy, eager, torch.compile(noisy, backend="torchport")]
     port: Any = torch.port  # type: ignore[attr-defined]
-    drawn: list[list[torch.Tensor]] = []
+    drawn: list[list[list[torch.Tensor]]] = []
     for at, form in enumerate(forms):
         torch.manual_seed(7)
-        first = form(x).cpu()
+        first = [value.cpu() for value in form(x)]
         state = port.get_rng_state()
-        second = form(x).cpu()
+        second = [value.cpu() for value in form(x)]
         port.set_rng_state(state)
-        drawn.append([first, second, forms[at - 1](x).cpu()])
+        drawn.append([first, second, [value.cpu() for value in forms[at - 1](x)]])
     for row in drawn:
-        assert torch.equal(row[0], drawn[0][0])
-        assert torch.equal(row[1], drawn[0][1])
-        assert torch.equal(row[2], row[1])
-        assert not torch.equal(row[0], row[1])
+        assert same(row[0], drawn[0][0])
+        assert same(row[1], drawn[0][1])
+        assert same(row[2], row[1])
+        assert not any(torch.equal(a, b) for a, b in zip(row[0], row[1], strict=True))
 
 
 # -- finalizers --------------------------------------------------------------------------------------------------------
