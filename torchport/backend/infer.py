@@ -6,8 +6,8 @@ whose shape or value depends on data.
 
 from __future__ import annotations
 
-import functools
 import math
+import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,12 +39,23 @@ class NoShapeRule(Exception):
     """PyTorch has no shape inference for the op."""
 
 
-@functools.cache
-def fake_mode() -> Any:
-    """The process's one fake tensor mode; scalars that stand beside fake tensors may be real."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+class _Thread(threading.local):
+    mode: Any = None
 
-    return FakeTensorMode(allow_non_fake_inputs=True)
+
+_here: Final = _Thread()
+
+
+def fake_mode() -> Any:
+    """The thread's one fake tensor mode; scalars that stand beside fake tensors may be real.
+
+    A mode notes on itself that it is inside of a kernel, so two threads cannot use one.
+    """
+    if _here.mode is None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        _here.mode = FakeTensorMode(allow_non_fake_inputs=True)
+    return _here.mode
 
 
 def fake_tensor(spec: TensorSpec) -> torch.Tensor:

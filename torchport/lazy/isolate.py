@@ -48,14 +48,12 @@ class _Replay:
         }
 
     def _leaf(self, at: int, value: Any) -> Outcome:
-        if at in self.job.donated:
-            return self._lost()
-        if value.__class__ is not Pending:
-            return value
-        try:
-            return value.result()
-        except TorchportError as error:
-            return error
+        if value.__class__ is Pending:
+            try:
+                value = value.result()
+            except TorchportError as error:
+                return error
+        return self._lost() if at in self.job.donated and not value.has_value else value
 
     def _lost(self) -> ExecutionError:
         """What is left to say of an input that was given to the computation as a whole."""

@@ -1,0 +1,69 @@
+"""``reference``: runs a graph node by node with PyTorch's CPU operators. Its results are the semantics.
+
+:mod:`.order` decides in which order, so that little memory is needed; :mod:`.program` runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchport.backend.host import register_host_kernels
+from torchport.backend.interface import (
+    Backend,
+    BackendData,
+    ExecutionContext,
+    FreeableBuffer,
+    InitContext,
+    KernelRegistrar,
+    Processed,
+    TensorData,
+)
+from torchport.backend.serialize import decode, encode
+from torchport.core.specs import CompileSpecs, TensorSpec
+
+from .order import reordered
+from .program import Run, make_run
+
+__all__ = ["ReferenceBackend"]
+
+
+class ReferenceBackend(Backend):
+    """Every operator PyTorch's CPU has; compiled bytes are the graph itself, as JSON.
+
+    What it is given and nobody else holds is freed where it was last used.
+    """
+
+    name = "reference"
+    version = "1"
+    donation = True
+
+    def register_kernels(self, registrar: KernelRegistrar) -> None:
+        register_host_kernels(registrar)
+
+    def preprocess(self, graph: fx.GraphModule, specs: CompileSpecs) -> Processed:
+        return Processed(encode(reordered(graph)))
+
+    def init(self, processed: FreeableBuffer, specs: CompileSpecs, context: InitContext) -> Run:
+        module = decode(processed.data)
+        processed.free()
+        return make_run(module)
+
+    def execute(self, handle: Run, args: Sequence[BackendData], context: ExecutionContext) -> Sequence[BackendData]:
+        values = [arg.tensor for arg in args if isinstance(arg, TensorData)]
+        held: list[tuple[Any, torch.Tensor | None]] = []
+        for position in context.donated:
+            data: Any = args[position]
+            held.append((data, data.tensor))
+            data.tensor = None
+        try:
+            with torch.no_grad():
+                results = handle(values, held)
+        except BaseException:
+            for data, tensor in held:  # where an operator failed, others may still be run on these
+                data.tensor = tensor
+            raise
+        return [TensorData(context.device, TensorSpec.of(result), result) for result in results]

@@ -1,0 +1,106 @@
+"""In which order a graph's operators run, for the least memory.
+
+A training step that is traced ends with an optimizer's list operators, each of which makes all its results before the
+next begins, while old parameters and state wait to be replaced. Elementwise operators that lead to nothing but results
+may run last, one result after the other.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from torchport.backend.normal_form import alias_root, is_view
+
+__all__ = ["is_sure", "peak", "reordered"]
+
+aten = torch.ops.aten
+_getitem: Any = operator.getitem
+_SURE: Final[frozenset[Any]] = frozenset(
+    {aten.where.self, aten.clone.default, aten._to_copy.default, aten.full.default, aten.full_like.default}
+)
+_UNSURE: Final[frozenset[Any]] = frozenset({aten.remainder, aten.fmod, aten.floor_divide, aten.pow})
+"""Of integers these raise where they divide by zero, or for a negative power."""
+
+
+def is_sure(node: fx.Node) -> bool:
+    """Whether an operator is elementwise or a view and cannot fail, whatever the values are."""
+    target: Any = node.target
+    if target is _getitem or target in _SURE or is_view(target):
+        return True
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
+        return False
+    return target.overloadpacket not in _UNSURE and "rounding_mode" not in node.kwargs
+
+
+def _bytes(node: fx.Node) -> int:
+    """The size of what a node makes; of a view, 0."""
+    if alias_root(node) is not node:
+        return 0
+    values = node.meta.get("val")
+    tensors = values if isinstance(values, (list, tuple)) else [values]
+    return sum(one.numel() * one.element_size() for one in tensors if isinstance(one, torch.Tensor))
+
+
+def peak(nodes: Sequence[fx.Node]) -> int:
+    """The most bytes that are there at a time, if every value goes with its last use and inputs may go, too."""
+    last: dict[fx.Node, int] = {}
+    for at, node in enumerate(nodes):
+        last[alias_root(node)] = at
+        for used in node.all_input_nodes:
+            last[alias_root(used)] = at
+    going: dict[int, int] = {}
+    for root, at in last.items():
+        going[at] = going.get(at, 0) + _bytes(root)
+    most = here = sum(_bytes(node) for node in nodes if node.op == "placeholder")
+    for at, node in enumerate(nodes):
+        if node.op == "call_function":
+            here += _bytes(node)
+        most = max(most, here)
+        here -= going.get(at, 0)
+    return most
+
+
+def _put_off(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The operators that lead to results through nothing but elementwise ones. ``nodes`` come last first."""
+    found: set[fx.Node] = set()
+    for node in nodes:
+        if node.op == "call_function" and is_sure(node) and all(u in found or u.op == "output" for u in node.users):
+            found.add(node)
+    return found
+
+
+def _one_by_one(output: fx.Node, chosen: set[fx.Node]) -> list[fx.Node]:
+    """The chosen nodes, all that an output needs before the next output."""
+    made: list[fx.Node] = []
+    done: set[fx.Node] = set()
+    pending = [(node, False) for node in reversed(output.all_input_nodes)]
+    while pending:
+        node, entered = pending.pop()
+        if node in done or node not in chosen:
+            continue
+        if entered:
+            done.add(node)
+            made.append(node)
+        else:
+            pending.append((node, True))
+            pending.extend((used, False) for used in reversed(node.all_input_nodes))
+    return made
+
+
+def reordered(graph: fx.GraphModule) -> fx.GraphModule:
+    """The graph with its operators in the order that needs less memory: theirs, or elementwise ones last."""
+    nodes = list(graph.graph.nodes)
+    output = nodes[-1]
+    late = _put_off(reversed(nodes))
+    order = [node for node in nodes[:-1] if node not in late] + _one_by_one(output, late) + [output]
+    if len(order) != len(nodes) or peak(order) >= peak(nodes):  # a node that no result needs stays where it is
+        return graph
+    made, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in order:
+        copies[node] = made.node_copy(node, lambda used: copies[used])
+    return fx.GraphModule(graph, made)
