@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from torchport import CompileSpecs, FreeableBuffer, InitContext, Support
-from torchport.backend.serialize import decode
+from torchport import CompileSpecs, FreeableBuffer, InitContext, Processed, Support
+from torchport.backend.serialize import decode, encode
 from torchport.backends.reference import ReferenceBackend
 
 aten = torch.ops.aten
@@ -33,8 +33,12 @@ class _Fake(ReferenceBackend):
 
     op: ClassVar[Any]
 
+    def preprocess(self, graph: fx.GraphModule, specs: CompileSpecs) -> Processed:
+        return Processed(encode(graph))
+
     def init(self, processed: FreeableBuffer, specs: CompileSpecs, context: InitContext) -> Callable[..., Any]:
-        return _Faulty(decode(processed.data), self.op, self.fault).run
+        faulty = _Faulty(decode(processed.data), self.op, self.fault)
+        return lambda values, held: faulty.run(*values)
 
     def fault(self, result: Any) -> Any:
         raise NotImplementedError

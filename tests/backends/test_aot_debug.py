@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import torchport
 from torchport import aot, runtime
-from torchport.backend.interface import ArrayData, FreeableBuffer, InitContext
+from torchport.backend.interface import ArrayData, FreeableBuffer, InitContext, Processed
+from torchport.backend.serialize import decode, encode
 from torchport.backends.add_sub import AddSubBackend
 from torchport.backends.reference import ReferenceBackend
+from torchport.backends.reference.program import make_run
 from torchport.core.errors import CompileError, DelegateError, ErrorCode
 from torchport.core.specs import CompileSpecs, TensorSpec
 from torchport.debug.numeric import compare
@@ -31,16 +33,16 @@ class Rounding(ReferenceBackend):
 
     name = "aot_rounding"
 
-    def init(self, processed: FreeableBuffer, specs: CompileSpecs, context: InitContext) -> Any:
-        from torchport.backend.serialize import decode
+    def preprocess(self, graph: fx.GraphModule, specs: CompileSpecs) -> Processed:
+        return Processed(encode(graph))
 
+    def init(self, processed: FreeableBuffer, specs: CompileSpecs, context: InitContext) -> Any:
         module = decode(processed.data)
         for node in list(module.graph.find_nodes(op="call_function", target=aten.sin.default)):
             with module.graph.inserting_after(node):
                 wrong = module.graph.call_function(aten.add.Tensor, (node, 0.01))
             node.replace_all_uses_with(wrong, delete_user_cb=lambda user, wrong=wrong: user is not wrong)
-        module.recompile()
-        return module.forward
+        return make_run(module)
 
 
 class Waves(nn.Module):

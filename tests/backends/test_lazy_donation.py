@@ -46,15 +46,18 @@ class Poisoning(fakes.Fake):
     poisoned = 0
 
     def execute(self, handle: Any, args: Sequence[BackendData], context: ExecutionContext) -> Sequence[BackendData]:
-        results = super().execute(handle, args, context)
+        memory: list[torch.Tensor] = []
         for at in context.donated:
             data = args[at]
             assert isinstance(data, TensorData)
             assert data.tensor is not None
             assert not torch._C._is_cow_tensor(data.tensor), "somebody else sees this memory"
-            with torch.no_grad():
-                data.tensor.fill_(77 if data.tensor.dtype is not torch.bool else 1)
-            self.poisoned += 1
+            memory.append(data.tensor)
+        results = super().execute(handle, args, context)
+        with torch.no_grad():
+            for tensor in memory:
+                tensor.fill_(77 if tensor.dtype is not torch.bool else 1)
+        self.poisoned += len(memory)
         return results
 
 
@@ -270,6 +273,7 @@ class Consuming(fakes.Failing):
     name = "consuming"
     where: ClassVar[str] = "execute"
     donation: ClassVar[bool] = True
+    restores_donated: ClassVar[bool] = False
 
 
 def test_values_that_need_a_donated_input_of_a_failed_computation_say_so() -> None:

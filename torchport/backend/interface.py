@@ -341,6 +341,9 @@ class Backend(ABC):
     asked about each. Otherwise they split the graph."""
     donation: ClassVar[bool] = False
     """Whether ``execute`` makes use of :attr:`ExecutionContext.donated`; finding them out costs a little per call."""
+    restores_donated: ClassVar[bool] = False
+    """Whether donated arguments that have a value after ``execute`` has raised have the one they had before: then what
+    does not depend on the failure is still computed from them."""
 
     # -- identity ----------------------------------------------------------------------------------------------
     def is_available(self) -> bool:

@@ -53,7 +53,8 @@ class _Replay:
                 value = value.result()
             except TorchportError as error:
                 return error
-        return self._lost() if at in self.job.donated and not value.has_value else value
+        kept = at not in self.job.donated or (self.job.runtime.backend.restores_donated and value.has_value)
+        return value if kept else self._lost()
 
     def _lost(self) -> ExecutionError:
         """What is left to say of an input that was given to the computation as a whole."""

@@ -1,6 +1,7 @@
 """``reference``: runs a graph node by node with PyTorch's CPU operators. Its results are the semantics.
 
-:mod:`.order` decides in which order, so that little memory is needed; :mod:`.program` runs it.
+:mod:`.order` decides in which order and :mod:`.in_place` which results go where an argument was, so that little memory
+is needed; :mod:`.program` runs it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torchport.backend.interface import (
 from torchport.backend.serialize import decode, encode
 from torchport.core.specs import CompileSpecs, TensorSpec
 
+from .in_place import write_over
 from .order import reordered
 from .program import Run, make_run
 
@@ -40,12 +42,15 @@ class ReferenceBackend(Backend):
     name = "reference"
     version = "1"
     donation = True
+    restores_donated = True
 
     def register_kernels(self, registrar: KernelRegistrar) -> None:
         register_host_kernels(registrar)
 
     def preprocess(self, graph: fx.GraphModule, specs: CompileSpecs) -> Processed:
-        return Processed(encode(reordered(graph)))
+        made = reordered(graph)
+        write_over(made)
+        return Processed(encode(made))
 
     def init(self, processed: FreeableBuffer, specs: CompileSpecs, context: InitContext) -> Run:
         module = decode(processed.data)

@@ -23,7 +23,9 @@ _getitem: Any = operator.getitem
 _SURE: Final[frozenset[Any]] = frozenset(
     {aten.where.self, aten.clone.default, aten._to_copy.default, aten.full.default, aten.full_like.default}
 )
-_UNSURE: Final[frozenset[Any]] = frozenset({aten.remainder, aten.fmod, aten.floor_divide, aten.pow})
+_UNSURE: Final[frozenset[str]] = frozenset(
+    f"aten::{name}{tail}" for name in ("remainder", "fmod", "floor_divide", "pow") for tail in ("", "_")
+)
 """Of integers these raise where they divide by zero, or for a negative power."""
 
 
@@ -34,7 +36,7 @@ def is_sure(node: fx.Node) -> bool:
         return True
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
         return False
-    return target.overloadpacket not in _UNSURE and "rounding_mode" not in node.kwargs
+    return target._schema.name not in _UNSURE and "rounding_mode" not in node.kwargs
 
 
 def _bytes(node: fx.Node) -> int:
@@ -93,13 +95,13 @@ def _one_by_one(output: fx.Node, chosen: set[fx.Node]) -> list[fx.Node]:
 
 
 def reordered(graph: fx.GraphModule) -> fx.GraphModule:
-    """The graph with its operators in the order that needs less memory: theirs, or elementwise ones last."""
+    """A copy with the operators in the order that needs less memory: theirs, or elementwise ones last."""
     nodes = list(graph.graph.nodes)
     output = nodes[-1]
     late = _put_off(reversed(nodes))
     order = [node for node in nodes[:-1] if node not in late] + _one_by_one(output, late) + [output]
     if len(order) != len(nodes) or peak(order) >= peak(nodes):  # a node that no result needs stays where it is
-        return graph
+        order = nodes
     made, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in order:
         copies[node] = made.node_copy(node, lambda used: copies[used])

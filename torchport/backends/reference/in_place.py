@@ -1,0 +1,69 @@
+"""Elementwise operators that write their result over an argument which nobody reads any more."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from torchport.backend.normal_form import alias_root
+from torchport.core.specs import TensorSpec
+
+from .order import is_sure
+
+__all__ = ["write_over"]
+
+aten = torch.ops.aten
+_FRESH: Final[frozenset[Any]] = frozenset(
+    {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.clone.default, aten._to_copy.default}
+)
+"""Besides the core elementwise ones, operators whose result is always new memory; of others, such as
+``_unsafe_view`` and composites that may return their argument, the schema does not tell."""
+
+
+def _is_fresh(node: fx.Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    new = node.target in _FRESH or (torch.Tag.core in tags and torch.Tag.pointwise in tags)
+    return node.op == "call_function" and new and alias_root(node) is node
+
+
+def _written(target: Any) -> Any:
+    """The in-place form of an operator, if it has one that takes the same arguments."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    packet = getattr(torch.ops.aten, f"{target._schema.name.removeprefix('aten::')}_", None)
+    found = getattr(packet, target._overloadname, None)
+    if found is None or torch.Tag.pointwise not in target.tags:
+        return None
+    ours, theirs = target._schema.arguments, found._schema.arguments
+    return found if [a.name for a in ours] == [a.name for a in theirs] else None
+
+
+def _fits(node: fx.Node, first: Any) -> bool:
+    """Whether the result has the form of the first argument, and that is a value made in the graph."""
+    if not isinstance(first, fx.Node) or not _is_fresh(first):
+        return False
+    value, result = first.meta["val"], node.meta["val"]
+    if not isinstance(value, torch.Tensor) or value.is_complex():  # conjugated or not is not part of a spec
+        return False
+    return TensorSpec.of(value) == TensorSpec.of(result) and 0 not in value.stride()
+
+
+def write_over(graph: fx.GraphModule) -> None:
+    """Replace operators, in place, by those that write over their first argument where that is its last use."""
+    nodes = list(graph.graph.nodes)
+    last: dict[fx.Node, int] = {}
+    for at, node in enumerate(nodes):
+        for used in node.all_input_nodes:
+            last[alias_root(used)] = at
+    made: list[tuple[fx.Node, Any]] = []
+    for at, node in enumerate(nodes):
+        target = _written(node.target) if node.op == "call_function" and is_sure(node) and node.args else None
+        first = node.args[0] if node.args else None
+        if target is None or not _fits(node, first) or last[first] != at:  # type: ignore[index]
+            continue
+        if all(used is first or alias_root(used) is not first for used in node.all_input_nodes):
+            made.append((node, target))
+    for node, target in made:
+        node.target = target
