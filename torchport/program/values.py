@@ -24,6 +24,13 @@ def _misfit(where: str, expected: Spec, got: object, code: ErrorCode) -> MethodE
     )
 
 
+def _no_memory(spec: Spec) -> MethodError:
+    return MethodError(
+        f"there is no memory for an input padded to {spec}; lower the model with smaller buckets=",
+        code=ErrorCode.MEMORY_ALLOCATION_FAILED,
+    )
+
+
 def _is_torch(value: object) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
@@ -56,6 +63,22 @@ class Host:
 
     def copy(self, value: Any) -> Any:
         """A copy with memory of its own."""
+        raise NotImplementedError
+
+    def number(self, value: int) -> Any:
+        """A 0-dim int64 tensor."""
+        raise NotImplementedError
+
+    def pad(self, value: Any, spec: Spec) -> Any:
+        """A tensor of that spec that begins with the value and has zeros beyond it.
+
+        Raises :class:`MethodError` where there is no memory for it.
+        """
+        raise NotImplementedError
+
+    def part(self, value: Any, factors: Sequence[int], taken: tuple[slice, ...], shape: Sequence[int]) -> Any:
+        """What ``taken`` picks of a value seen with the shape ``factors``, in the shape ``shape``; row-major if the
+        value is."""
         raise NotImplementedError
 
     def adapter(self, backend: Backend, device: BackendDevice) -> Adapter:
@@ -136,6 +159,24 @@ class TorchHost(Host):
     def copy(self, value: Any) -> Any:
         with self.torch.no_grad():
             return value.clone()
+
+    def number(self, value: int) -> Any:
+        return self.torch.tensor(value, dtype=self.torch.int64)
+
+    def pad(self, value: Any, spec: Spec) -> Any:
+        torch = self.torch
+        with torch.no_grad():
+            try:
+                made = torch.empty_strided(spec.shape, spec.strides, dtype=value.dtype).zero_()
+            except (RuntimeError, MemoryError) as error:
+                raise _no_memory(spec) from error
+            made[tuple([slice(size) for size in value.shape])].copy_(value)
+        return made
+
+    def part(self, value: Any, factors: Sequence[int], taken: tuple[slice, ...], shape: Sequence[int]) -> Any:
+        with self.torch.no_grad():
+            found = value.reshape(factors)[taken].reshape(shape)
+            return found.contiguous() if value.is_contiguous() else found
 
     def adapter(self, backend: Backend, device: BackendDevice) -> Adapter:
         if backend.torch_free:
@@ -233,6 +274,25 @@ class NumpyHost(Host):
 
     def copy(self, value: Any) -> Any:
         return value.copy()
+
+    def number(self, value: int) -> Any:
+        return self.numpy.array(value, self.numpy.int64)
+
+    def pad(self, value: Any, spec: Spec) -> Any:
+        try:
+            if spec.is_contiguous:
+                made = self.numpy.zeros(spec.shape, value.dtype)
+            else:
+                steps = tuple(step * value.dtype.itemsize for step in spec.strides)
+                made = self.numpy.ndarray(spec.shape, value.dtype, bytearray(spec.extent), 0, steps)
+        except (MemoryError, ValueError) as error:
+            raise _no_memory(spec) from error
+        made[tuple([slice(size) for size in value.shape])] = value
+        return made
+
+    def part(self, value: Any, factors: Sequence[int], taken: tuple[slice, ...], shape: Sequence[int]) -> Any:
+        found = value.reshape(factors)[taken].reshape(shape)
+        return found.copy() if value.flags.c_contiguous and not found.flags.c_contiguous else found
 
     def adapter(self, backend: Backend, device: BackendDevice) -> Adapter:
         return Adapter(lambda value, spec: ArrayData(device, spec, value), lambda data: data.array)
