@@ -25,11 +25,12 @@ from ..backend.buckets import SMALLEST, Buckets, other_size
 from ..backend.builder import Capture
 from ..backend.fx_normalise import has_symbols
 from ..backend.infer import fake_tensor
-from ..backend.masking import Inexact, Layout, Masked, Refusal, mask_padding
+from ..backend.masking import Inexact, Layout, Masked, mask_padding
 from ..core.errors import ConfigError, GraphError, UnsupportedOp
 from ..core.specs import TensorSpec
 from ..program import document as doc
 from ..program.schema import Extent, OutputForm, Product
+from ..program.variants import LARGEST_PADDED
 
 __all__ = ["Shapes", "combinations", "dim_names", "padded_graphs", "section", "shapes_of", "specialise"]
 
@@ -332,11 +333,12 @@ def padded_graphs(
     shapes: Shapes,
     grid: Sequence[tuple[int, ...]],
     normal: Normal,
-    capture: Capture | None,
+    capture: Capture,
+    strict: bool,
 ) -> tuple[dict[tuple[int, ...], fx.GraphModule], tuple[OutputForm | None, ...]]:
     """A masked graph in normal form per set of sizes, and what of the outputs is true. Raises :class:`Inexact`.
 
-    ``capture``: whose operators masks should be made of; where it has none, they stay PyTorch's.
+    ``capture``: whose operators masks are made of; unless ``strict``, what it does not take is left to PyTorch.
     """
     if any(not isinstance(dim, int) and dim[1:] != (1, 0) for dims in shapes.inputs for dim in dims or ()):
         raise Inexact("an input has a size that is computed from one that changes")
@@ -346,7 +348,7 @@ def padded_graphs(
     forms: tuple[OutputForm | None, ...] | None = None
     kept = [spec.kind is OutputKind.USER_OUTPUT for spec in exported.graph_signature.output_specs]
     for sizes in grid:
-        masked, capture = _masked(graph, shapes, sizes, normal, capture)
+        masked = _masked(graph, shapes, sizes, normal, capture, strict)
         layouts = [layout for layout, user in zip(masked.results, kept, strict=True) if user]
         own = tuple(_true_form(form, layout) for form, layout in zip(shapes.outputs, layouts, strict=True))
         if forms is not None and own != forms:
@@ -357,8 +359,10 @@ def padded_graphs(
 
 
 def _masked(
-    graph: fx.GraphModule, shapes: Shapes, sizes: tuple[int, ...], normal: Normal, capture: Capture | None
-) -> tuple[Masked, Capture | None]:
+    graph: fx.GraphModule, shapes: Shapes, sizes: tuple[int, ...], normal: Normal, capture: Capture, strict: bool
+) -> Masked:
+    if max(sizes) > LARGEST_PADDED:
+        raise Inexact(f"a size is larger than {LARGEST_PADDED:,}")
     others = [other_size(size) for size in sizes]
     sets = [sizes, *((*sizes[:at], other, *sizes[at + 1 :]) for at, other in enumerate(others))]
     try:
@@ -366,12 +370,7 @@ def _masked(
     except (GraphError, RuntimeError, ValueError) as error:
         raise Inexact(f"the graph is not for every size: {error}") from error
     smallest = min(least for least, _ in shapes.ranges)
-    if capture is not None:
-        try:
-            return mask_padding(graphs, sizes, others, capture, smallest=smallest, outside=True), capture
-        except Refusal:
-            pass
-    return mask_padding(graphs, sizes, others, None, smallest=smallest, outside=True), None
+    return mask_padding(graphs, sizes, others, capture, smallest=smallest, strict=strict, number=torch.float32)
 
 
 def _true_form(form: OutputForm | None, layout: Layout | None) -> OutputForm | None:

@@ -231,6 +231,7 @@ class _Lowering:
         _constants_of(functional, state)
         self._number(functional.graph, given.graph)
         first: Inexact | None = None
+        whole = any(isinstance(one, WholeProgram) for one in self.partitioners)
         grid, limits = combinations(shapes, name, buckets, None)
         for program in (functional, None):
             before = dict(self.debug.handles)
@@ -242,7 +243,7 @@ class _Lowering:
             small = _small_constants(program, unchanged)
             try:
                 graphs, forms = padded_graphs(
-                    program.graph_module, program, shapes, grid, self._normal, capture_of(self.wanted[0])
+                    program.graph_module, program, shapes, grid, self._normal, capture_of(self.wanted[0]), whole
                 )
             except Inexact as error:
                 first = error if first is None else first
@@ -433,7 +434,7 @@ def _preprocess(
         ) from error
 
 
-def _sizes(buckets: Sequence[int] | None) -> Buckets | None:
+def _sizes(buckets: Any) -> Buckets | None:
     found = None if isinstance(buckets, bool) else Buckets.parse(buckets)
     if found is None and buckets is not None:
         raise ConfigError(f"buckets= takes a list of sizes, such as [16, 64], not {buckets!r}")

@@ -212,7 +212,9 @@ class LoweredProgram:
         dynamic = self._document.dynamic.get(method)
         if dynamic is None:
             return [method]
-        return [doc.variant_name(method, sizes) for sizes in sorted(dynamic.variants, key=math.prod)]
+        return [
+            doc.variant_name(method, sizes) for sizes in sorted(dynamic.variants, key=lambda one: (math.prod(one), one))
+        ]
 
     # -- looking -----------------------------------------------------------------------------------------------------
     def _delegate_rows(self, method: str) -> list[list[str]]:

@@ -50,7 +50,7 @@ class Inexact(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Masked:
-    """``module`` takes the true size of each symbol, too (int64, 0-dim); ``results`` are the outputs' layouts."""
+    """``module`` takes the true size of each symbol, too (0-dim); ``results`` are the outputs' layouts."""
 
     module: fx.GraphModule
     results: tuple[Layout | None, ...]
@@ -135,15 +135,17 @@ class Masker:
         self,
         sizes: Sequence[int],
         others: Sequence[int],
-        capture: Capture | None,
+        capture: Capture,
         smallest: int = 2,
-        outside: bool = False,
+        strict: bool = True,
+        number: torch.dtype = torch.int64,
     ) -> None:
         self.sizes = sizes
         self.others = others
         self.smallest = smallest
-        self.outside = outside
-        self.builder = GraphBuilder(capture, strict=True)
+        self.strict = strict
+        self.number = number
+        self.builder = GraphBuilder(capture, strict=strict)
         self.values: dict[fx.Node, fx.Node] = {}
         self.layouts: dict[fx.Node, Any] = {}
         self.true: list[fx.Node] = []
@@ -204,7 +206,8 @@ class Masker:
             if symbol is not None:
                 at = place if inner == 1 else b(aten.div.Tensor_mode, place, inner, rounding_mode="floor")
                 at = at if inner * size == size_of(dim) else b(aten.remainder.Scalar, at, size)
-                holds = b(aten.lt.Tensor, at, self.true[symbol])
+                # Positions are compared as what sizes are: engines that compute in floats only have no integers.
+                holds = b(aten.lt.Tensor, b.cast(at, self.number), self.true[symbol])
                 found = holds if found is None else b(aten.logical_and.default, found, holds)
             inner *= size
         assert found is not None
@@ -235,7 +238,9 @@ class Masker:
         self.builder.origin = {
             name: node.meta[name] for name in ("stack_trace", "nn_module_stack") if name in node.meta
         }
-        if REFUSAL in node.meta and (not self.outside or node.meta.get("at_once")):
+        if any((REFUSAL in one.meta) != (REFUSAL in node.meta) for one in variants):
+            raise Inexact("the graph is another one for another size")
+        if REFUSAL in node.meta and (self.strict or node.meta.get("at_once")):
             raise Inexact(f"{node.target} runs outside of the graph")
         rule = _RULES.get(node.target)
         if rule is None and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
@@ -273,7 +278,7 @@ class Masker:
                 tensor = isinstance(node.meta["val"], torch.Tensor)
                 self.layouts[node] = self.from_shapes(node, variants) if tensor else ()
                 if position == inputs - 1:
-                    spec = TensorSpec((), torch.int64, ())
+                    spec = TensorSpec((), self.number, ())
                     self.true = [self.builder.placeholder(f"true_size_{at}", spec) for at in range(len(self.sizes))]
             elif node.op == "get_attr":
                 held = getattr(graphs[0], str(node.target))

@@ -20,34 +20,31 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .builder import Capture, Refused
 from .masker import Inexact, Layout, Masked, Masker, broadcast, dim_of, is_padded, regrouped, rule_for, size_of, whole
 
-__all__ = ["Inexact", "Layout", "Masked", "Refusal", "mask_padding"]
+__all__ = ["Inexact", "Layout", "Masked", "mask_padding"]
 
 aten = torch.ops.aten
-
-
-class Refusal(Inexact):
-    """A backend that takes no masks."""
 
 
 def mask_padding(
     graphs: Sequence[fx.GraphModule],
     sizes: Sequence[int],
     others: Sequence[int],
-    capture: Capture | None,
+    capture: Capture,
     *,
     smallest: int = 2,
-    outside: bool = False,
+    strict: bool = True,
+    number: torch.dtype = torch.int64,
 ) -> Masked:
     """Mask ``graphs[0]``, which is for ``sizes``; ``graphs[1 + i]`` is the same with ``others[i]`` for symbol ``i``.
 
-    ``capture``: whose operators masks are made of; ``None``: anybody's. ``smallest``: the smallest true size that a
-    call may have. ``outside``: operators that no backend takes may read padding, too.
+    ``smallest``: the smallest true size that a call may have. ``strict``: the backend must take all operators, those of
+    masks included; else what it does not take stays. ``number``: the dtype of true sizes.
     Raises :class:`Inexact` with the reason where padding would change a result.
     """
     try:
-        return Masker(sizes, others, capture, smallest, outside).run(graphs)
+        return Masker(sizes, others, capture, smallest, strict, number).run(graphs)
     except Refused as error:
-        raise Refusal(f"the backend takes no masks: {error.reason}") from error
+        raise Inexact(f"the backend takes no masks: {error.reason}") from error
 
 
 # -- rules ------------------------------------------------------------------------------------------------------------
@@ -171,7 +168,7 @@ def _cat(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     return m.copy(node), tuple(made)
 
 
-@rule_for(aten.split.Tensor, aten.split_with_sizes.default)
+@rule_for(aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
 def _split(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     source, dim = _args(node, "self", "dim")
     before = m.layout(source)
@@ -370,6 +367,25 @@ def _images(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     return m.copy(node), tree_map(after, node.meta["val"])
 
 
+@rule_for(aten.gather.default)
+def _gather(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
+    """What is picked stands where its index stands, and indices within the true part pick from there."""
+    m.same_constants(node, variants)
+    _, index = _args(node, "self", "index")
+    return m.copy(node, {index: m.masked(index, 0)}), m.layout(index)
+
+
+@rule_for(aten.unbind.int)
+def _unbind(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
+    source, dim = _args(node, "self", "dim")
+    before = m.layout(source)
+    dim %= len(before)
+    if is_padded(before[dim]):
+        raise Inexact("the padded dimension is taken apart")
+    m.same_constants(node, variants)
+    return m.copy(node), [(*before[:dim], *before[dim + 1 :])] * len(node.meta["val"])
+
+
 # -- composite operators, which torch.export keeps whole ---------------------------------------------------------------
 @rule_for(aten.linear.default)
 def _linear(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
@@ -423,7 +439,7 @@ def _index(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
         if is_padded(before[d]):
             if len(before[d]) > 1:
                 raise Inexact("places in a dimension of several are picked")
-            end = b(aten.add.Tensor, new[d], m.true[before[d][0][1]])  # type: ignore[index]
+            end = b(aten.add.Tensor, new[d], b.cast(m.true[before[d][0][1]], torch.int64))  # type: ignore[index]
             new[d] = b(aten.where.self, b(aten.lt.Scalar, new[d], 0), end, new[d])
     rest = [dim for d, dim in enumerate(before) if d not in at]
     place = at[0] if at == list(range(at[0], at[0] + len(at))) else 0

@@ -118,15 +118,18 @@ def dynamic_meta(method: str, dynamic: doc.Dynamic, variants: tuple[MethodMeta, 
         if form is None:
             outputs.append(one)
         elif form.dims is None:
-            number = form.number or ()
-            low, high = (product_of(number, end) for end in ends)
-            outputs.append(replace(one, literal=None, dynamic={0: (_product_name(number, names), low, high)}))
+            seen = [int(variant.outputs[at].literal or 0) for variant in variants]
+            low, high = (
+                (min(seen), max(seen)) if form.number is None else (product_of(form.number, end) for end in ends)
+            )
+            name = "a size" if form.number is None else _product_name(form.number, names)
+            outputs.append(replace(one, literal=None, dynamic={0: (name, low, high)}))
         else:
-            seen = [variant.outputs[at].shape for variant in variants]
+            shapes_seen = [variant.outputs[at].shape for variant in variants]
             texts = [None if dim is None else _product_name(dim, names) or None for dim in form.dims]
             shapes = [
                 tuple(
-                    (min, max)[which](shape[d] for shape in seen) if dim is None else product_of(dim, end)
+                    (min, max)[which](shape[d] for shape in shapes_seen) if dim is None else product_of(dim, end)
                     for d, dim in enumerate(form.dims)
                 )
                 for which, end in enumerate(ends)

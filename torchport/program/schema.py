@@ -216,7 +216,7 @@ def variant_name(method: str, sizes: Sequence[int]) -> str:
 class Dynamic:
     """A method with sizes that change: one ordinary method per set of ``variants`` sizes.
 
-    ``padded``: a variant serves smaller sizes, too, and takes the true ones as further inputs (int64, 0-dim); else
+    ``padded``: a variant serves smaller sizes, too, and takes the true ones as further inputs (float32, 0-dim); else
     ``reason`` says why each serves its own alone. ``inputs``: per input its dimensions, ``None`` for no tensor.
     """
 

@@ -66,7 +66,7 @@ class Host:
         raise NotImplementedError
 
     def number(self, value: int) -> Any:
-        """A 0-dim int64 tensor."""
+        """A 0-dim float32 tensor."""
         raise NotImplementedError
 
     def pad(self, value: Any, spec: Spec) -> Any:
@@ -161,7 +161,7 @@ class TorchHost(Host):
             return value.clone()
 
     def number(self, value: int) -> Any:
-        return self.torch.tensor(value, dtype=self.torch.int64)
+        return self.torch.tensor(value, dtype=self.torch.float32)
 
     def pad(self, value: Any, spec: Spec) -> Any:
         torch = self.torch
@@ -276,7 +276,7 @@ class NumpyHost(Host):
         return value.copy()
 
     def number(self, value: int) -> Any:
-        return self.numpy.array(value, self.numpy.int64)
+        return self.numpy.array(value, self.numpy.float32)
 
     def pad(self, value: Any, spec: Spec) -> Any:
         try:

@@ -21,13 +21,15 @@ from .schema import (
     variant_name,
 )
 
-__all__ = ["TRUE_SIZE", "dynamic_json", "read_dynamic"]
+__all__ = ["LARGEST_PADDED", "TRUE_SIZE", "dynamic_json", "read_dynamic"]
 
 _LARGEST: Final = 1 << 31
 _MOST: Final = 64
 """Symbols of a method, dimensions of a tensor, factors of a size."""
-TRUE_SIZE: Final = Spec("int64", (), ())
-"""What a padded variant takes for each symbol, after the method's own inputs."""
+TRUE_SIZE: Final = Spec("float32", (), ())
+"""What a padded variant takes for each symbol, after its own inputs: some engines have no integers."""
+LARGEST_PADDED: Final = 1 << 24
+"""Whole numbers up to this one are float32 numbers."""
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -101,10 +103,7 @@ def _form(value: object, symbols: int) -> OutputForm | None:
         return None
     found = read_object(value)
     if "number" in found:
-        number = _product(found["number"], symbols)
-        if number is None:
-            raise bad("an output is a number that nothing is said about")
-        return OutputForm(None, number)
+        return OutputForm(None, _product(found["number"], symbols))
     return OutputForm(read_each(_product, found["dims"], symbols))
 
 
@@ -155,6 +154,8 @@ def _check_grid(dynamic: Dynamic) -> None:
         total *= len(axis)
     if total != len(dynamic.variants) or set(itertools.product(*axes)) != set(dynamic.variants):
         raise bad("variants for padded sizes are missing")
+    if any(one.most > LARGEST_PADDED for one in dynamic.symbols):
+        raise bad("a padded size is too large")
     if any(axis[-1] != one.most for axis, one in zip(axes, dynamic.symbols, strict=True)):
         raise bad("there are sizes within range that no variant is large enough for")
     plain = all(isinstance(dim, int) or dim[1:] == (1, 0) for dims in dynamic.inputs for dim in dims or ())
@@ -187,8 +188,12 @@ def _check_output(dynamic: Dynamic, form: OutputForm | None, one: Output, other:
     if form is None or form.dims is None:
         if one.value is not None:
             raise bad("an output of a variant is a tensor, but its method says it is none")
-        wanted = repr(other.literal) if form is None else repr(product_of(form.number or (), sizes))
-        if repr(one.literal) != wanted:
+        if form is not None and form.number is None:
+            if dynamic.padded or type(one.literal) is not int:
+                raise bad("an output is a number that nothing is said about")
+            return
+        number = other.literal if form is None else product_of(form.number or (), sizes)
+        if repr(one.literal) != repr(number):
             raise bad("an output that is a number differs from what the method says")
         return
     if one.spec is None or other.spec is None or one.spec.dtype != other.spec.dtype:
