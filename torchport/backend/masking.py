@@ -187,6 +187,9 @@ _LEAST: Final[dict[Any, Any]] = {aten.amax.default: -math.inf, aten.max.dim: -ma
                  aten.sum.default: 0, aten.sum.dim_IntList: 0, aten.prod.dim_int: 1}  # fmt: skip
 
 
+_PLACES: Final = {aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim}
+
+
 def _reduced(m: Masker, node: fx.Node) -> tuple[Any, list[int], Layout]:
     """Input, dimensions that go, and the layout of what is left."""
     names = {argument.name for argument in node.target._schema.arguments}  # type: ignore[union-attr]
@@ -213,7 +216,9 @@ def _reduce(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
         fill, dtype = _LEAST[node.target], source.meta["val"].dtype
         if math.isinf(fill) and not dtype.is_floating_point:
             fill = torch.iinfo(dtype).min if fill < 0 else torch.iinfo(dtype).max
-        if len(after) == 0 and node.target in (aten.argmax.default, aten.argmin.default) and len(dims) > 1:
+        # A place is told by its position, which is the true one along a dimension that is padded at its end only.
+        inner = any(symbol is not None for d in dims for _, symbol in m.layout(source)[d][1:])
+        if node.target in _PLACES and (inner or len(dims) > 1):
             raise Inexact("a place in a padded tensor as one number")
         made = m.copy(node, {source: m.masked(source, fill, dims)})
     return made, [after, after] if node.target in (aten.max.dim, aten.min.dim) else after
@@ -291,6 +296,8 @@ def _attention(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     if len({query, key, value}) < 3:
         raise Inexact("attention of a tensor with itself")
     instead = {one: m.masked(one, 0, [-2]) for one in (key, value)}
+    if causal and len(kept[-2]) > 1:
+        raise Inexact("attention over a dimension of several")
     if causal:
         return m.copy(node, instead), after
     b, dtype = m.builder, query.meta["val"].dtype
@@ -371,8 +378,14 @@ def _images(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
 def _gather(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     """What is picked stands where its index stands, and indices within the true part pick from there."""
     m.same_constants(node, variants)
-    _, index = _args(node, "self", "index")
-    return m.copy(node, {index: m.masked(index, 0)}), m.layout(index)
+    source, dim, index = _args(node, "self", "dim", "index")
+    before, after = m.layout(source), m.layout(index)
+    if len(before) != len(after):
+        raise Inexact("places in a number are picked")
+    for d, (one, other) in enumerate(zip(before, after, strict=True)):
+        if max(len(one), len(other)) > 1 and (one != other or d == dim % len(before)):
+            raise Inexact("places in a dimension of several are picked")
+    return m.copy(node, {index: m.masked(index, 0)}), after
 
 
 @rule_for(aten.unbind.int)

@@ -168,7 +168,7 @@ class DynamicMethod(Method):
         """Takes the true part of a padded variant's results; nothing where all of them are true."""
         if values == sizes:
             return None
-        parts: list[tuple[int, tuple[int, ...], tuple[slice, ...], tuple[int, ...]]] = []
+        parts: list[tuple[int, tuple[int, ...] | None, tuple[slice, ...], tuple[int, ...]]] = []
         numbers: list[tuple[int, int]] = []
         for at, form in enumerate(self._dynamic.outputs):
             if form is not None and form.number is not None:
@@ -180,7 +180,8 @@ class DynamicMethod(Method):
                 padded = tuple(number if symbol is None else sizes[symbol] for number, symbol in factors)
                 true = tuple(number if symbol is None else values[symbol] for number, symbol in factors)
                 if padded != true:
-                    parts.append((at, padded, tuple(slice(size) for size in true), shape))
+                    own = all(len(dim) <= 1 for dim in dims)
+                    parts.append((at, None if own else padded, tuple(slice(size) for size in true), shape))
         part = self._host.part
 
         def finish(outputs: list[Any]) -> list[Any]:

@@ -18,6 +18,9 @@ from .document import Input, Spec
 __all__ = ["Adapter", "Host", "NumpyHost", "TorchHost", "check_literal", "host_for"]
 
 
+Taken = tuple[slice, ...]
+
+
 def _misfit(where: str, expected: Spec, got: object, code: ErrorCode) -> MethodError:
     return MethodError(
         f"{where} should be {expected}, but is {got}; lower the model for that, or convert it", code=code
@@ -76,9 +79,9 @@ class Host:
         """
         raise NotImplementedError
 
-    def part(self, value: Any, factors: Sequence[int], taken: tuple[slice, ...], shape: Sequence[int]) -> Any:
-        """What ``taken`` picks of a value seen with the shape ``factors``, in the shape ``shape``; row-major if the
-        value is."""
+    def part(self, value: Any, factors: Sequence[int] | None, taken: Taken, shape: Sequence[int]) -> Any:
+        """What ``taken`` picks of a value, in the shape ``shape``; row-major if the value is. ``factors``: the shape in
+        which it is picked, if that is not the value's own."""
         raise NotImplementedError
 
     def adapter(self, backend: Backend, device: BackendDevice) -> Adapter:
@@ -165,18 +168,24 @@ class TorchHost(Host):
 
     def pad(self, value: Any, spec: Spec) -> Any:
         torch = self.torch
-        with torch.no_grad():
-            try:
-                made = torch.empty_strided(spec.shape, spec.strides, dtype=value.dtype).zero_()
-            except (RuntimeError, MemoryError) as error:
-                raise _no_memory(spec) from error
-            made[tuple([slice(size) for size in value.shape])].copy_(value)
+        try:
+            if spec.is_contiguous:
+                more: list[int] = []
+                for size, given in zip(reversed(spec.shape), reversed(value.shape), strict=True):
+                    more += (0, size - given)
+                return torch.constant_pad_nd(value, more)
+            made = torch.empty_strided(spec.shape, spec.strides, dtype=value.dtype).zero_()
+        except (RuntimeError, MemoryError) as error:
+            raise _no_memory(spec) from error
+        made[tuple([slice(size) for size in value.shape])].copy_(value)
         return made
 
-    def part(self, value: Any, factors: Sequence[int], taken: tuple[slice, ...], shape: Sequence[int]) -> Any:
-        with self.torch.no_grad():
+    def part(self, value: Any, factors: Sequence[int] | None, taken: Taken, shape: Sequence[int]) -> Any:
+        if factors is None:
+            found = value[taken]
+        else:
             found = value.reshape(factors)[taken].reshape(shape)
-            return found.contiguous() if value.is_contiguous() else found
+        return found if found.is_contiguous() or not value.is_contiguous() else found.contiguous()
 
     def adapter(self, backend: Backend, device: BackendDevice) -> Adapter:
         if backend.torch_free:
@@ -290,8 +299,11 @@ class NumpyHost(Host):
         made[tuple([slice(size) for size in value.shape])] = value
         return made
 
-    def part(self, value: Any, factors: Sequence[int], taken: tuple[slice, ...], shape: Sequence[int]) -> Any:
-        found = value.reshape(factors)[taken].reshape(shape)
+    def part(self, value: Any, factors: Sequence[int] | None, taken: Taken, shape: Sequence[int]) -> Any:
+        if factors is None:
+            found = value[taken]
+        else:
+            found = value.reshape(factors)[taken].reshape(shape)
         return found.copy() if value.flags.c_contiguous and not found.flags.c_contiguous else found
 
     def adapter(self, backend: Backend, device: BackendDevice) -> Adapter:
