@@ -157,6 +157,7 @@ def test_an_engine_without_integers_gets_all_of_it() -> None:
 
 
 MLP = Mlp().eval()
+MLP_4 = torch.export.export(MLP, (rand(4, 4),))
 PAIRS = Pairs()
 
 
@@ -359,6 +360,30 @@ def test_operators_keep_their_places(mlp: Any) -> None:
     assert all("test_aot_dynamic.py" in place.source or "nn/modules" in place.source for place in handles.values())
     graph = mlp.pieces["forward@8"][0].graph.graph
     assert {node.meta["debug_handle"] for node in graph.nodes if node.op == "call_function"} <= set(handles)
+
+
+def test_operators_of_other_methods_keep_their_places_where_one_is_taken_apart() -> None:
+    """A convolution has a rule when it is decomposed only, and that graph has debug handles of its own."""
+    images = torch.export.export(Images().eval(), (rand(3, 3, 8, 8),), dynamic_shapes=({0: Dim("n", max=9)},))
+    lowered = aot.lower(MLP, (rand(3, 4),), methods={"images": images, "last": MLP_4}, backend="reference")
+    handles = lowered._debug.handles
+    for name, modules in (("forward", "layers."), ("images@9", "layers."), ("last", "layers.")):
+        nodes = lowered.pieces[name][0].graph.graph.nodes
+        used = {node.meta["debug_handle"] for node in nodes if node.op == "call_function"}
+        assert used <= set(handles), name
+        assert all(handles[one].module.startswith(modules) or not handles[one].module for one in used)
+    used = [{node.meta["debug_handle"] for node in lowered.pieces[name][0].graph.graph.nodes if "debug_handle" in
+             node.meta} for name in ("forward", "images@9", "last")]  # fmt: skip
+    assert not used[0] & used[1]
+    assert not used[1] & used[2]
+    assert not used[0] & used[2]
+
+
+def test_a_delegate_is_a_variant_s() -> None:
+    lowered = aot.lower(MLP, (rand(3, 4),), dynamic_shapes=({0: BATCH},), backend="reference")
+    assert lowered.program.delegate_data("forward@8", 0)
+    with pytest.raises(MethodError, match="has variants; name one: forward@8, forward@16"):
+        lowered.program.delegate_data("forward", 0)
 
 
 def test_results_are_laid_out_as_usual() -> None:

@@ -228,7 +228,7 @@ class _Lowering:
         buckets: Buckets | None,
     ) -> None:
         """A method with sizes that change: its variants, padded if that is exact."""
-        _constants_of(functional, state)
+        others = dict(self.debug.handles)
         self._number(functional.graph, given.graph)
         first: Inexact | None = None
         whole = any(isinstance(one, WholeProgram) for one in self.partitioners)
@@ -237,7 +237,7 @@ class _Lowering:
             before = dict(self.debug.handles)
             if program is None:  # what torch.export keeps whole and has no rule may consist of operators that have one
                 program = functional_form(given, whole=False)
-                self.debug.handles.clear()
+                self._handles(others)
                 self._number(program.graph, given.graph)
             unchanged = _constants_of(program, state)
             small = _small_constants(program, unchanged)
@@ -247,8 +247,7 @@ class _Lowering:
                 )
             except Inexact as error:
                 first = error if first is None else first
-                self.debug.handles.clear()
-                self.debug.handles.update(before)
+                self._handles(before)
                 continue
             signature = _with_true_sizes(program.graph_signature, len(grid[0]))
             for sizes, graph in reversed(graphs.items()):
@@ -263,6 +262,11 @@ class _Lowering:
             graph = self._folded(specialise(functional.graph_module, shapes, sizes), functional, unchanged)
             self._split(doc.variant_name(name, sizes), graph, functional.graph_signature, set(unchanged), state)
         self.dynamic[name] = section(shapes, limits, sets, shapes.outputs, reason)
+
+    def _handles(self, before: Mapping[int, doc.Place]) -> None:
+        """Go back to the debug handles there were, since a graph that had others is not used."""
+        self.debug.handles.clear()
+        self.debug.handles.update(before)
 
     def _split(
         self,

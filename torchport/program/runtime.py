@@ -197,6 +197,10 @@ class Program:
         return found
 
     def _unknown(self, name: str) -> MethodError:
+        dynamic = self.package.document.dynamic.get(name)
+        if dynamic is not None:
+            variants = ", ".join(dynamic.names(name))
+            return MethodError(f"method {name!r} has variants; name one: {variants}", code=ErrorCode.NOT_FOUND)
         return MethodError(
             f"the program has no method {name!r}; it has: {', '.join(self.methods)}", code=ErrorCode.NOT_FOUND
         )
