@@ -400,6 +400,17 @@ def _unbind(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
 
 
 # -- composite operators, which torch.export keeps whole ---------------------------------------------------------------
+rule_for(*(getattr(aten, name).Tensor for name in ("__and__", "__or__", "__xor__")), aten.to.dtype,
+         aten.to.dtype_layout, aten.type_as.default, aten.contiguous.default)(_elementwise)  # fmt: skip
+
+
+@rule_for(aten.dropout.default)
+def _dropout(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
+    if _args(node, "train") != [False]:
+        raise Inexact("random numbers depend on where they stand in a tensor")
+    return _elementwise(m, node, variants)
+
+
 @rule_for(aten.linear.default)
 def _linear(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     m.same_constants(node, variants)
