@@ -211,6 +211,17 @@ def test_places_that_are_picked_by_number() -> None:
         check(lowered, model, (rand(n, 2), torch.tensor([0, -1, 2, 1 - n, 1])))
 
 
+def test_places_that_are_computed_from_sizes_or_constants() -> None:
+    class Picks(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            places = torch.arange(x.shape[0])
+            return x[places], x[places.amax() - 5 + places[:1]], x[places * 0 - 1], x.gather(0, places[:, None])
+
+    lowered = aot.lower(Picks(), (rand(7, 2),), dynamic_shapes=({0: Dim("n", min=5, max=9)},), backend="reference")
+    for n in (5, 6, 7, 8, 9):
+        check(lowered, Picks(), (rand(n, 2),))
+
+
 # -- where padding would change results --------------------------------------------------------------------------------
 @pytest.mark.parametrize("engine", ENGINES)
 def test_where_it_is_not_exact_there_is_a_variant_per_size(engine: str) -> None:
@@ -451,6 +462,7 @@ def test_bert(engine: str) -> None:
     dims = {0: Dim("batch", max=8), 1: Dim("length", max=64)}
     model = Encoder().eval()
     lowered = aot.lower(model, make(2, 7), dynamic_shapes=(dims, dims), backend=engine)
+    assert len(lowered.pieces["forward@8,64"]) == 1, "positions and masks of constants leave the graph whole"
     assert [one.name for one in lowered.program.meta().variants] == [f"forward@8,{n}" for n in (8, 16, 32, 64)]
     for batch, length in ((2, 7), (1, 5), (8, 64), (3, 33), (1, 1), (5, 16)):
         check(lowered, model, make(batch, length))

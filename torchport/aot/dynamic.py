@@ -10,7 +10,7 @@ import copy
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -335,6 +335,7 @@ def padded_graphs(
     normal: Normal,
     capture: Capture,
     strict: bool,
+    constants: Collection[str] = (),
 ) -> tuple[dict[tuple[int, ...], fx.GraphModule], tuple[OutputForm | None, ...]]:
     """A masked graph in normal form per set of sizes, and what of the outputs is true. Raises :class:`Inexact`.
 
@@ -348,7 +349,7 @@ def padded_graphs(
     forms: tuple[OutputForm | None, ...] | None = None
     kept = [spec.kind is OutputKind.USER_OUTPUT for spec in exported.graph_signature.output_specs]
     for sizes in grid:
-        masked = _masked(graph, shapes, sizes, normal, capture, strict)
+        masked = _masked(graph, shapes, sizes, normal, capture, strict, constants)
         layouts = [layout for layout, user in zip(masked.results, kept, strict=True) if user]
         own = tuple(_true_form(form, layout) for form, layout in zip(shapes.outputs, layouts, strict=True))
         if forms is not None and own != forms:
@@ -359,7 +360,13 @@ def padded_graphs(
 
 
 def _masked(
-    graph: fx.GraphModule, shapes: Shapes, sizes: tuple[int, ...], normal: Normal, capture: Capture, strict: bool
+    graph: fx.GraphModule,
+    shapes: Shapes,
+    sizes: tuple[int, ...],
+    normal: Normal,
+    capture: Capture,
+    strict: bool,
+    constants: Collection[str],
 ) -> Masked:
     if max(sizes) > LARGEST_PADDED:
         raise Inexact(f"a size is larger than {LARGEST_PADDED:,}")
@@ -370,7 +377,9 @@ def _masked(
     except (GraphError, RuntimeError, ValueError) as error:
         raise Inexact(f"the graph is not for every size: {error}") from error
     smallest = min(least for least, _ in shapes.ranges)
-    return mask_padding(graphs, sizes, others, capture, smallest=smallest, strict=strict, number=torch.float32)
+    return mask_padding(
+        graphs, sizes, others, capture, smallest=smallest, strict=strict, number=torch.float32, constants=constants
+    )
 
 
 def _true_form(form: OutputForm | None, layout: Layout | None) -> OutputForm | None:

@@ -243,7 +243,7 @@ class _Lowering:
             small = _small_constants(program, unchanged)
             try:
                 graphs, forms = padded_graphs(
-                    program.graph_module, program, shapes, grid, self._normal, capture_of(self.wanted[0]), whole
+                    program.graph_module, program, shapes, grid, self._normal, capture_of(self.wanted[0]), whole, small
                 )
             except Inexact as error:
                 first = error if first is None else first

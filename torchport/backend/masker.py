@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map
 
 from ..core.specs import TensorSpec
@@ -36,6 +37,8 @@ __all__ = [
 ]
 
 aten = torch.ops.aten
+_MOST_KNOWN: Final = 1 << 17
+"""Elements of a constant that is computed to see which places it picks."""
 _getitem: Any = operator.getitem
 
 Factor: TypeAlias = tuple[int, int | None]
@@ -139,7 +142,10 @@ class Masker:
         smallest: int = 2,
         strict: bool = True,
         number: torch.dtype = torch.int64,
+        constants: Collection[str] = (),
     ) -> None:
+        self.constants = constants
+        self.known: dict[fx.Node, torch.Tensor] = {}
         self.sizes = sizes
         self.others = others
         self.smallest = smallest
@@ -218,6 +224,8 @@ class Masker:
         """The node's value with ``fill`` beyond the true sizes of these dimensions (default: of all)."""
         layout, b = self.layout(node), self.builder
         rank = len(layout)
+        if node.op == "placeholder" and fill == 0:
+            return self.values[node]  # callers pad with zeros
         chosen = {d % rank for d in dims} if dims is not None else set(range(rank))
         value = self.values[node]
         for d in sorted(chosen):
@@ -227,6 +235,30 @@ class Masker:
                 dtype = b.val(value).dtype
                 value = b.cast(b(aten.where.ScalarOther, mask, value, fill), dtype)
         return value
+
+    def remember(self, node: fx.Node, made: Any) -> None:
+        """Compute what depends on constants alone, for rules that ask which places are picked by number.
+
+        What was masked depends on true sizes, and is no constant.
+        """
+        inputs = node.all_input_nodes
+        as_is = isinstance(made, fx.Node) and made.all_input_nodes == [self.values[one] for one in inputs]
+        if as_is and all(one in self.known for one in inputs) and isinstance(node.target, torch._ops.OpOverload):
+            value, op = node.meta["val"], node.target
+            small = isinstance(value, torch.Tensor) and value.numel() <= _MOST_KNOWN
+            if not small or op._schema.is_mutable or torch.Tag.nondeterministic_seeded in op.tags:
+                return
+            args, kwargs = map_arg((node.args, node.kwargs), self.known.__getitem__)
+            try:
+                with torch.no_grad():
+                    self.known[node] = op(*args, **kwargs)
+            except (RuntimeError, ValueError, TypeError, IndexError):
+                return  # it fails when the program runs, if it is run
+
+    def picks_in_order(self, index: fx.Node, size: int) -> bool:
+        """Whether an index is known to be within a dimension, counted from its beginning."""
+        found = self.known.get(index)
+        return found is not None and (found.numel() == 0 or bool((found >= 0).all() and (found < size).all()))
 
     def any_padded(self, *nodes: Any) -> bool:
         return any(is_padded(dim) for node in nodes if isinstance(node, fx.Node) for dim in self.layout(node))
@@ -260,6 +292,7 @@ class Masker:
             raise Inexact(f"{node.target} has no rule")
         self.check(layout, node.meta["val"], [one.meta["val"] for one in variants])
         self.values[node], self.layouts[node] = made, layout
+        self.remember(node, made)
 
     def run(self, graphs: Sequence[fx.GraphModule]) -> Masked:
         """The graph; ``graphs`` are the one to mask, and one per symbol."""
@@ -276,6 +309,8 @@ class Masker:
                 made = self.values[node] = self.copy(node)
                 made.name = node.name  # FX would rename one that is called ``input``
                 tensor = isinstance(node.meta["val"], torch.Tensor)
+                if node.name in self.constants:
+                    self.known[node] = node.meta["constant"]
                 self.layouts[node] = self.from_shapes(node, variants) if tensor else ()
                 if position == inputs - 1:
                     spec = TensorSpec((), self.number, ())

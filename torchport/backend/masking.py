@@ -10,7 +10,7 @@ without a rule is :class:`Inexact`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 import torch
@@ -34,15 +34,17 @@ def mask_padding(
     smallest: int = 2,
     strict: bool = True,
     number: torch.dtype = torch.int64,
+    constants: Collection[str] = (),
 ) -> Masked:
     """Mask ``graphs[0]``, which is for ``sizes``; ``graphs[1 + i]`` is the same with ``others[i]`` for symbol ``i``.
 
     ``smallest``: the smallest true size that a call may have. ``strict``: the backend must take all operators, those of
-    masks included; else what it does not take stays. ``number``: the dtype of true sizes.
+    masks included; else what it does not take stays. ``number``: the dtype of true sizes. ``constants``: inputs whose
+    value is in ``meta["constant"]`` and does not change. Padded inputs must have zeros beyond their true size.
     Raises :class:`Inexact` with the reason where padding would change a result.
     """
     try:
-        return Masker(sizes, others, capture, smallest, strict, number).run(graphs)
+        return Masker(sizes, others, capture, smallest, strict, number, constants).run(graphs)
     except Refused as error:
         raise Inexact(f"the backend takes no masks: {error.reason}") from error
 
@@ -326,7 +328,8 @@ def _embedding(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     weight, indices = _args(node, "weight", "indices")
     if m.any_padded(weight):
         raise Inexact("the table of an embedding is padded")
-    return m.copy(node, {indices: m.masked(indices, 0)}), (*m.layout(indices), m.layout(weight)[1])
+    within = m.picks_in_order(indices, weight.meta["val"].shape[0])
+    return m.copy(node, {} if within else {indices: m.masked(indices, 0)}), (*m.layout(indices), m.layout(weight)[1])
 
 
 @rule_for(aten.native_layer_norm.default)
@@ -385,7 +388,8 @@ def _gather(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     for d, (one, other) in enumerate(zip(before, after, strict=True)):
         if max(len(one), len(other)) > 1 and (one != other or d == dim % len(before)):
             raise Inexact("places in a dimension of several are picked")
-    return m.copy(node, {index: m.masked(index, 0)}), after
+    within = m.picks_in_order(index, source.meta["val"].shape[dim]) if before else False
+    return m.copy(node, {} if within else {index: m.masked(index, 0)}), after
 
 
 @rule_for(aten.unbind.int)
@@ -458,11 +462,15 @@ def _index(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     if any(indices[d].meta["val"].dtype is not torch.int64 for d in at):
         raise Inexact("places that are picked by a mask")
     picked = broadcast([m.layout(indices[d]) for d in at])
-    new: list[Any] = [None if index is None else m.masked(index, 0) for index in indices]
+    safe = {d for d in at if m.picks_in_order(indices[d], size_of(before[d]))}
+    new: list[Any] = [
+        None if index is None else m.values[index] if d in safe else m.masked(index, 0)
+        for d, index in enumerate(indices)
+    ]
     for d in at:
-        if is_padded(before[d]):
-            if len(before[d]) > 1:
-                raise Inexact("places in a dimension of several are picked")
+        if is_padded(before[d]) and len(before[d]) > 1:
+            raise Inexact("places in a dimension of several are picked")
+        if is_padded(before[d]) and d not in safe:
             end = b(aten.add.Tensor, new[d], b.cast(m.true[before[d][0][1]], torch.int64))  # type: ignore[index]
             new[d] = b(aten.where.self, b(aten.lt.Scalar, new[d], 0), end, new[d])
     rest = [dim for d, dim in enumerate(before) if d not in at]
