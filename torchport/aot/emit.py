@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 from torch import fx
-from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, TensorArgument
+from torch.export.graph_signature import ConstantArgument, ExportGraphSignature, InputKind, OutputKind, TensorArgument
 
 from ..backend.fx_normalise import source_line
 from ..backend.normal_form import alias_root, input_specs, output_specs, source_of
@@ -110,9 +110,8 @@ class Emitted:
 
 
 class _Emitter:
-    def __init__(self, exported: torch.export.ExportedProgram, constants: Constants) -> None:
-        self.signature = exported.graph_signature
-        self.exported = exported
+    def __init__(self, signature: ExportGraphSignature, constants: Constants) -> None:
+        self.signature = signature
         self.constants = constants
         self.numbers: dict[fx.Node, int] = {}
         self.inputs: list[doc.Input] = []
@@ -269,7 +268,7 @@ def _used_outside(outer: fx.GraphModule, bound: Mapping[str, Mapping[int, int]])
 
 def emit(
     name: str,
-    exported: torch.export.ExportedProgram,
+    signature: ExportGraphSignature,
     partitioned: Partitioned,
     bound_nodes: Mapping[str, Sequence[str]],
     constants: Constants,
@@ -282,12 +281,12 @@ def emit(
     Raises :class:`UnsupportedOp` or :class:`GraphError` for what a program file cannot say.
     """
     outer = partitioned.module
-    emitter = _Emitter(exported, constants)
+    emitter = _Emitter(signature, constants)
     targets = {
         node.name: str(kind.target)
         for node, kind in zip(
             [node for node in outer.graph.nodes if node.op == "placeholder"],
-            exported.graph_signature.input_specs,
+            signature.input_specs,
             strict=True,
         )
     }

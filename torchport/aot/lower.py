@@ -10,12 +10,15 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
+from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, TensorArgument
 from torch.utils._pytree import tree_map
 
 from .. import __version__
-from ..backend.fx_normalise import has_symbols, normalise, source_line
+from ..backend.buckets import Buckets
+from ..backend.builder import capture_of
+from ..backend.fx_normalise import normalise, source_line
 from ..backend.interface import Backend, Processed
+from ..backend.masking import Inexact
 from ..backend.normal_form import verify_graph
 from ..backend.partition import Partitioned, partition
 from ..core.config import config
@@ -23,6 +26,7 @@ from ..core.errors import BackendUnavailable, CompileError, ConfigError, GraphEr
 from ..core.specs import CompileSpecs
 from ..program import document as doc
 from ..program.writer import BLOBS, digest
+from .dynamic import Shapes, combinations, dim_names, padded_graphs, section, shapes_of, specialise
 from .emit import Constants, Emitted, delegate_specs, emit, module_path, place_of
 from .fold import fold_constants
 from .lowered import Left, LoweredProgram, Piece
@@ -105,13 +109,6 @@ def _exported(
             found[name] = _export(model, name, given, None, None)
         else:
             raise ConfigError(f"method {name!r}: an exported program has one method; give the other one's, exported")
-    for name, program in found.items():
-        for node in program.graph.nodes:
-            if node.op == "placeholder" and has_symbols(node.meta.get("val")):
-                raise UnsupportedOp(
-                    f"input {node.target!r} of method {name!r} has dynamic sizes ({node.meta['val'].shape}); backends "
-                    "compile for one set of shapes: lower one method per set of shapes, with methods={name: program}"
-                )
     return found
 
 
@@ -129,6 +126,19 @@ def _constants_of(exported: ExportedProgram, state: Collection[str]) -> set[str]
             if name not in state:
                 unchanged.add(node.name)
     return unchanged
+
+
+def _small_constants(exported: ExportedProgram, unchanged: Collection[str]) -> set[str]:
+    """The names of constants that may be computed with when the model is lowered: all but parameters."""
+    kinds = (InputKind.CONSTANT_TENSOR, InputKind.BUFFER)
+    specs = exported.graph_signature.input_specs
+    return {spec.arg.name for spec in specs if spec.kind in kinds and spec.arg.name in unchanged}
+
+
+def _with_true_sizes(signature: ExportGraphSignature, count: int) -> ExportGraphSignature:
+    """The signature of a padded graph, which takes true sizes after all that the program takes."""
+    more = [InputSpec(InputKind.USER_INPUT, TensorArgument(f"true_size_{at}"), None) for at in range(count)]
+    return ExportGraphSignature([*signature.input_specs, *more], list(signature.output_specs))
 
 
 # -- who takes what --------------------------------------------------------------------------------------------------
@@ -177,27 +187,96 @@ class _Lowering:
     """Collects the methods of one program."""
 
     partitioners: list[Partitioner]
+    wanted: list[Wanted] = field(init=False)
     constants: Constants = field(default_factory=Constants)
     debug: doc.DebugInfo = field(default_factory=doc.DebugInfo)
     emitted: list[Emitted] = field(default_factory=list[Emitted])
     pieces: dict[str, list[Piece]] = field(default_factory=dict[str, list[Piece]])
     left: dict[str, list[Left]] = field(default_factory=dict[str, list[Left]])
     graphs: dict[str, fx.GraphModule] = field(default_factory=dict[str, fx.GraphModule])
+    dynamic: dict[str, doc.Dynamic] = field(default_factory=dict[str, doc.Dynamic])
+
+    def __post_init__(self) -> None:
+        self.wanted = [Wanted(partitioner) for partitioner in self.partitioners]
 
     def method(self, name: str, functional: ExportedProgram, given: ExportedProgram, state: Collection[str]) -> None:
         """Split one method among the partitioners. ``given``: the program before its writes were taken out; ``state``:
         buffers that some method changes."""
         unchanged = _constants_of(functional, state)
-        small = {
-            spec.arg.name
-            for spec in functional.graph_signature.input_specs
-            if spec.kind in (InputKind.CONSTANT_TENSOR, InputKind.BUFFER) and spec.arg.name in unchanged
-        }
         self._number(functional.graph, given.graph)
-        wanted = [Wanted(partitioner) for partitioner in self.partitioners]
-        module = copy.deepcopy(functional.graph_module)
+        graph = self._folded(copy.deepcopy(functional.graph_module), functional, unchanged)
+        self._split(name, graph, functional.graph_signature, unchanged, state)
+
+    def _folded(
+        self, module: fx.GraphModule, functional: ExportedProgram, unchanged: Collection[str]
+    ) -> fx.GraphModule:
+        """A graph in normal form, without what does not depend on inputs."""
+        small = _small_constants(functional, unchanged)
         fold_constants(module, [node for node in module.graph.nodes if node.name in small])
-        graph = normalise(module, wanted)
+        return self._normal(module)
+
+    def _normal(self, module: fx.GraphModule) -> fx.GraphModule:
+        return normalise(module, self.wanted)
+
+    def dynamic_method(
+        self,
+        name: str,
+        functional: ExportedProgram,
+        given: ExportedProgram,
+        state: Collection[str],
+        shapes: Shapes,
+        buckets: Buckets | None,
+    ) -> None:
+        """A method with sizes that change: its variants, padded if that is exact."""
+        others = dict(self.debug.handles)
+        self._number(functional.graph, given.graph)
+        first: Inexact | None = None
+        whole = any(isinstance(one, WholeProgram) for one in self.partitioners)
+        grid, limits = combinations(shapes, name, buckets, None)
+        for program in (functional, None):
+            before = dict(self.debug.handles)
+            if program is None:  # what torch.export keeps whole and has no rule may consist of operators that have one
+                program = functional_form(given, whole=False)
+                self._handles(others)
+                self._number(program.graph, given.graph)
+            unchanged = _constants_of(program, state)
+            small = _small_constants(program, unchanged)
+            try:
+                graphs, forms = padded_graphs(
+                    program.graph_module, program, shapes, grid, self._normal, capture_of(self.wanted[0]), whole, small
+                )
+            except Inexact as error:
+                first = error if first is None else first
+                self._handles(before)
+                continue
+            signature = _with_true_sizes(program.graph_signature, len(grid[0]))
+            for sizes, graph in reversed(graphs.items()):
+                fold_constants(graph, [node for node in graph.graph.nodes if node.name in small])
+                self._split(doc.variant_name(name, sizes), graph, signature, set(unchanged), state)
+            self.dynamic[name] = section(shapes, limits, grid, forms, None)
+            return
+        reason = str(first)
+        sets, limits = combinations(shapes, name, buckets, reason)
+        unchanged = _constants_of(functional, state)
+        for sizes in sets:
+            graph = self._folded(specialise(functional.graph_module, shapes, sizes), functional, unchanged)
+            self._split(doc.variant_name(name, sizes), graph, functional.graph_signature, set(unchanged), state)
+        self.dynamic[name] = section(shapes, limits, sets, shapes.outputs, reason)
+
+    def _handles(self, before: Mapping[int, doc.Place]) -> None:
+        """Go back to the debug handles there were, since a graph that had others is not used."""
+        self.debug.handles.clear()
+        self.debug.handles.update(before)
+
+    def _split(
+        self,
+        name: str,
+        graph: fx.GraphModule,
+        signature: ExportGraphSignature,
+        unchanged: set[str],
+        state: Collection[str],
+    ) -> None:
+        """Give a graph in normal form to the partitioners, as a method of the program."""
         for node in graph.graph.nodes:
             value = getattr(graph, str(node.target)) if node.op == "get_attr" else None
             if isinstance(value, torch.Tensor):  # else a graph that an operator takes, such as a branch of torch.cond
@@ -216,7 +295,7 @@ class _Lowering:
             ]
             for one in split.delegates
         }
-        self.emitted.append(emit(name, functional, split, bound, self.constants, state))
+        self.emitted.append(emit(name, signature, split, bound, self.constants, state))
         self.graphs[name] = split.module
         self.left[name] = [self._left(item) for item in split.leftovers]
         self.pieces[name] = []
@@ -340,7 +419,7 @@ class _Lowering:
                 one.instructions,
             )  # fmt: skip
         producer = {"torchport": __version__, "torch": torch.__version__}
-        return doc.Document(methods, [], {}, producer), blobs
+        return doc.Document(methods, [], {}, producer, self.dynamic), blobs
 
 
 def _preprocess(
@@ -359,6 +438,13 @@ def _preprocess(
         ) from error
 
 
+def _sizes(buckets: Any) -> Buckets | None:
+    found = None if isinstance(buckets, bool) else Buckets.parse(buckets)
+    if found is None and buckets is not None:
+        raise ConfigError(f"buckets= takes a list of sizes, such as [16, 64], not {buckets!r}")
+    return found
+
+
 def lower(
     model: Model,
     args: Sequence[Any] = (),
@@ -369,6 +455,7 @@ def lower(
     compile_specs: SpecsOf | None = None,
     methods: Methods | None = None,
     dynamic_shapes: Any = None,
+    buckets: Sequence[int] | None = None,
 ) -> LoweredProgram:
     """A model compiled ahead of time: callable, and to be saved as one file.
 
@@ -379,19 +466,31 @@ def lower(
     ``backend``: a backend's name, or several in order of preference: each gets what it supports, and what nobody takes
     stays an ATen operator, run by PyTorch on the CPU. ``compile_specs``: options for its compiler, or by backend's
     name. ``partitioners``: more control; see :class:`Partitioner`.
+    ``dynamic_shapes``: as for ``torch.export``, with a largest value (``torch.export.Dim("batch", max=64)``); a method
+    with sizes that change is compiled for a few of them, ``buckets`` (default: 8, 16, 32, … and the largest). Inputs
+    are padded up to the next one where that is exact; else it is compiled for the buckets given, or for each size.
 
     Raises :class:`UnsupportedOp` for what a program cannot hold, :class:`CompileError` where a backend's compiler
     fails, :class:`BackendUnavailable` where it is not installed, :class:`ConfigError` for arguments that do not fit
     together, and what ``torch.export`` raises.
     """
     chosen = _partitioners(backend, partitioners, compile_specs)
+    sizes = _sizes(buckets)
     exported = _exported(model, args, kwargs, methods, dynamic_shapes)
+    names = dim_names(model, args, kwargs, dynamic_shapes) if isinstance(model, torch.nn.Module) else []
+    shapes = {name: shapes_of(name, program, names if name == _FORWARD else ()) for name, program in exported.items()}
+    if sizes is not None and not any(shapes.values()):
+        raise ConfigError("buckets= is for sizes that change, and there are none; give dynamic_shapes=, too")
     lowering = _Lowering(chosen)
     functional = {name: functional_form(program) for name, program in exported.items()}
     state = {name for program in functional.values() for name in program.graph_signature.buffers_to_mutate.values()}
     try:
         for name, program in functional.items():
-            lowering.method(name, program, exported[name], state)
+            found = shapes[name]
+            if found is None:
+                lowering.method(name, program, exported[name], state)
+            else:
+                lowering.dynamic_method(name, program, exported[name], state, found, sizes)
         document, blobs = lowering.program(lowering.preprocess())
     except ImportError as error:
         reasons = {one.backend.name: one.backend.unavailable_reason() for one in chosen}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -118,6 +119,11 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
+def _counts(rows: Sequence[Sequence[str]], left: Sequence[Left]) -> str:
+    taken = sum(int(row[2]) for row in rows[1:])
+    return f"{taken} operators in {len(rows) - 1} delegates, {len(left)} left"
+
+
 class LoweredProgram:
     """What :func:`lower` made. Calling it runs the delegates, as the saved file does, in the model's own signature."""
 
@@ -179,7 +185,7 @@ class LoweredProgram:
         assert spec.out_spec is not None
         results = list(loaded(*flat))
         if not any(isinstance(value, torch.Tensor) for value in flat):  # the runtime cannot tell what is wanted
-            outputs = self._document.methods[method].outputs
+            outputs = self._document.methods[self._variants(method)[-1]].outputs
             results = [_tensor(value, output) for value, output in zip(results, outputs, strict=True)]
         return tree_unflatten(results, spec.out_spec)
 
@@ -201,6 +207,15 @@ class LoweredProgram:
         """A method's name, the first by default. Raises :class:`MethodError` (``NOT_FOUND``)."""
         return self.program.meta(method or self.methods[0]).name
 
+    def _variants(self, method: str) -> list[str]:
+        """The methods of the document that a method is: itself, or its variants, the largest last."""
+        dynamic = self._document.dynamic.get(method)
+        if dynamic is None:
+            return [method]
+        return [
+            doc.variant_name(method, sizes) for sizes in sorted(dynamic.variants, key=lambda one: (math.prod(one), one))
+        ]
+
     # -- looking -----------------------------------------------------------------------------------------------------
     def _delegate_rows(self, method: str) -> list[list[str]]:
         rows = [["delegate", "backend", "operators", "inputs", "constants", "bytes"]]
@@ -215,34 +230,63 @@ class LoweredProgram:
         return rows
 
     def report(self) -> str:
-        """What went to whom; what stayed, how often, why, and where the first comes from. As text."""
+        """What went to whom; what stayed, how often, why, and where the first comes from. As text.
+
+        For a method with sizes that change: its variants, whether inputs are padded, and the rest of the largest one.
+        """
         parts: list[str] = []
         for method in self.methods:
-            left = self.left[method]
-            taken = sum(int(row[2]) for row in self._delegate_rows(method)[1:])
-            parts.append(
-                f"method {method}: {taken} operators in {len(self.pieces[method])} delegates, {len(left)} left"
-            )
-            if self.pieces[method]:
-                parts.append(_table(self._delegate_rows(method)))
+            *others, name = self._variants(method)
+            left, rows = self.left[name], self._delegate_rows(name)
+            parts.append(f"method {method}: {_counts(rows, left)}")
+            if method in self._document.dynamic:
+                parts.append(self._variants_report(method, [*others, name]))
+            if self.pieces[name]:
+                parts.append(_table(rows))
             if left:
                 counts = Counter((one.op, one.reason) for one in left)
                 first = {(one.op, one.reason): one for one in reversed(left)}
-                rows = [["left", "times", "module", "line", "reason"]]
+                table = [["left", "times", "module", "line", "reason"]]
                 for (op, reason), count in counts.most_common():
                     one = first[op, reason]
-                    rows.append([op, str(count), one.module, one.source, reason])
-                parts.append(_table(rows))
+                    table.append([op, str(count), one.module, one.source, reason])
+                parts.append(_table(table))
         return "\n\n".join(parts)
 
+    def _variants_report(self, method: str, names: Sequence[str]) -> str:
+        dynamic = self._document.dynamic[method]
+        ranges = ", ".join(f"{one.name}={one.least}..{one.most}" for one in dynamic.symbols)
+        how = "inputs are padded up to a variant's" if dynamic.padded else f"inputs are not padded: {dynamic.reason}"
+        rows = [["variant", "operators", "delegates", "left", "bytes"]]
+        for name in names:
+            table = self._delegate_rows(name)[1:]
+            size = sum(len(self._blobs[one.entry]) for one in self._document.methods[name].delegates)
+            ops = sum(int(row[2]) for row in table)
+            rows.append([name, str(ops), str(len(table)), str(len(self.left[name])), f"{size:,}"])
+        return f"sizes {ranges}; {how}\n{_table(rows)}"
+
     def graph_module(self, method: str = "") -> tuple[fx.GraphModule, ExportedProgram]:
-        """The outer graph of a method, whose inputs are those of the exported program that is returned with it."""
+        """The outer graph of a method, whose inputs are those of the exported program that is returned with it.
+
+        Raises :class:`MethodError` for a method with sizes that change.
+        """
         name = self._named(method)
+        if name not in self._exported or name in self._document.dynamic:
+            raise MethodError(
+                f"method {name!r} has sizes that change, and each variant a graph of its own; lower the model for one "
+                "set of shapes, without dynamic_shapes=",
+                code=ErrorCode.NOT_SUPPORTED,
+            )
         return self._graphs[name], self._exported[name]
 
     def graph(self, method: str = "") -> str:
-        """The outer graph of a method, where each delegate is one call, and every delegate's graph. As text."""
+        """The outer graph of a method, where each delegate is one call, and every delegate's graph. As text.
+
+        Of a method with sizes that change, the graph of the largest variant; ``method`` may be a variant's name.
+        """
         name = self._named(method)
+        if name in self._document.dynamic:
+            name = self._variants(name)[-1]
         parts = [f"method {name}", str(self._graphs[name].graph).strip()]
         for index, piece in enumerate(self.pieces[name]):
             parts += [f"\ndelegate_{index}: {piece.backend.name}", str(piece.graph.graph).strip()]

@@ -56,12 +56,13 @@ class PartitionResult:
     bind_constants: bool = False
 
 
-def functional_form(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """The program without writes: new values of buffers are results. A new object; operators are not decomposed."""
+def functional_form(exported: torch.export.ExportedProgram, whole: bool = True) -> torch.export.ExportedProgram:
+    """The program without writes: new values of buffers are results. A new object; operators stay ``whole``, or are
+    decomposed to PyTorch's core ones."""
     with warnings.catch_warnings():
         # torch 2.13 warns about its own use of tree specs when it copies a program.
         warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
-        return exported.run_decompositions({})
+        return exported.run_decompositions({} if whole else None)
 
 
 def _backend(backend: str | Backend) -> Backend:

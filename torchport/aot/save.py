@@ -199,7 +199,7 @@ def save_program(
             _empty_external(pt2, document, memory, checkpoint, stored)
         mine = {**blobs, **extra}
         digests: dict[str, tuple[int, str]] = dict.fromkeys([*blobs, *sorted(stored)], (0, ""))
-        placed = doc.Document(document.methods, constants, digests, document.producer)
+        placed = replace(document, constants=constants, digests=digests)
         write_program(target, placed, debug, mine, list(pt2.entries.items()), alignment)
     weights = sum(placed.digests[entry][0] for entry in stored)
     external = 0 if checkpoint is None else sum(document.constants[one].spec.nbytes for one in checkpoint.keys)

@@ -3,6 +3,7 @@
 Version log
 -----------
 1   the first.
+2   ``dynamic``: methods with sizes that change, each a set of variants. Readers of version 1 still read files without.
 
 A file has the version that wrote it and the oldest version that can read it; :data:`VERSION` is what this code writes,
 :data:`OLDEST` the oldest it reads.
@@ -16,11 +17,12 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar, cast
 
 from ..core.errors import ErrorCode, ProgramError
 from ..core.specs import CompileSpec, CompileSpecs, contiguous_strides
+from .checked import bad, read_each, read_flag, read_list, read_number, read_object, read_text
 from .schema import (
     ELEMENT_SIZE,
     Call,
@@ -28,6 +30,7 @@ from .schema import (
     DebugInfo,
     Delegate,
     Document,
+    Dynamic,
     Header,
     Input,
     Instruction,
@@ -38,7 +41,10 @@ from .schema import (
     Place,
     Spec,
     StateUpdate,
+    Symbol,
+    variant_name,
 )
+from .variants import dynamic_json, read_dynamic
 
 __all__ = [
     "DEBUG",
@@ -51,6 +57,7 @@ __all__ = [
     "DebugInfo",
     "Delegate",
     "Document",
+    "Dynamic",
     "Header",
     "Input",
     "Instruction",
@@ -61,14 +68,16 @@ __all__ = [
     "Place",
     "Spec",
     "StateUpdate",
+    "Symbol",
     "decode",
     "decode_debug",
     "decode_header",
     "encode",
     "encode_debug",
+    "variant_name",
 ]
 
-VERSION: Final = 1
+VERSION: Final = 2
 OLDEST: Final = 1
 PROGRAM: Final = "extra/torchport/program.json"
 DEBUG: Final = "extra/torchport/debug.json"
@@ -121,9 +130,9 @@ def _method_json(method: Method) -> dict[str, Any]:
     }
 
 
-def _signed(document: Any) -> bytes:
+def _signed(document: Any, oldest: int = 1) -> bytes:
     body = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
-    header = {"torchport": VERSION, "oldest": VERSION, "sha256": hashlib.sha256(body).hexdigest(), "size": len(body)}
+    header = {"torchport": VERSION, "oldest": oldest, "sha256": hashlib.sha256(body).hexdigest(), "size": len(body)}
     return json.dumps(header, separators=(",", ":")).encode() + b"\n" + body
 
 
@@ -132,14 +141,15 @@ def encode(document: Document) -> bytes:
     constants = [
         [one.name, _spec_json(one.spec), one.entry, one.offset, one.external, one.sha256] for one in document.constants
     ]
-    return _signed(
-        {
-            "producer": document.producer,
-            "digests": {name: list(value) for name, value in document.digests.items()},
-            "constants": constants,
-            "methods": {name: _method_json(method) for name, method in document.methods.items()},
-        }
-    )
+    body: dict[str, Any] = {
+        "producer": document.producer,
+        "digests": {name: list(value) for name, value in document.digests.items()},
+        "constants": constants,
+        "methods": {name: _method_json(method) for name, method in document.methods.items()},
+    }
+    if not document.dynamic:
+        return _signed(body)
+    return _signed({**body, "dynamic": {name: dynamic_json(one) for name, one in document.dynamic.items()}}, 2)
 
 
 def encode_debug(info: DebugInfo) -> bytes:
@@ -157,70 +167,25 @@ def encode_debug(info: DebugInfo) -> bytes:
 
 
 # -- reading: every value is checked before it is used ----------------------------------------------------------------
-class _Bad(ValueError):
-    """Something in the document is not as it should be; the text says what."""
-
-
-def _fail(what: str) -> _Bad:
-    return _Bad(what)
-
-
-def _object(value: object) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise _fail("expected an object")
-    return cast("dict[str, Any]", value)
-
-
-def _list(value: object, length: int | None = None) -> list[Any]:
-    if not isinstance(value, list):
-        raise _fail("expected a list")
-    found = cast("list[Any]", value)
-    if length is not None and len(found) != length:
-        raise _fail(f"expected {length} items")
-    return found
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise _fail("expected text")
-    return value
-
-
-def _number(value: object, below: int = 1 << 62) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < below:
-        raise _fail(f"expected a whole number from 0 to {below - 1}")
-    return value
-
-
-def _each(read: Callable[..., T], value: object, *more: object) -> tuple[T, ...]:
-    return tuple(read(one, *more) for one in _list(value))
-
-
-def _flag(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise _fail("expected true or false")
-    return value
-
-
 def _literal(value: object) -> Literal:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, dict) and value.keys() == {"f"} and value["f"] in ("inf", "-inf", "nan"):
         return float(value["f"])
-    raise _fail("expected a plain value")
+    raise bad("expected a plain value")
 
 
 def _spec(value: object) -> Spec:
-    dtype, shape, strides = _list(value, 3)
-    if _text(dtype) not in ELEMENT_SIZE:
-        raise _fail(f"there is no dtype {dtype!r}")
-    sizes = _each(_number, shape)
-    steps = contiguous_strides(sizes) if strides is None else _each(_number, strides)
+    dtype, shape, strides = read_list(value, 3)
+    if read_text(dtype) not in ELEMENT_SIZE:
+        raise bad(f"there is no dtype {dtype!r}")
+    sizes = read_each(read_number, shape)
+    steps = contiguous_strides(sizes) if strides is None else read_each(read_number, strides)
     if len(steps) != len(sizes):
-        raise _fail("a tensor has another number of strides than of sizes")
+        raise bad("a tensor has another number of strides than of sizes")
     spec = Spec(dtype, sizes, steps)
     if len(sizes) > 64 or max(spec.nbytes, spec.extent) >= 1 << 62:
-        raise _fail("a tensor is too large for any machine")
+        raise bad("a tensor is too large for any machine")
     return spec
 
 
@@ -229,61 +194,61 @@ def _optional_spec(value: object) -> Spec | None:
 
 
 def _input(value: object) -> Input:
-    name, spec, literal = _list(value, 3)
-    return Input(_text(name), _optional_spec(spec), _literal(literal))
+    name, spec, literal = read_list(value, 3)
+    return Input(read_text(name), _optional_spec(spec), _literal(literal))
 
 
 def _output(value: object, values: int) -> Output:
-    number, spec, literal = _list(value, 3)
+    number, spec, literal = read_list(value, 3)
     if number is None:
         return Output(None, None, _literal(literal))
-    return Output(_number(number, values), _spec(spec))
+    return Output(read_number(number, values), _spec(spec))
 
 
 _SHA = re.compile(r"[0-9a-f]{64}\Z")
 
 
 def _sha(value: object) -> str:
-    if not _SHA.match(_text(value)):
-        raise _fail("expected a SHA-256 in hexadecimal")
+    if not _SHA.match(read_text(value)):
+        raise bad("expected a SHA-256 in hexadecimal")
     return str(value)
 
 
 def _constant(value: object) -> Constant:
-    name, spec, entry, offset, external, sha256 = _list(value, 6)
-    outside = _text(external)
+    name, spec, entry, offset, external, sha256 = read_list(value, 6)
+    outside = read_text(external)
     if outside and (not outside.isprintable() or any(sign in outside for sign in "/\\:") or outside in (".", "..")):
-        raise _fail(f"external data {outside[:80]!r} is not the plain name of a file beside the program")
-    digest = _sha(sha256) if outside else _text(sha256)
-    return Constant(_text(name), _spec(spec), _text(entry), _number(offset), outside, digest)
+        raise bad(f"external data {outside[:80]!r} is not the plain name of a file beside the program")
+    digest = _sha(sha256) if outside else read_text(sha256)
+    return Constant(read_text(name), _spec(spec), read_text(entry), read_number(offset), outside, digest)
 
 
 def _compile_spec(value: object) -> CompileSpec:
-    key, raw = _list(value, 2)
-    return CompileSpec(_text(key), base64.b64decode(_text(raw), validate=True))
+    key, raw = read_list(value, 2)
+    return CompileSpec(read_text(key), base64.b64decode(read_text(raw), validate=True))
 
 
 def _backend_name(value: object) -> str:
-    name = _text(value)
+    name = read_text(value)
     if not name.isidentifier() or len(name) > _MAX_NAME:
-        raise _fail(f"{name[:_MAX_NAME]!r} is not the name of a backend")
+        raise bad(f"{name[:_MAX_NAME]!r} is not the name of a backend")
     return name
 
 
 def _delegate(value: object, constants: int) -> Delegate:
-    found = _object(value)
-    inputs = _each(_spec, found["inputs"])
-    pairs = [_list(pair, 2) for pair in _list(found["constants"])]
-    bound = {_number(position, len(inputs)): _number(which, constants) for position, which in pairs}
+    found = read_object(value)
+    inputs = read_each(_spec, found["inputs"])
+    pairs = [read_list(pair, 2) for pair in read_list(found["constants"])]
+    bound = {read_number(position, len(inputs)): read_number(which, constants) for position, which in pairs}
     return Delegate(
         _backend_name(found["backend"]),
-        _text(found["version"]),
-        _text(found["entry"]),
-        CompileSpecs(_each(_compile_spec, found["specs"])),
+        read_text(found["version"]),
+        read_text(found["entry"]),
+        CompileSpecs(read_each(_compile_spec, found["specs"])),
         inputs,
-        _each(_spec, found["outputs"]),
+        read_each(_spec, found["outputs"]),
         bound,
-        {key: _text(entry) for key, entry in _object(found["named_data"]).items()},
+        {key: read_text(entry) for key, entry in read_object(found["named_data"]).items()},
     )
 
 
@@ -295,16 +260,16 @@ class _Values:
         self.made: set[int] = set()
 
     def make(self, value: object) -> int:
-        number = _number(value, self.total)
+        number = read_number(value, self.total)
         if number in self.made:
-            raise _fail(f"value {number} is made twice")
+            raise bad(f"value {number} is made twice")
         self.made.add(number)
         return number
 
     def use(self, value: object) -> int:
-        number = _number(value, self.total)
+        number = read_number(value, self.total)
         if number not in self.made:
-            raise _fail(f"value {number} is used before it is made")
+            raise bad(f"value {number} is used before it is made")
         return number
 
 
@@ -315,114 +280,125 @@ def _check_argument(value: object, values: _Values) -> None:
     elif isinstance(value, dict):
         fields = cast("dict[str, object]", value)
         if len(fields) != 1:
-            raise _fail("an argument is malformed")
+            raise bad("an argument is malformed")
         if "n" in fields:
             values.use(fields["n"])
 
 
 def _instruction(value: object, values: _Values, delegates: Sequence[Delegate]) -> Instruction:
-    found = _object(value)
+    found = read_object(value)
     if "delegate" in found:
-        index = _number(found["delegate"], len(delegates))
+        index = read_number(found["delegate"], len(delegates))
         delegate = delegates[index]
-        args = tuple(values.use(one) for one in _list(found["args"], len(delegate.inputs) - len(delegate.constants)))
-        results = tuple(values.make(one) for one in _list(found["results"], len(delegate.outputs)))
+        args = tuple(
+            values.use(one) for one in read_list(found["args"], len(delegate.inputs) - len(delegate.constants))
+        )
+        results = tuple(values.make(one) for one in read_list(found["results"], len(delegate.outputs)))
         return Call(index, args, results)
-    args, kwargs = _list(found["args"]), _object(found["kwargs"])
+    args, kwargs = read_list(found["args"]), read_object(found["kwargs"])
     _check_argument(args, values)
     _check_argument(list(kwargs.values()), values)
-    several = _flag(found["several"])
-    results = tuple(None if one is None else values.make(one) for one in _list(found["results"]))
+    several = read_flag(found["several"])
+    results = tuple(None if one is None else values.make(one) for one in read_list(found["results"]))
     if not several and len(results) != 1:
-        raise _fail("an operator with one result has another number of them")
-    op = _text(found["op"])
+        raise bad("an operator with one result has another number of them")
+    op = read_text(found["op"])
     if not all(part.isidentifier() for part in op.split(".")):
-        raise _fail(f"there is no operator {op[:80]!r}")
-    return Kernel(op, tuple(args), kwargs, results, several, _number(found["handle"]))
+        raise bad(f"there is no operator {op[:80]!r}")
+    return Kernel(op, tuple(args), kwargs, results, several, read_number(found["handle"]))
 
 
 def _method(name: str, value: object, constants: Sequence[Constant]) -> Method:
-    found = _object(value)
-    values = _Values(_number(found["values"], 1 << 31))
-    inputs = _each(_input, found["inputs"])
+    found = read_object(value)
+    values = _Values(read_number(found["values"], 1 << 31))
+    inputs = read_each(_input, found["inputs"])
     numbers = iter(range(values.total))
     for one in inputs:
         if one.spec is not None:
             values.make(next(numbers, values.total))
-    pairs = [_list(pair, 2) for pair in _list(found["constants"])]
-    bound = {values.make(number): _number(which, len(constants)) for number, which in pairs}
-    delegates = _each(_delegate, found["delegates"], len(constants))
-    instructions = tuple(_instruction(one, values, delegates) for one in _list(found["instructions"]))
-    outputs = _each(_output, found["outputs"], values.total)
-    triples = [_list(triple, 3) for triple in _list(found["state"])]
-    state = tuple(StateUpdate(_number(c, len(constants)), values.use(v), values.use(r)) for c, v, r in triples)
+    pairs = [read_list(pair, 2) for pair in read_list(found["constants"])]
+    bound = {values.make(number): read_number(which, len(constants)) for number, which in pairs}
+    delegates = read_each(_delegate, found["delegates"], len(constants))
+    instructions = tuple(_instruction(one, values, delegates) for one in read_list(found["instructions"]))
+    outputs = read_each(_output, found["outputs"], values.total)
+    triples = [read_list(triple, 3) for triple in read_list(found["state"])]
+    state = tuple(StateUpdate(read_number(c, len(constants)), values.use(v), values.use(r)) for c, v, r in triples)
     for one in state:
         if bound.get(one.value) != one.constant:
-            raise _fail("a buffer's value is not the buffer's")
+            raise bad("a buffer's value is not the buffer's")
     for output in outputs:
         if output.value is not None:
             values.use(output.value)
     if len(values.made) != values.total:
-        raise _fail("there are values that nothing makes")
+        raise bad("there are values that nothing makes")
     return Method(name, values.total, inputs, outputs, bound, state, delegates, instructions)
 
 
 def _document(value: object) -> Document:
-    found = _object(value)
-    constants = _each(_constant, found["constants"])
+    found = read_object(value)
+    constants = read_each(_constant, found["constants"])
     digests: dict[str, tuple[int, str]] = {}
-    for name, pair in _object(found["digests"]).items():
-        size, sha256 = _list(pair, 2)
-        digests[name] = (_number(size), _sha(sha256))
-    methods = {name: _method(name, one, constants) for name, one in _object(found["methods"]).items()}
+    for name, pair in read_object(found["digests"]).items():
+        size, sha256 = read_list(pair, 2)
+        digests[name] = (read_number(size), _sha(sha256))
+    methods = {name: _method(name, one, constants) for name, one in read_object(found["methods"]).items()}
     if not methods:
-        raise _fail("there is no method")
+        raise bad("there is no method")
     for constant in constants:
         if not constant.external:
             size, _ = digests[constant.entry]
             if constant.offset + constant.spec.extent > size:
-                raise _fail(f"constant {constant.name!r} reaches beyond its entry")
+                raise bad(f"constant {constant.name!r} reaches beyond its entry")
         if constant.offset % ELEMENT_SIZE[constant.spec.dtype]:
-            raise _fail(f"constant {constant.name!r} is not aligned")
+            raise bad(f"constant {constant.name!r} is not aligned")
     for delegate in (one for method in methods.values() for one in method.delegates):
         for position, which in delegate.constants.items():
             if delegate.inputs[position] != constants[which].spec:
-                raise _fail(f"constant {constants[which].name!r} does not fit the delegate that it is for")
+                raise bad(f"constant {constants[which].name!r} does not fit the delegate that it is for")
         for entry in (delegate.entry, *delegate.named_data.values()):
             if entry not in digests:
-                raise _fail(f"a delegate's entry {entry!r} has no checksum")
-    producer = {key: _text(one) for key, one in _object(found["producer"]).items()}
-    return Document(methods, list(constants), digests, producer)
+                raise bad(f"a delegate's entry {entry!r} has no checksum")
+    producer = {key: read_text(one) for key, one in read_object(found["producer"]).items()}
+    dynamic = {name: read_dynamic(name, one, methods) for name, one in read_object(found.get("dynamic", {})).items()}
+    variants = [variant for name, one in dynamic.items() for variant in one.names(name)]
+    if left := {name for name in methods if "@" in name}.difference(variants):
+        raise bad(f"method {min(left)[:80]!r} has the name of a variant, but is none")
+    return Document(methods, list(constants), digests, producer, dynamic)
 
 
 def _ident(value: object) -> int | str:
     if isinstance(value, (int, str)) and not isinstance(value, bool):
         return value
-    raise _fail("expected a number or text")
+    raise bad("expected a number or text")
 
 
 def _debug_map(value: object) -> dict[int | str, tuple[int, ...]]:
-    return {_ident(ident): _each(_number, handles) for ident, handles in (_list(pair, 2) for pair in _list(value))}
+    return {
+        _ident(ident): read_each(read_number, handles)
+        for ident, handles in (read_list(pair, 2) for pair in read_list(value))
+    }
 
 
 def _debug(value: object) -> DebugInfo:
-    found = _object(value)
-    texts = _each(_text, found["texts"])
-    rows = [_list(row, 6) for row in _list(found["handles"])]
-    handles = {_number(handle): Place(*(texts[_number(at, len(texts))] for at in fields)) for handle, *fields in rows}
-    maps = {name: list(_each(_debug_map, one)) for name, one in _object(found["maps"]).items()}
+    found = read_object(value)
+    texts = read_each(read_text, found["texts"])
+    rows = [read_list(row, 6) for row in read_list(found["handles"])]
+    handles = {
+        read_number(handle): Place(*(texts[read_number(at, len(texts))] for at in fields)) for handle, *fields in rows
+    }
+    maps = {name: list(read_each(_debug_map, one)) for name, one in read_object(found["maps"]).items()}
     return DebugInfo(handles, maps)
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise _fail("a key is given twice")
+        raise bad("a key is given twice")
     return found
 
 
 def _no_constant(name: str) -> object:
-    raise _fail(f"{name} is not JSON")
+    raise bad(f"{name} is not JSON")
 
 
 def _json(data: bytes) -> Any:
@@ -439,9 +415,9 @@ def decode_header(data: memoryview, entry: str = PROGRAM) -> tuple[Header, int]:
     line, newline, _ = bytes(data[:1024]).partition(b"\n")
     try:
         if not newline:
-            raise _fail("it has no header")
-        found = _object(_json(line))
-        header = Header(_number(found["torchport"]), _number(found["oldest"]), "", 0)
+            raise bad("it has no header")
+        found = read_object(_json(line))
+        header = Header(read_number(found["torchport"]), read_number(found["oldest"]), "", 0)
         if header.version < OLDEST or header.oldest > VERSION:
             raise ProgramError(
                 f"this program file has version {header.version} and is for readers of version {header.oldest} and "
@@ -450,7 +426,7 @@ def decode_header(data: memoryview, entry: str = PROGRAM) -> tuple[Header, int]:
                 entry=entry,
                 code=ErrorCode.DELEGATE_INVALID_COMPATIBILITY,
             )
-        return Header(header.version, header.oldest, _sha(found["sha256"]), _number(found["size"])), len(line) + 1
+        return Header(header.version, header.oldest, _sha(found["sha256"]), read_number(found["size"])), len(line) + 1
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise _broken(entry, error) from error
 

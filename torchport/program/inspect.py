@@ -43,6 +43,12 @@ def _method(meta: MethodMeta) -> list[str]:
             + _specs(dict(delegate.specs))
         )
     lines += [f"  operator {op} × {count}" for op, count in meta.kernels.items()]
+    if meta.variants:
+        how = "inputs are padded up to a variant's sizes" if meta.padded else f"no padding: {meta.reason}"
+        lines.append(f"  {len(meta.variants)} variants ({how}); delegates above are of the largest")
+        for one in meta.variants:
+            nbytes = sum(delegate.nbytes for delegate in one.delegates)
+            lines.append(f"  variant {one.name}: {len(one.delegates)} delegates, {_size(nbytes)}")
     return lines
 
 

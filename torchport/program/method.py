@@ -14,12 +14,12 @@ from . import document as doc
 from .delegate import LoadedDelegate, Options, checked_options, find_backend, locate
 from .loader import SegmentInfo
 from .profile import Profile, Recorder
-from .values import check_literal, host_for
+from .values import Host, check_literal, host_for
 
 if TYPE_CHECKING:
     from .runtime import MethodMeta, Program
 
-__all__ = ["Method", "State"]
+__all__ = ["Method", "State", "positional"]
 
 Env = list[Any]
 Step = Callable[[Env], None]
@@ -81,9 +81,19 @@ class Method:
     """
 
     def __init__(
-        self, program: Program, name: str, options: Mapping[str, Options], state: State | None, profile: bool
+        self,
+        program: Program,
+        name: str,
+        options: Mapping[str, Options],
+        state: State | None,
+        profile: bool,
+        *,
+        host: Host | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
+        """``host`` and ``recorder`` are those of the method that this one is a variant of."""
         self.name = name
+        self._shared_host = host
         self._method = program.package.document.methods[name]
         self._program = program
         self._names = {one.name: position for position, one in enumerate(self._method.inputs)}
@@ -93,7 +103,8 @@ class Method:
         self._at: int | None = None
         self._given: Sequence[object] = ()
         self._temporary = TemporaryMemory()
-        self._recorder = Recorder(self._where) if profile else None
+        self._recorder = recorder if recorder is not None else Recorder(self._where) if profile else None
+        self._finish: Callable[[list[Any]], list[Any]] | None = None
         self.state = State() if state is None else state
         self._options = {delegate.backend: dict[str, Any]() for delegate in self._method.delegates}
         for backend, given in checked_options(options, program.backends).items():
@@ -105,7 +116,8 @@ class Method:
             _release(self._delegates)
             raise
         if self._recorder is not None:
-            self._recorder.events[:0] = program.load_events
+            if recorder is None:
+                self._recorder.events[:0] = program.load_events
             self._recorder.add("load", f"method {name}", started, time.perf_counter())
 
     # -- loading ---------------------------------------------------------------------------------------------------
@@ -117,7 +129,7 @@ class Method:
             for index, delegate in enumerate(method.delegates)
         ]
         kernels = [one for one in method.instructions if isinstance(one, doc.Kernel)]
-        self._host = host_for(bool(kernels) or any(not backend.torch_free for backend in backends))
+        self._host = self._shared_host or host_for(bool(kernels) or any(not one.torch_free for one in backends))
         self._initial: Env = [None] * method.values
         for number, constant in method.constants.items():
             self._initial[number] = program.constant(constant, self._host)
@@ -313,13 +325,17 @@ class Method:
                     code=ErrorCode.INVALID_STATE,
                 )
             self._begin(inputs, named)
-            try:
-                self._run()
-                return self._end()
-            finally:
-                self._clear()
-                if recorder is not None:
-                    recorder.add("execute", f"method {self.name}", started, time.perf_counter())
+            return self._complete(started)
+
+    def _complete(self, started: float = 0.0) -> tuple[Any, ...]:
+        """The rest of a run that was begun."""
+        try:
+            self._run()
+            return self._end()
+        finally:
+            self._clear()
+            if self._recorder is not None:
+                self._recorder.add("execute", f"method {self.name}", started, time.perf_counter())
 
     def _run(self) -> None:
         if self._runs_kernels:
@@ -336,7 +352,7 @@ class Method:
 
     def _begin(self, inputs: Sequence[object], named: Mapping[str, object]) -> None:
         if named:
-            inputs = self._positional(inputs, named)
+            inputs = positional(self.name, self._names, inputs, named)
         method = self._method
         if len(inputs) != len(method.inputs):
             names = ", ".join(one.name for one in method.inputs)
@@ -358,22 +374,10 @@ class Method:
         self._temporary.reset()
         self._env, self._at, self._given = env, 0, inputs
 
-    def _positional(self, inputs: Sequence[object], named: Mapping[str, object]) -> Sequence[object]:
-        missing = object()
-        filled: list[object] = [*inputs, *[missing] * (len(self._names) - len(inputs))]
-        for name, value in named.items():
-            position = self._names.get(name)
-            if position is None or position < len(inputs):
-                why = "is given twice" if position is not None else f"is none of: {', '.join(self._names)}"
-                raise MethodError(f"input {name!r} of method {self.name!r} {why}")
-            filled[position] = value
-        absent = [name for name, position in self._names.items() if filled[position] is missing]
-        if absent:
-            raise MethodError(f"method {self.name!r} misses inputs: {', '.join(absent)}")
-        return filled
-
     def _end(self) -> tuple[Any, ...]:
         outputs, updates = self._take(self._env)
+        if self._finish is not None:
+            outputs = self._finish(outputs)
         specs = [output.spec for output in self._method.outputs]
         results = self._host.results(outputs, specs, self._given)
         # Nothing can fail from here on: buffers change all together, or not at all.
@@ -382,7 +386,7 @@ class Method:
         return results
 
     def _clear(self) -> None:
-        self._env, self._at, self._given = [], None, ()
+        self._env, self._at, self._given, self._finish = [], None, (), None
         self._temporary.reset()
 
     # -- step by step ------------------------------------------------------------------------------------------------
@@ -470,6 +474,24 @@ class Method:
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_finalizing() and hasattr(self, "_delegates"):
             _release(self._delegates)
+
+
+def positional(
+    method: str, names: Mapping[str, int], inputs: Sequence[object], named: Mapping[str, object]
+) -> Sequence[object]:
+    """All inputs in order. Raises :class:`MethodError` for one that is missing, given twice or unknown."""
+    missing = object()
+    filled: list[object] = [*inputs, *[missing] * (len(names) - len(inputs))]
+    for name, value in named.items():
+        position = names.get(name)
+        if position is None or position < len(inputs):
+            why = "is given twice" if position is not None else f"is none of: {', '.join(names)}"
+            raise MethodError(f"input {name!r} of method {method!r} {why}")
+        filled[position] = value
+    absent = [name for name, position in names.items() if filled[position] is missing]
+    if absent:
+        raise MethodError(f"method {method!r} misses inputs: {', '.join(absent)}")
+    return filled
 
 
 def _reads(instruction: doc.Instruction) -> list[int]:

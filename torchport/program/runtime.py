@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from ..backend.registry import Registry
@@ -14,10 +14,12 @@ from ..backend.registry import registry as default_registry
 from ..core.errors import ErrorCode, MethodError, ProgramError
 from . import document as doc
 from .delegate import Options, checked_options
+from .dynamic import DynamicMethod, extent_name
 from .loader import SegmentInfo
 from .method import Method, State
 from .package import Package, Source, Verification, open_package
 from .profile import Event
+from .schema import Product, extent_of, product_of
 from .values import Host
 
 __all__ = ["DelegateMeta", "MethodMeta", "Program", "TensorMeta", "load"]
@@ -25,7 +27,11 @@ __all__ = ["DelegateMeta", "MethodMeta", "Program", "TensorMeta", "load"]
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """An input or output. ``dtype`` is empty where it is no tensor but always ``literal``."""
+    """An input or output. ``dtype`` is empty where it is no tensor but always ``literal``.
+
+    ``dynamic``: dimensions whose size changes, with a name (empty where there is none) and the range; ``shape`` is the
+    largest.
+    """
 
     name: str
     dtype: str
@@ -33,9 +39,18 @@ class TensorMeta:
     strides: tuple[int, ...]
     nbytes: int
     literal: doc.Literal = None
+    dynamic: Mapping[int, tuple[str, int, int]] = field(default_factory=dict[int, tuple[str, int, int]], hash=False)
+
+    def _size(self, dim: int) -> str:
+        if dim not in self.dynamic:
+            return str(self.shape[dim])
+        name, least, most = self.dynamic[dim]
+        return (f"{name}=" if name else "") + f"{least}..{most}"
 
     def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}" if self.dtype else repr(self.literal)
+        if not self.dtype:
+            return self.dynamic[0][0] if self.dynamic else repr(self.literal)
+        return f"{self.dtype}[{', '.join(map(self._size, range(len(self.shape))))}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +78,80 @@ class MethodMeta:
     kernels: Mapping[str, int]
     state: tuple[str, ...]
     constant_bytes: int
+    variants: tuple[MethodMeta, ...] = ()
+    """For a method with sizes that change: what it is lowered as; the other fields are of the largest one."""
+    padded: bool = False
+    reason: str = ""
+    """Why inputs are not padded, if they are not."""
 
     def uses_backend(self, name: str) -> bool:
         """Whether a delegate is the backend's."""
-        return any(delegate.backend == name for delegate in self.delegates)
+        return any(one.backend == name for meta in (self, *self.variants) for one in meta.delegates)
 
 
 def _tensor(name: str, spec: doc.Spec | None, literal: doc.Literal) -> TensorMeta:
     if spec is None:
         return TensorMeta(name, "", (), (), 0, literal)
     return TensorMeta(name, spec.dtype, spec.shape, spec.strides, spec.nbytes)
+
+
+def _ranged(one: TensorMeta, texts: Sequence[str | None], shapes: Sequence[tuple[int, ...]]) -> TensorMeta:
+    """A tensor with what is known of its dimensions: their names, where they have one, and the sizes that occur."""
+    ranges = [(min(sizes), max(sizes)) for sizes in zip(*shapes, strict=True)]
+    dynamic = {
+        dim: (text or "", *ranges[dim]) for dim, text in enumerate(texts) if text is not None or len({*ranges[dim]}) > 1
+    }
+    return replace(one, dynamic=dynamic)
+
+
+def dynamic_meta(method: str, dynamic: doc.Dynamic, variants: tuple[MethodMeta, ...]) -> MethodMeta:
+    """A method with sizes that change, from its variants."""
+    largest = variants[dynamic.variants.index(dynamic.largest)]
+    ends = [tuple(one.least for one in dynamic.symbols), tuple(one.most for one in dynamic.symbols)]
+    names = [one.name for one in dynamic.symbols]
+    inputs: list[TensorMeta] = []
+    for one, dims in zip(largest.inputs, dynamic.inputs, strict=False):
+        texts = [None if isinstance(dim, int) else extent_name(dim, dynamic.symbols) for dim in dims or ()]
+        inputs.append(_ranged(one, texts, [tuple(extent_of(dim, end) for dim in dims or ()) for end in ends]))
+    outputs: list[TensorMeta] = []
+    for at, (one, form) in enumerate(zip(largest.outputs, dynamic.outputs, strict=True)):
+        if form is None:
+            outputs.append(one)
+        elif form.dims is None:
+            seen = [int(variant.outputs[at].literal or 0) for variant in variants]
+            low, high = (
+                (min(seen), max(seen)) if form.number is None else (product_of(form.number, end) for end in ends)
+            )
+            name = "a size" if form.number is None else _product_name(form.number, names)
+            outputs.append(replace(one, literal=None, dynamic={0: (name, low, high)}))
+        else:
+            shapes_seen = [variant.outputs[at].shape for variant in variants]
+            texts = [None if dim is None else _product_name(dim, names) or None for dim in form.dims]
+            shapes = [
+                tuple(
+                    (min, max)[which](shape[d] for shape in shapes_seen) if dim is None else product_of(dim, end)
+                    for d, dim in enumerate(form.dims)
+                )
+                for which, end in enumerate(ends)
+            ]
+            outputs.append(_ranged(one, texts, shapes))
+    return replace(
+        largest,
+        name=method,
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        constant_bytes=max(one.constant_bytes for one in variants),
+        variants=variants,
+        padded=dynamic.padded,
+        reason=dynamic.reason,
+    )
+
+
+def _product_name(product: Product, names: Sequence[str]) -> str:
+    """A size in words; empty for a plain number."""
+    if all(symbol is None for _, symbol in product):
+        return ""
+    return "*".join(str(number) if symbol is None else names[symbol] for number, symbol in product)
 
 
 class Program:
@@ -98,7 +177,7 @@ class Program:
     @property
     def methods(self) -> tuple[str, ...]:
         """The methods' names, in the order they were lowered in."""
-        return tuple(self.package.document.methods)
+        return self.package.document.names()
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -114,13 +193,24 @@ class Program:
     def _described(self, name: str) -> doc.Method:
         found = self.package.document.methods.get(name)
         if found is None:
-            raise MethodError(
-                f"the program has no method {name!r}; it has: {', '.join(self.methods)}", code=ErrorCode.NOT_FOUND
-            )
+            raise self._unknown(name)
         return found
+
+    def _unknown(self, name: str) -> MethodError:
+        dynamic = self.package.document.dynamic.get(name)
+        if dynamic is not None:
+            variants = ", ".join(dynamic.names(name))
+            return MethodError(f"method {name!r} has variants; name one: {variants}", code=ErrorCode.NOT_FOUND)
+        return MethodError(
+            f"the program has no method {name!r}; it has: {', '.join(self.methods)}", code=ErrorCode.NOT_FOUND
+        )
 
     def meta(self, method: str = "forward") -> MethodMeta:
         """A method's inputs, outputs, delegates and sizes. Raises :class:`MethodError` (``NOT_FOUND``)."""
+        dynamic = self.package.document.dynamic.get(method)
+        if dynamic is not None:
+            variants = tuple(map(self.meta, dynamic.names(method)))
+            return dynamic_meta(method, dynamic, variants)
         found = self._described(method)
         document = self.package.document
         kernels = [one.op for one in found.instructions if isinstance(one, doc.Kernel)]
@@ -158,18 +248,20 @@ class Program:
         profile: bool | None = None,
     ) -> Method:
         """Initialise a method's delegates, in the order of their indices. Everything or nothing: if one fails, those
-        before it are destroyed.
+        before it are destroyed. For a method with sizes that change, this happens per variant, when a call needs it.
 
         ``backend_options`` are added to the program's. ``state`` is another method's, to share mutable buffers with it.
         Raises :class:`MethodError` for an unknown method or wrong options, :class:`DelegateError` for the rest
         (``NOT_FOUND`` where a backend is not installed or cannot run here).
         """
-        self._described(name)
+        if name not in self.methods:
+            raise self._unknown(name)
         with self._lock:
             options = {backend: dict(given) for backend, given in self._options.items()}
         for backend, given in checked_options(backend_options or {}, self.backends).items():
             options.setdefault(backend, {}).update(given)
-        return Method(self, name, options, state, self._profile if profile is None else profile)
+        kind = DynamicMethod if name in self.package.document.dynamic else Method
+        return kind(self, name, options, state, self._profile if profile is None else profile)
 
     def set_options(self, backend: str, **options: bool | int | float | str) -> None:
         """Change run-time options for methods that are loaded from now on."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from ..core.specs import CompileSpecs, contiguous_strides
 
@@ -15,6 +16,8 @@ __all__ = [
     "DebugInfo",
     "Delegate",
     "Document",
+    "Dynamic",
+    "Extent",
     "Header",
     "Input",
     "Instruction",
@@ -22,9 +25,15 @@ __all__ = [
     "Literal",
     "Method",
     "Output",
+    "OutputForm",
     "Place",
+    "Product",
     "Spec",
     "StateUpdate",
+    "Symbol",
+    "extent_of",
+    "product_of",
+    "variant_name",
 ]
 
 ELEMENT_SIZE: Final[Mapping[str, int]] = {
@@ -165,14 +174,84 @@ class Method:
     instructions: tuple[Instruction, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """A size that changes from call to call, and between which sizes."""
+
+    name: str
+    least: int
+    most: int
+
+
+Extent: TypeAlias = int | tuple[int, int, int]
+"""The size of an input's dimension: a number, or (symbol, multiple, offset)."""
+Product: TypeAlias = tuple[tuple[int, int | None], ...]
+"""A size as factors: (number, ``None``), or (0, symbol)."""
+
+
+def extent_of(extent: Extent, sizes: Sequence[int]) -> int:
+    """An input's size for these values of the symbols."""
+    return extent if isinstance(extent, int) else extent[1] * sizes[extent[0]] + extent[2]
+
+
+def product_of(product: Product, sizes: Sequence[int]) -> int:
+    """The size that factors amount to for these values of the symbols."""
+    return math.prod(number if symbol is None else sizes[symbol] for number, symbol in product)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputForm:
+    """How an output follows from the symbols: its dimensions (``None``: computed otherwise), or the number it is."""
+
+    dims: tuple[Product | None, ...] | None = None
+    number: Product | None = None
+
+
+def variant_name(method: str, sizes: Sequence[int]) -> str:
+    """The name of the method for these values of the symbols; none that a user can give."""
+    return f"{method}@{','.join(map(str, sizes))}"
+
+
+@dataclass(frozen=True, slots=True)
+class Dynamic:
+    """A method with sizes that change: one ordinary method per set of ``variants`` sizes.
+
+    ``padded``: a variant serves smaller sizes, too, and takes the true ones as further inputs (float32, 0-dim); else
+    ``reason`` says why each serves its own alone. ``inputs``: per input its dimensions, ``None`` for no tensor.
+    """
+
+    symbols: tuple[Symbol, ...]
+    inputs: tuple[tuple[Extent, ...] | None, ...]
+    outputs: tuple[OutputForm | None, ...]
+    variants: tuple[tuple[int, ...], ...]
+    padded: bool
+    reason: str = ""
+
+    def names(self, method: str) -> list[str]:
+        """The variants' names."""
+        return [variant_name(method, sizes) for sizes in self.variants]
+
+    @property
+    def largest(self) -> tuple[int, ...]:
+        """The sizes of the largest variant."""
+        return max(self.variants, key=lambda sizes: (math.prod(sizes), sizes))
+
+
 @dataclass(slots=True)
 class Document:
-    """A whole program. ``digests`` are the sizes and SHA-256 of the entries that it needs."""
+    """A whole program. ``digests`` are the sizes and SHA-256 of the entries that it needs; ``dynamic`` are methods
+    whose variants are among ``methods``."""
 
     methods: dict[str, Method]
     constants: list[Constant]
     digests: dict[str, tuple[int, str]]
     producer: dict[str, str] = field(default_factory=dict[str, str])
+    dynamic: dict[str, Dynamic] = field(default_factory=dict[str, Dynamic])
+
+    def names(self) -> tuple[str, ...]:
+        """The methods a user sees, each dynamic one in the place of its first variant."""
+        of_variant = {variant: name for name, one in self.dynamic.items() for variant in one.names(name)}
+        return tuple(dict.fromkeys(of_variant.get(name, name) for name in self.methods))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,19 @@ from .document import Input, Spec
 __all__ = ["Adapter", "Host", "NumpyHost", "TorchHost", "check_literal", "host_for"]
 
 
+Taken = tuple[slice, ...]
+
+
 def _misfit(where: str, expected: Spec, got: object, code: ErrorCode) -> MethodError:
     return MethodError(
         f"{where} should be {expected}, but is {got}; lower the model for that, or convert it", code=code
+    )
+
+
+def _no_memory(spec: Spec) -> MethodError:
+    return MethodError(
+        f"there is no memory for an input padded to {spec}; lower the model with smaller buckets=",
+        code=ErrorCode.MEMORY_ALLOCATION_FAILED,
     )
 
 
@@ -56,6 +66,22 @@ class Host:
 
     def copy(self, value: Any) -> Any:
         """A copy with memory of its own."""
+        raise NotImplementedError
+
+    def number(self, value: int) -> Any:
+        """A 0-dim float32 tensor."""
+        raise NotImplementedError
+
+    def pad(self, value: Any, spec: Spec) -> Any:
+        """A tensor of that spec that begins with the value and has zeros beyond it.
+
+        Raises :class:`MethodError` where there is no memory for it.
+        """
+        raise NotImplementedError
+
+    def part(self, value: Any, factors: Sequence[int] | None, taken: Taken, shape: Sequence[int]) -> Any:
+        """What ``taken`` picks of a value, in the shape ``shape``; row-major if the value is. ``factors``: the shape in
+        which it is picked, if that is not the value's own."""
         raise NotImplementedError
 
     def adapter(self, backend: Backend, device: BackendDevice) -> Adapter:
@@ -136,6 +162,30 @@ class TorchHost(Host):
     def copy(self, value: Any) -> Any:
         with self.torch.no_grad():
             return value.clone()
+
+    def number(self, value: int) -> Any:
+        return self.torch.tensor(value, dtype=self.torch.float32)
+
+    def pad(self, value: Any, spec: Spec) -> Any:
+        torch = self.torch
+        try:
+            if spec.is_contiguous:
+                more: list[int] = []
+                for size, given in zip(reversed(spec.shape), reversed(value.shape), strict=True):
+                    more += (0, size - given)
+                return torch.constant_pad_nd(value, more)
+            made = torch.empty_strided(spec.shape, spec.strides, dtype=value.dtype).zero_()
+        except (RuntimeError, MemoryError) as error:
+            raise _no_memory(spec) from error
+        made[tuple([slice(size) for size in value.shape])].copy_(value)
+        return made
+
+    def part(self, value: Any, factors: Sequence[int] | None, taken: Taken, shape: Sequence[int]) -> Any:
+        if factors is None:
+            found = value[taken]
+        else:
+            found = value.reshape(factors)[taken].reshape(shape)
+        return found if found.is_contiguous() or not value.is_contiguous() else found.contiguous()
 
     def adapter(self, backend: Backend, device: BackendDevice) -> Adapter:
         if backend.torch_free:
@@ -233,6 +283,28 @@ class NumpyHost(Host):
 
     def copy(self, value: Any) -> Any:
         return value.copy()
+
+    def number(self, value: int) -> Any:
+        return self.numpy.array(value, self.numpy.float32)
+
+    def pad(self, value: Any, spec: Spec) -> Any:
+        try:
+            if spec.is_contiguous:
+                made = self.numpy.zeros(spec.shape, value.dtype)
+            else:
+                steps = tuple(step * value.dtype.itemsize for step in spec.strides)
+                made = self.numpy.ndarray(spec.shape, value.dtype, bytearray(spec.extent), 0, steps)
+        except (MemoryError, ValueError) as error:
+            raise _no_memory(spec) from error
+        made[tuple([slice(size) for size in value.shape])] = value
+        return made
+
+    def part(self, value: Any, factors: Sequence[int] | None, taken: Taken, shape: Sequence[int]) -> Any:
+        if factors is None:
+            found = value[taken]
+        else:
+            found = value.reshape(factors)[taken].reshape(shape)
+        return found.copy() if value.flags.c_contiguous and not found.flags.c_contiguous else found
 
     def adapter(self, backend: Backend, device: BackendDevice) -> Adapter:
         return Adapter(lambda value, spec: ArrayData(device, spec, value), lambda data: data.array)

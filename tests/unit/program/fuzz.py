@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from programs import add_sub_registry, counter, entries_of, kernels, packed, real_program, summing, weight
+from programs import add_sub_registry, counter, entries_of, kernels, packed, padding, real_program, summing, weight
 
 from torchport import runtime
 from torchport.core.errors import TorchportError
@@ -68,7 +68,7 @@ class Seed:
 
 def seeds() -> list[Seed]:
     """Programs whose weights are elsewhere; with PyTorch's operators around a delegate; with two delegates and a
-    constant; with a buffer; with delegates that share their bytes."""
+    constant; with a buffer; with delegates that share their bytes; with sizes that change."""
     text = b"aten::add(%0,%1)<debug_handle>1|%2"
     constant, blobs = weight((0.5, 1.5))
 
@@ -93,7 +93,10 @@ def seeds() -> list[Seed]:
     safetensors.write(checkpoint, {**tensors, "other": safetensors.Tensor("int64", (1,), memoryview(b"\1" * 8))})
     around = plain(kernels())
     leftover = packed(entries_of([around], (), {one.entry: text for one in around.delegates}))
+    padded, dynamic, bytes_of = padding(backend="add_sub", version="1", specs=CompileSpecs())
+    changing = packed(entries_of(padded, (), bytes_of, dynamic=dynamic))
     return [
+        Seed(changing, 2, ((11.0, 22.0),)),
         Seed(elsewhere, 1, ((1.5, 3.5), (0.5, 1.5)), checkpoint.getvalue()),
         Seed(leftover, 2, ((11.0,),)),
         Seed(real_program(), 2, ((1.0, 2.0),)),

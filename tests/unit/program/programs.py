@@ -30,6 +30,7 @@ from torchport.program.document import (
     DebugInfo,
     Delegate,
     Document,
+    Dynamic,
     Input,
     Kernel,
     Method,
@@ -37,7 +38,9 @@ from torchport.program.document import (
     Place,
     Spec,
     StateUpdate,
+    Symbol,
 )
+from torchport.program.schema import Extent, OutputForm
 from torchport.program.writer import BLOBS, ROOT, digest, program_entries
 
 F2 = Spec("float32", (2,), (1,))
@@ -182,6 +185,7 @@ def entries_of(
     constants: Sequence[Constant] = (),
     blobs: Mapping[str, bytes] | None = None,
     debug: DebugInfo | None = None,
+    dynamic: Mapping[str, Dynamic] | None = None,
 ) -> list[tuple[str, Any]]:
     """All entries of a program; delegates' bytes are their tags unless ``blobs`` has them."""
     found = dict(blobs or {})
@@ -189,7 +193,8 @@ def entries_of(
         for one in method.delegates:
             found.setdefault(one.entry, one.entry.removeprefix(BLOBS).encode())
     digests = {name: digest(data) for name, data in found.items()}
-    document = Document({method.name: method for method in methods}, list(constants), digests, {"torchport": "test"})
+    named = {method.name: method for method in methods}
+    document = Document(named, list(constants), digests, {"torchport": "test"}, dict(dynamic or {}))
     default = DebugInfo({1: Place("layer.act", "model.py:3 in forward"), 2: Place("layer", "model.py:4 in forward")})
     default.maps = {method.name: [{"all": (1, 2)} for _ in method.delegates] for method in methods}
     return [*found.items(), *program_entries(document, default if debug is None else debug)]
@@ -221,6 +226,26 @@ def real_program() -> bytes:
     )  # fmt: skip
     debug = DebugInfo({1: Place("a", "model.py:3 in forward"), 2: Place("b", "model.py:4 in forward")})
     return packed(entries_of([method], [constant], blobs, debug))
+
+
+def padding(
+    sizes: Sequence[int] = (3, 5), backend: str = "recording", **more: Any
+) -> tuple[list[Method], dict[str, Dynamic], dict[str, bytes]]:
+    """``x, y → x + y`` for ``n`` numbers, padded up to ``sizes``: its variants, its section, its delegates' bytes."""
+    methods: list[Method] = []
+    blobs: dict[str, bytes] = {}
+    for size in sizes:
+        spec, true = Spec("float32", (size,), (1,)), Spec("float32", (), ())
+        one = replace(delegate(backend, f"padded{size}", 2, **more), inputs=(spec, spec), outputs=(spec,))
+        blobs[one.entry] = b"aten::add(%0,%1)<debug_handle>1|%2"
+        inputs = (Input("x", spec), Input("y", spec), Input("true_size_0", true))
+        steps = (Call(0, (0, 1), (3,)),)
+        methods.append(Method(f"forward@{size}", 4, inputs, (Output(3, spec),), {}, (), (one,), steps))
+    form = OutputForm((((0, 0),),))
+    dims: tuple[Extent, ...] = ((0, 1, 0),)
+    symbols = (Symbol("n", 1, max(sizes)),)
+    section = Dynamic(symbols, (dims, dims), (form,), tuple((size,) for size in sizes), True)
+    return methods, {"forward": section}, blobs
 
 
 def add_sub_registry() -> Registry:

@@ -214,12 +214,12 @@ def test_check_header() -> None:
     assert runtime.check_header(data[:-1]) == "not_present"
     assert runtime.check_header(b"x" * 4096) == "not_present"
     newer = [
-        (name, value.replace(b'"oldest":1', b'"oldest":2').replace(b'"torchport":1', b'"torchport":2'))
+        (name, value.replace(b'"oldest":1', b'"oldest":3').replace(b'"torchport":2', b'"torchport":3'))
         if name.endswith("program.json") else (name, value)
         for name, value in entries
     ]  # fmt: skip
     assert runtime.check_header(packed(newer)) == "incompatible"
-    with pytest.raises(ProgramError, match="reads versions 1 to 1") as caught:
+    with pytest.raises(ProgramError, match="reads versions 1 to 2") as caught:
         runtime.load(packed(newer))
     assert caught.value.code == ErrorCode.DELEGATE_INVALID_COMPATIBILITY == 0x30
 

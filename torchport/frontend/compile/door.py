@@ -12,9 +12,11 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import fx
 
+from ...backend.buckets import Symbols, other_size
 from ...backend.builder import capture_of
 from ...backend.compiler import computations
 from ...backend.fx_normalise import has_symbols, normalise
+from ...backend.masking import Inexact, mask_padding
 from ...backend.partition import partition
 from ...core import metrics
 from ...core.errors import GraphError
@@ -22,9 +24,8 @@ from ...core.specs import TensorSpec
 from ...lazy.kernels import registrar_of
 from ...lazy.tensor import DEVICE_TYPE
 from ...lazy.torch_state import default_state, modes_are_on
-from .buckets import PaddedProgram, Symbols
+from .buckets import PaddedProgram
 from .fake import handle_handles
-from .masking import Inexact, mask_padding
 from .options import Options
 from .places import Place, place_of
 from .program import make_program
@@ -152,7 +153,7 @@ class CompiledGraph:
         assert symbols is not None
         if not self.place.is_here(torch.device("cpu")):
             raise Inexact(f"the tensors are on {self.place.device}")
-        others = [size - 1 if size > 3 else size + 1 for size in sizes]
+        others = [other_size(size) for size in sizes]
         sets = [sizes, *([*sizes[:at], other, *sizes[at + 1 :]] for at, other in enumerate(others))]
         with default_state():
             try:

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from ...backend.buckets import Buckets
 from ...backend.interface import Backend
 from ...backend.registry import registry
 from ...core.errors import ConfigError
 from ...core.specs import CompileSpec, CompileSpecs
-from .buckets import Buckets
 
 __all__ = ["Options"]
 

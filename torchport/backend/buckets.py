@@ -1,0 +1,98 @@
+"""Buckets and symbols: which sizes that change are padded up to which, and where their values are found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import torch
+from torch import fx
+
+from ..core.errors import ConfigError
+from ..core.specs import TensorSpec
+from .masker import Inexact
+
+__all__ = ["SMALLEST", "Buckets", "Symbols", "other_size"]
+
+SMALLEST: Final = 8
+"""The smallest bucket where none are given."""
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """The sizes to pad to, ascending; empty: powers of two from 8 on."""
+
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, value: Any) -> Buckets | None:
+        """The option ``buckets``: ``True``, or a list of sizes. Raises :class:`ConfigError`."""
+        if value is None or value is False:
+            return None
+        if value is True:
+            return cls(())
+        found = cast("list[Any]", list(value)) if isinstance(value, (list, tuple)) else []
+        if not found or not all(isinstance(size, int) and size > 1 for size in found):
+            raise ConfigError(f'option "buckets" is {value!r}, but must be True, or a list of whole numbers above 1')
+        return cls(tuple(sorted(set(found))))
+
+    def of(self, size: int) -> int | None:
+        """The bucket for a size; ``None`` for one beyond the largest."""
+        if self.sizes:
+            return next((bucket for bucket in self.sizes if bucket >= size), None)
+        return max(SMALLEST, 1 << (size - 1).bit_length())
+
+
+def _expression(number: Any) -> Any:
+    """The sympy expression of a symbolic number; a plain one as it is."""
+    return number.node.expr if isinstance(number, torch.SymInt) else number
+
+
+class Symbols:
+    """The symbols in a graph's inputs: where their values are found, and what the inputs are for others."""
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        """Raises :class:`Inexact` for a symbol whose value is not a size or number among the inputs."""
+        self.inputs = [node.meta.get("val") for node in graph.graph.nodes if node.op == "placeholder"]
+        outputs: Any = graph.graph.output_node().args[0]
+        self.outputs = [node.meta.get("val") if isinstance(node, fx.Node) else node for node in outputs]
+        self._sources: dict[Any, tuple[int, int | None]] = {}
+        free: set[Any] = set()
+        for at, value in enumerate(self.inputs):
+            if isinstance(value, (torch.SymFloat, torch.SymBool)):
+                raise Inexact("a number that is no size changes")
+            sizes = [(None, value)] if not isinstance(value, torch.Tensor) else list(enumerate(value.shape))
+            for dim, size in sizes:
+                expression = _expression(size)
+                if not isinstance(size, torch.SymInt):
+                    continue
+                free |= expression.free_symbols
+                if expression.is_Symbol:
+                    self._sources.setdefault(expression, (at, dim))
+        if free - set(self._sources):
+            raise Inexact("an input has a size that is computed from one that changes")
+        self.names = tuple(self._sources)
+
+    def values(self, args: Sequence[Any]) -> tuple[int, ...]:
+        """The symbols' values in a call."""
+        return tuple(args[at] if dim is None else args[at].shape[dim] for at, dim in self._sources.values())
+
+    def number(self, value: Any, values: Sequence[int]) -> Any:
+        """A size or number for these values of the symbols."""
+        if not isinstance(value, torch.SymInt):
+            return value
+        return int(_expression(value).xreplace(dict(zip(self.names, values, strict=True))))
+
+    def spec(self, value: Any, values: Sequence[int]) -> Any:
+        """The spec of a tensor, or the number that another value is, for these values of the symbols."""
+        if not isinstance(value, torch.Tensor):
+            return self.number(value, values)
+        shape = tuple(self.number(size, values) for size in value.shape)
+        strides = tuple(self.number(stride, values) for stride in value.stride())
+        return TensorSpec(shape, value.dtype, strides)
+
+
+def other_size(size: int) -> int:
+    """Another size for a symbol, to see what depends on it (:func:`~torchport.backend.masking.mask_padding`)."""
+    return size - 1 if size > 3 else size + 1
