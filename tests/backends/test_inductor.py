@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
@@ -430,3 +431,20 @@ def test_indexing_nothing_with_a_mask() -> None:
     indices = [torch.zeros(2, 1, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int64)]
     there = torch.ops.aten._unsafe_masked_index(x.to("port"), mask.to("port"), [i.to("port") for i in indices], 7.0)
     assert there.tolist() == [[7.0, 7.0], [7.0, 7.0]]
+
+
+@pytest.mark.parametrize(("size", "functions"), [(64, 1), (512, 3)])
+def test_large_parameters_are_updated_one_at_a_time(size: int, functions: int) -> None:
+    """All results of a function are allocated before it runs: in one, all old and new values would be there at once."""
+
+    def update(rate: torch.Tensor, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        momenta = [m * rate[0] + g for g, m in zip(values[1::3], values[2::3], strict=True)]
+        return *momenta, *(p - rate[1] * m - rate[2] * p for p, m in zip(values[::3], momenta, strict=True))
+
+    inputs = [torch.rand(3), *[torch.rand(size, size) for _ in range(9)]]
+    graph, given = normal_form(update, inputs)
+    backend = InductorBackend()
+    text = backend.text(backend.preprocess(graph, CompileSpecs()))
+    assert len(re.findall(r"^ +cpp_fused_\w+\(", text, re.MULTILINE)) == functions
+    for ours, theirs in zip(run(backend, graph, given), update(*inputs), strict=True):
+        torch.testing.assert_close(ours, theirs)

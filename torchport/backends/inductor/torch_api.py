@@ -8,6 +8,7 @@ torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs         handles the C AB
 torch._C._aoti.AOTIModelContainerRunnerCpu                      runs graphs that need torch's proxy executor
 torch_exception_get_what_without_backtrace (C)                  what an operator that failed in compiled code said
 torch._guards.detect_fake_mode, TracingContext, tracing         passes look for the fake mode there
+torch._inductor.codegen.cpp.CppScheduling                       how many loops become one function
 torch._inductor.config.patch, list_options, list_mode_options   options of one compilation
 torch._inductor.compile_fx: _recursive_joint_graph_passes,      its passes over a graph, without its second tracing
   fake_tensor_prop, _recursive_record_original_output_strides,    through AOTAutograd, which a graph in normal form
@@ -45,7 +46,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import fx
@@ -181,6 +182,39 @@ def _fast() -> Iterator[None]:
         sys.setrecursionlimit(depth)
         if collecting:
             gc.enable()
+
+
+_LARGE: Final = 4 << 20
+"""Bytes of inputs from which memory counts more than the microseconds that a function of its own takes."""
+_ARGUMENTS: Final = 5
+"""Fewer tensors than the update of a parameter reads and makes, so that each is a function of its own."""
+
+
+_LITTLE: Final = 1024
+"""Bytes below which two loops that read the same do not save anything: the numbers that all of an optimizer's use."""
+
+
+@contextmanager
+def _separate_updates(graph: fx.GraphModule) -> Iterator[None]:
+    """Where tensors are large, keep Inductor from updating all of a model's parameters in one function of C++.
+
+    All results of a function are allocated before it runs, and what it reads is released after it: old and new parameters
+    and optimizer state would be there at a time.
+    """
+    from torch._inductor import config
+    from torch._inductor.codegen.cpp import CppScheduling
+
+    inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    if sum(value.numel() * value.element_size() for value in inputs) < _LARGE:
+        yield
+        return
+    before = CppScheduling.MAX_FUSED_KERNEL_ARGS_NUM
+    CppScheduling.MAX_FUSED_KERNEL_ARGS_NUM = min(before, _ARGUMENTS)
+    try:
+        with config.patch(score_fusion_memory_threshold=_LITTLE):
+            yield
+    finally:
+        CppScheduling.MAX_FUSED_KERNEL_ARGS_NUM = before
 
 
 @contextmanager
@@ -427,6 +461,7 @@ def generate(graph: fx.GraphModule, options: Mapping[str, Any]) -> Generated:
         if unknown:
             raise ConfigError(f'"inductor.options" names no option of torch._inductor.config: {", ".join(unknown)}')
         computed = {"cpp.threads": _threads(), "layout_optimization": channels_last_pays(graph)}
+        stack.enter_context(_separate_updates(graph))
         stack.enter_context(config.patch({**_OPTIONS, **computed, **options}))
         stack.enter_context(V.set_aot_compilation(True))
         stack.enter_context(DebugContext())
