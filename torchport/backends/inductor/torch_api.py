@@ -198,23 +198,25 @@ _LITTLE: Final = 1024
 def _separate_updates(graph: fx.GraphModule) -> Iterator[None]:
     """Where tensors are large, keep Inductor from updating all of a model's parameters in one function of C++.
 
-    All results of a function are allocated before it runs, and what it reads is released after it: old and new parameters
-    and optimizer state would be there at a time.
+    All results of a function are allocated before it runs, and what it reads is released after it: old and new
+    parameters and optimizer state would be there at a time.
     """
     from torch._inductor import config
-    from torch._inductor.codegen.cpp import CppScheduling
+    from torch._inductor.codegen import cpp
+
+    scheduling: Any = cpp.CppScheduling
 
     inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     if sum(value.numel() * value.element_size() for value in inputs) < _LARGE:
         yield
         return
-    before = CppScheduling.MAX_FUSED_KERNEL_ARGS_NUM
-    CppScheduling.MAX_FUSED_KERNEL_ARGS_NUM = min(before, _ARGUMENTS)
+    before = scheduling.MAX_FUSED_KERNEL_ARGS_NUM
+    scheduling.MAX_FUSED_KERNEL_ARGS_NUM = min(before, _ARGUMENTS)
     try:
         with config.patch(score_fusion_memory_threshold=_LITTLE):
             yield
     finally:
-        CppScheduling.MAX_FUSED_KERNEL_ARGS_NUM = before
+        scheduling.MAX_FUSED_KERNEL_ARGS_NUM = before
 
 
 @contextmanager

@@ -14,15 +14,21 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from torchport.backend.normal_form import alias_root, is_view
+from torchport.backend.normal_form import alias_root
 
 __all__ = ["is_sure", "peak", "reordered"]
 
 aten = torch.ops.aten
 _getitem: Any = operator.getitem
 _SURE: Final[frozenset[Any]] = frozenset(
-    {aten.where.self, aten.clone.default, aten._to_copy.default, aten.full.default, aten.full_like.default}
-)
+    {
+        aten.where.self, aten.clone.default, aten._to_copy.default, aten.full.default, aten.full_like.default,
+        aten.select.int, aten.slice.Tensor, aten.expand.default, aten.t.default, aten.transpose.int,
+        aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims,
+        aten.detach.default, aten.alias.default,
+    }
+)  # fmt: skip
+"""Besides elementwise operators. Of the views not those that depend on strides, or on what is conjugated."""
 _UNSURE: Final[frozenset[str]] = frozenset(
     f"aten::{name}{tail}" for name in ("remainder", "fmod", "floor_divide", "pow") for tail in ("", "_")
 )
@@ -30,9 +36,9 @@ _UNSURE: Final[frozenset[str]] = frozenset(
 
 
 def is_sure(node: fx.Node) -> bool:
-    """Whether an operator is elementwise or a view and cannot fail, whatever the values are."""
+    """Whether an operator is elementwise or a simple view and cannot fail, whatever the values are."""
     target: Any = node.target
-    if target is _getitem or target in _SURE or is_view(target):
+    if target is _getitem or target in _SURE:
         return True
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
         return False
