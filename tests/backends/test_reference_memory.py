@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 import torchport
+from torchport import aot
 from torchport.backend.interface import ExecutionContext, FreeableBuffer, InitContext
 from torchport.backends.reference import ReferenceBackend
 from torchport.backends.reference.in_place import write_over
@@ -26,6 +27,15 @@ def build(fn: Any, *inputs: torch.Tensor) -> tuple[fx.GraphModule, list[torch.Te
     """A function's graph, and the values of the inputs it gained."""
     graph, given_values = normal_form(fn, inputs)
     return graph, given_values[len(inputs) :]
+
+
+class Whole(nn.Module):
+    def __init__(self, fn: Any) -> None:
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fn(x)
 
 
 def targets(graph: Any) -> list[str]:
@@ -106,6 +116,30 @@ def test_what_is_not_written_over(fn: Any) -> None:
     (result,) = run(ReferenceBackend(), build(fn, *inputs)[0], [*inputs, *values])
     torch.testing.assert_close(result, fn(*inputs), rtol=0, atol=0)
     assert all(torch.equal(a, b) for a, b in zip(inputs, kept, strict=True))
+
+
+@pytest.mark.parametrize(
+    "views",
+    [
+        lambda a: torch.unsafe_split(a, 3, 1)[0],
+        lambda a: torch.unsafe_chunk(a, 3, 1)[1],
+        lambda a: torch.einsum("ij->ji", a),
+        lambda a: torch.einsum("ii->i", a),
+        lambda a: torch.meshgrid(a[0], a[1], indexing="ij")[0],
+    ],
+)
+def test_what_views_show_without_a_schemas_saying_so_is_not_written_over(views: Any) -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        a = x * 2
+        shown = views(a)
+        b = a + 1
+        return shown * b
+
+    torchport.use("reference")
+    x = torch.rand(3, 3)
+    assert torch.equal(fn(x.to("port")).cpu(), fn(x))
+    lowered = aot.lower(Whole(fn), (x,), backend="reference")
+    assert torch.equal(lowered(x), fn(x))
 
 
 STEPS = (

@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from torchport.backend.normal_form import alias_root
+from torchport.backend.normal_form import alias_root, is_view
 from torchport.core.specs import TensorSpec
 
 from .order import is_sure
@@ -26,6 +26,11 @@ def _is_fresh(node: fx.Node) -> bool:
     tags = getattr(node.target, "tags", ())
     new = node.target in _FRESH or (torch.Tag.core in tags and torch.Tag.pointwise in tags)
     return node.op == "call_function" and new and alias_root(node) is node
+
+
+def _is_hidden(node: fx.Node) -> bool:
+    """Whether nobody who reads a value, or a view of it, gives out its memory without the schema's saying so."""
+    return all(_is_fresh(user) or (is_view(user.target) and _is_hidden(user)) for user in node.users)
 
 
 def _written(target: Any) -> Any:
@@ -61,7 +66,7 @@ def write_over(graph: fx.GraphModule) -> None:
     for at, node in enumerate(nodes):
         target = _written(node.target) if node.op == "call_function" and is_sure(node) and node.args else None
         first = node.args[0] if node.args else None
-        if target is None or not _fits(node, first) or last[first] != at:  # type: ignore[index]
+        if target is None or not _fits(node, first) or last[first] != at or not _is_hidden(first):  # type: ignore
             continue
         if all(used is first or alias_root(used) is not first for used in node.all_input_nodes):
             made.append((node, target))
