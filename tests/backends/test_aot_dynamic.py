@@ -466,3 +466,36 @@ def test_bert(engine: str) -> None:
     assert [one.name for one in lowered.program.meta().variants] == [f"forward@8,{n}" for n in (8, 16, 32, 64)]
     for batch, length in ((2, 7), (1, 5), (8, 64), (3, 33), (1, 1), (5, 16)):
         check(lowered, model, make(batch, length))
+
+
+class Calls(nn.Module):
+    def __init__(self, fn: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.fn(x)
+
+
+def lower_fn(fn: Callable[[torch.Tensor], Any], example: torch.Tensor) -> Any:
+    return aot.lower(Calls(fn), (example,), backend="reference", dynamic_shapes=({0: Dim("b", max=16)},))
+
+
+def test_a_number_that_is_computed_from_a_size_is_no_output() -> None:
+    for fn in (lambda x: (x * 2, x.shape[0] / 2), lambda x: (x * 2, x.shape[0] % 2 == 0)):
+        with pytest.raises(UnsupportedOp, match="computed from a size that changes"):
+            lower_fn(fn, torch.rand(5, 4))
+
+
+@pytest.mark.parametrize(
+    ("fn", "example"),
+    [
+        (lambda x: x.sum(0) * x.sum().item(), torch.rand(5, 4)),  # has no masks, and does not come apart
+        (lambda x: x * 2, torch.rand(4).expand(5, 4)),  # an example whose elements share memory
+    ],
+)
+def test_odd_methods_with_sizes_that_change(fn: Any, example: torch.Tensor) -> None:
+    lowered = lower_fn(fn, example)
+    for size in (2, 5, 8, 9):
+        x = torch.rand(size, 4)
+        torch.testing.assert_close(lowered(x), fn(x))

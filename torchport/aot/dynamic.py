@@ -199,6 +199,11 @@ def _output_forms(exported: ExportedProgram, symbols: Sequence[Any]) -> tuple[Ou
             found.append(OutputForm(tuple(_product(_expression(size), symbols) for size in made.shape)))
         elif isinstance(made, torch.SymInt):
             found.append(OutputForm(None, _product(_expression(made), symbols)))
+        elif isinstance(made, (torch.SymFloat, torch.SymBool)) and made.node.expr.free_symbols:
+            raise UnsupportedOp(
+                f"an output is a number computed from a size that changes ({made.node.expr}); return the size itself, "
+                "or a tensor, and compute outside"
+            )
         else:
             found.append(None)
     return tuple(found)

@@ -43,7 +43,10 @@ _FORWARD: Final = "forward"
 
 # -- what is to be lowered -----------------------------------------------------------------------------------------
 def _distinct(given: Any) -> Any:
-    """Example arguments where no tensor occurs twice: ``torch.export`` takes one that does for one input."""
+    """Example arguments where no tensor occurs twice: ``torch.export`` takes one that does for one input.
+
+    None has elements that share memory either (``expand``): a program is given tensors of their own memory.
+    """
     seen: set[int] = set()
 
     def own(value: Any) -> Any:
@@ -51,6 +54,8 @@ def _distinct(given: Any) -> Any:
             return value
         known = id(value) in seen
         seen.add(id(value))
+        if value.layout is torch.strided and 0 in value.stride() and value.numel() > 1:
+            return value.clone(memory_format=torch.contiguous_format)
         return value.clone() if known else value
 
     return tree_map(own, given)
@@ -236,7 +241,11 @@ class _Lowering:
         for program in (functional, None):
             before = dict(self.debug.handles)
             if program is None:  # what torch.export keeps whole and has no rule may consist of operators that have one
-                program = functional_form(given, whole=False)
+                try:
+                    program = functional_form(given, whole=False)
+                except Exception as error:  # a number read from a tensor: each variant is tried for itself
+                    first = first or Inexact(f"the operators do not come apart ({type(error).__name__})")
+                    break
                 self._handles(others)
                 self._number(program.graph, given.graph)
             unchanged = _constants_of(program, state)

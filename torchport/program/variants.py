@@ -95,6 +95,8 @@ def _product(value: object, symbols: int) -> Product | None:
     found = None if value is None else read_each(_factor, value, symbols)
     if found is not None and len(found) > _MOST:
         raise bad("a size has too many factors")
+    if found is not None and len(found) > 1 and (0, None) in found:
+        raise bad("a size of 0 has other factors")
     return found
 
 
