@@ -222,6 +222,46 @@ def test_places_that_are_computed_from_sizes_or_constants() -> None:
         check(lowered, Picks(), (rand(n, 2),))
 
 
+class Of(nn.Module):
+    """A function as a model."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: torch.Tensor) -> Any:
+        return self.function(*args)
+
+
+def lowered_as(function: Callable[..., Any], make: Make, dims: Any, start: int, padded: bool, sizes: Any) -> None:
+    """A function's results for these sizes are eager's, and it is padded or is not."""
+    lowered = aot.lower(Of(function), make(*[start] * len(sizes[0])), dynamic_shapes=(dims,), backend="reference")
+    assert lowered.program.meta().padded == padded, lowered.program.meta().reason
+    for one in sizes:
+        check(lowered, Of(function), make(*one))
+
+
+ROWS: Make = lambda n: (rand(n, 4),)  # noqa: E731
+WHOLE: Make = lambda n: ((torch.arange(4 * n) % 7 + 3).view(n, 4), (torch.arange(4 * n) % 5 - 7).view(n, 4))  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    ("function", "make"),
+    [
+        (lambda x, y: (x // y, x % y, torch.fmod(x, y)), WHOLE),
+        (lambda x, y: (torch.div(x, y, rounding_mode="trunc"), torch.div(x, y, rounding_mode="floor"), 7 % y), WHOLE),
+        (lambda x, y: (x // (y * y), (x % y).sum(0), x // 3, x // x), WHOLE),
+        (lambda x: ((x > 0).amax(0), (x > 0).amin(0), (x > 9).max(0).values, (x < 9).min(0).values), ROWS),
+        (lambda x: (torch.frexp(x).mantissa, torch.frexp(x).exponent.sum(0)), ROWS),
+        (lambda x: (x.view(x.shape[0] * 4).sum(), x.mean(0), x.mean(), torch.arange(x.shape[0]) + x[:, 0]), ROWS),
+        (lambda x: (x.reshape(-1, 2).sum(0), x[None].expand(3, -1, -1).reshape(-1, 4).amax(0)), ROWS),
+    ],
+)
+def test_operators_whose_padding_is_exact(function: Callable[..., Any], make: Make) -> None:
+    dims = ({0: Dim("n", max=16)},) * len(make(3))
+    lowered_as(function, make, dims, 3, True, [(1,), (3,), (5,), (8,), (9,), (16,)])
+
+
 # -- where padding would change results --------------------------------------------------------------------------------
 @pytest.mark.parametrize("engine", ENGINES)
 def test_where_it_is_not_exact_there_is_a_variant_per_size(engine: str) -> None:
@@ -234,6 +274,65 @@ def test_where_it_is_not_exact_there_is_a_variant_per_size(engine: str) -> None:
     assert "inputs are not padded: aten.flip.default has no rule" in lowered.report()
     for n in range(1, 6):
         check(lowered, model, (rand(n, 2),))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x * ((x.shape[0] + 1) // 2),
+        lambda x: x * (x.shape[0] // 10),
+        lambda x: x * min(x.shape[0], 5),
+        lambda x: x.clamp(max=(x.shape[0] + 1) // 2),
+        lambda x: x.sum(0) * (x.shape[0] + x.shape[0] % 2),
+        lambda x: torch.ones((x.shape[0] + 1) // 2, 4).sum() + x,
+        lambda x: torch.arange((x.shape[0] + 1) // 2),
+        lambda x: torch.arange(x.shape[0], x.shape[0] + 4) + x,
+        lambda x: torch.arange(x.shape[0] - 4, x.shape[0]) + x,
+    ],
+)
+def test_what_is_computed_from_sizes_is_no_padding_s(function: Callable[..., Any]) -> None:
+    """Numbers that are equal for the bucket and for the size that it is compared with, but not for every size."""
+    lowered_as(function, ROWS, ({0: Dim("n", min=3, max=16)},), 7, False, [(3,), (5,), (9,), (15,), (16,)])
+
+
+def _pairs(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two dimensions made one, in both orders."""
+    return x.reshape(-1, 1, 4), y.reshape(-1, 1, 4)
+
+
+def _fused(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    return nn.functional.scaled_dot_product_attention(q[:, None], k[:, None], (k * 2)[:, None], attn_mask=mask)
+
+
+@pytest.mark.parametrize(
+    ("function", "padded"),
+    [
+        (lambda p, q: torch.bmm(p, q.transpose(1, 2)), False),
+        (lambda p, q: torch.matmul(p, q.transpose(1, 2)), False),
+        (lambda p, q: torch.addmm(q[:, 0], p[:, 0], torch.ones(4, 4)), False),
+        (lambda p, q: torch.baddbmm(q, p, (p * 2).transpose(1, 2) @ p), False),
+        (_fused, False),
+        (lambda p, q: _fused(p, p * 3, q[:, None, :, :1]), False),
+        (
+            lambda p, q: torch.bmm(p, (p * 2).transpose(1, 2)) + torch.addmm(p[:, 0], p[:, 0], torch.ones(4, 4)).sum(),
+            True,
+        ),
+        (lambda p, q: torch.baddbmm(p, p, (p * 2).transpose(1, 2) @ p), True),
+        (lambda p, q: _fused(p, p * 3, p[:, None, :, :1]), True),
+    ],
+)
+def test_dimensions_that_were_joined_in_different_orders_are_not_put_together(
+    function: Callable[..., Any], padded: bool
+) -> None:
+    b, t = Dim("b", max=3), Dim("t", max=5)
+    lowered_as(
+        lambda x, y: function(*_pairs(x, y)),
+        lambda b, t: (rand(b, t, 4), rand(t, b, 4)),
+        ({0: b, 1: t}, {0: t, 1: b}),
+        2,
+        padded,
+        [(2, 3), (3, 5), (1, 4), (3, 2)],
+    )
 
 
 def test_sizes_that_are_given_and_others() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import torchport
 from torchport import metrics
@@ -60,6 +61,17 @@ EXACT: dict[str, tuple[Callable[..., Any], Make, int]] = {
         0,
     ),
     "bools": (lambda x: (x.any(0), x.all(0), (~x).all()), lambda n: (rand(n, 3) > 0,), 0),
+    "bools, the largest": (
+        lambda x: (x.amax(0), x.amin(0), x.max(0), x.min(0)[0]),
+        lambda n: (rand(n, 3) > 0,),
+        0,
+    ),
+    "division of integers": (
+        lambda x, y: (x // y, x % y, torch.fmod(x, y), torch.div(x, y, rounding_mode="trunc").sum(0)),
+        lambda n: (torch.arange(3 * n).view(n, 3), torch.arange(3 * n).view(n, 3) % 5 + 2),
+        0,
+    ),
+    "several results": (lambda x: (*torch.frexp(x),), ROWS, 0),
     "half": (lambda x: (x.mean(0), x.sum(0)), lambda n: ((rand(n, 3) * 8).round().bfloat16(),), 0),
     "embedding": (
         lambda i: (nn.functional.embedding(i, TABLE) + PLACES[: i.shape[1]]).cumsum(1)[:, 0],
@@ -85,7 +97,7 @@ def check(fn: Callable[..., Any], make: Make, dim: int, backend: str, sizes: tup
             for arg in args:
                 torch._dynamo.mark_dynamic(arg, dim)
             ours, theirs = run(*args), fn(*args)
-            ours, theirs = (one if isinstance(one, tuple) else (one,) for one in (ours, theirs))
+            ours, theirs = (tree_leaves(one) for one in (ours, theirs))
             for got, want in zip(ours, theirs, strict=True):
                 torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
                 assert got.stride() == want.stride()
@@ -107,6 +119,10 @@ def test_padding_changes_nothing(name: str, backend: str) -> None:
         (lambda x: x.flip(0), "aten.flip.default has no rule"),
         (lambda x: x[-1] + 1, "one place of the padded dimension"),
         (lambda x: x * x.shape[0], "a number is computed from a size"),
+        (lambda x: x * ((x.shape[0] + 1) // 2), "a number is computed from a size"),
+        (lambda x: x.clamp(max=min(x.shape[0], 5)), "a number is computed from a size"),
+        (lambda x: torch.arange((x.shape[0] + 1) // 2), "a size is computed from one that changes"),
+        (lambda x: torch.arange(x.shape[0], x.shape[0] + 4) * x, "a number is computed from a size"),
         (lambda x: torch.cat([x, x]).sum(0), "joined to another"),
         (lambda x: x.t().reshape(-1).argmax(0), "a place in a padded tensor as one number"),
         (lambda x: x.t().reshape(-1).max(0).indices, "a place in a padded tensor as one number"),
@@ -114,7 +130,10 @@ def test_padding_changes_nothing(name: str, backend: str) -> None:
         (lambda x: x.t().reshape(-1).gather(0, torch.tensor([0, 11])), "places in a dimension of several"),
         (lambda x: x[1:].sum(0), "a part of the padded dimension|computed from one that changes"),
         (lambda x: x.var(0), "has no rule"),
-        (lambda x: x.reshape(2, -1).sum(1), "cuts the padded dimension|keep the padded dimension|do not explain"),
+        (
+            lambda x: x.reshape(2, -1).sum(1),
+            "cuts the padded dimension|keep the padded dimension|computed from one that changes",
+        ),
     ],
 )
 def test_where_it_would_each_shape_is_compiled_and_that_is_said(fn: Callable[..., Any], reason: str) -> None:

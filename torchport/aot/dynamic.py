@@ -21,7 +21,8 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..backend.buckets import SMALLEST, Buckets, other_size
+from ..backend.buckets import SMALLEST, Buckets, other_size, require_products
+from ..backend.buckets import product as _product
 from ..backend.builder import Capture
 from ..backend.fx_normalise import has_symbols
 from ..backend.infer import fake_tensor
@@ -29,7 +30,7 @@ from ..backend.masking import Inexact, Layout, Masked, mask_padding
 from ..core.errors import ConfigError, GraphError, UnsupportedOp
 from ..core.specs import TensorSpec
 from ..program import document as doc
-from ..program.schema import Extent, OutputForm, Product
+from ..program.schema import Extent, OutputForm
 from ..program.variants import LARGEST_PADDED
 
 __all__ = ["Shapes", "combinations", "dim_names", "padded_graphs", "section", "shapes_of", "specialise"]
@@ -115,27 +116,6 @@ def _affine(expression: Any, symbols: list[Any], where: str) -> Extent:
     raise UnsupportedOp(
         f"{where} is {expression}; sizes that change are a torch.export.Dim, or a multiple of one plus a number"
     )
-
-
-def _product(expression: Any, symbols: Sequence[Any]) -> Product | None:
-    """A size as factors; ``None`` for one that is computed otherwise."""
-    found: list[tuple[int, int | None]] = []
-    pending = [expression]
-    while pending:
-        one = pending.pop(0)
-        if isinstance(one, int) or getattr(one, "is_Integer", False):
-            if int(one) < 0:
-                return None
-            found.append((int(one), None))
-        elif one in symbols:
-            found.append((0, symbols.index(one)))
-        elif getattr(one, "is_Mul", False):
-            pending = [*one.args, *pending]
-        elif getattr(one, "is_Pow", False) and one.exp.is_Integer and 0 < int(one.exp) < 16:
-            pending = [*[one.base] * int(one.exp), *pending]
-        else:
-            return None
-    return tuple(found)
 
 
 def _end(bound: Any) -> int | None:
@@ -350,6 +330,7 @@ def padded_graphs(
         raise Inexact("an input has a size that is computed from one that changes")
     if any(form is not None and form.dims is None and form.number is None for form in shapes.outputs):
         raise Inexact("an output is a number that is computed from a size")
+    require_products(graph, shapes.symbols)
     found: dict[tuple[int, ...], fx.GraphModule] = {}
     forms: tuple[OutputForm | None, ...] | None = None
     kept = [spec.kind is OutputKind.USER_OUTPUT for spec in exported.graph_signature.output_specs]

@@ -8,15 +8,18 @@ from typing import Any, Final, cast
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from ..core.errors import ConfigError
 from ..core.specs import TensorSpec
-from .masker import Inexact
+from .masker import Factor, Inexact
 
-__all__ = ["SMALLEST", "Buckets", "Symbols", "other_size"]
+__all__ = ["SMALLEST", "Buckets", "Symbols", "other_size", "product", "require_products"]
 
 SMALLEST: Final = 8
 """The smallest bucket where none are given."""
+_NUMBERS: Final = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_OPERATORS: Final = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,55 @@ class Buckets:
 
 def _expression(number: Any) -> Any:
     """The sympy expression of a symbolic number; a plain one as it is."""
-    return number.node.expr if isinstance(number, torch.SymInt) else number
+    return number.node.expr if isinstance(number, _NUMBERS) else number
+
+
+def product(expression: Any, symbols: Sequence[Any]) -> tuple[Factor, ...] | None:
+    """A size as factors, a symbol with size 0; ``None`` for one that is computed otherwise."""
+    found: list[Factor] = []
+    pending = [expression]
+    while pending:
+        one = pending.pop(0)
+        if isinstance(one, int) or getattr(one, "is_Integer", False):
+            if int(one) < 0:
+                return None
+            found.append((int(one), None))
+        elif one in symbols:
+            found.append((0, symbols.index(one)))
+        elif getattr(one, "is_Mul", False):
+            pending = [*one.args, *pending]
+        elif getattr(one, "is_Pow", False) and one.exp.is_Integer and 0 < int(one.exp) < 16:
+            pending = [*[one.base] * int(one.exp), *pending]
+        else:
+            return None
+    return tuple(found)
+
+
+def require_products(graph: fx.GraphModule, symbols: Sequence[Any]) -> None:
+    """Raises :class:`Inexact` where an operator gets or makes a size or number that is no product of symbols.
+
+    Padding compares graphs for two values of a symbol, which tells products from constants. Anything else may be equal
+    for both and another one for a third: ``(s + 1) // 2`` for 15 and 16. What is computed from sizes counts where an
+    operator gets it, not on its way there.
+    """
+
+    def otherwise(value: Any) -> bool:
+        expression = _expression(value)
+        free = getattr(expression, "free_symbols", set())
+        return not free.isdisjoint(symbols) and product(expression, symbols) is None
+
+    for node in graph.graph.nodes:
+        # Arithmetic on sizes is functions of Python, and what only checks sizes has no users.
+        if node.op != "call_function" or not isinstance(node.target, _OPERATORS) or not node.users:
+            continue
+        made = [leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
+        if any(otherwise(size) for tensor in made for size in tensor.shape):
+            raise Inexact("a size is computed from one that changes")
+        given = [
+            arg.meta.get("val") if isinstance(arg, fx.Node) else arg for arg in tree_leaves((node.args, node.kwargs))
+        ]
+        if any(otherwise(number) for number in given if isinstance(number, _NUMBERS)):
+            raise Inexact("a number is computed from a size that changes")
 
 
 class Symbols:

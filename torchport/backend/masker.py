@@ -285,6 +285,8 @@ class Masker:
         elif torch.Tag.pointwise in getattr(node.target, "tags", ()):
             self.same_constants(node, variants)
             made, layout = self.copy(node), broadcast([self.layout(n) for n in inputs])
+            if not isinstance(node.meta["val"], torch.Tensor):
+                layout = [layout] * len(node.meta["val"])  # several results, such as those of frexp
         elif not self.any_padded(*inputs):
             self.same_constants(node, variants)
             made, layout = self.copy(node), tree_map(whole, node.meta["val"])

@@ -75,6 +75,17 @@ def _filled(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     return m.copy(node), m.from_shapes(node, variants)
 
 
+@rule_for(aten.div.Tensor_mode, aten.floor_divide.default, aten.remainder.Tensor, aten.remainder.Scalar_Tensor,
+          aten.fmod.Tensor)  # fmt: skip
+def _divided(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
+    """What is beyond the true size, mostly 0, would be an error to divide an integer by."""
+    m.same_constants(node, variants)
+    (divisor,) = _args(node, "other")
+    whole_numbers = not node.meta["val"].dtype.is_floating_point and isinstance(divisor, fx.Node)
+    instead = {divisor: m.masked(divisor, 1)} if whole_numbers else {}
+    return m.copy(node, instead), broadcast([m.layout(n) for n in node.all_input_nodes])
+
+
 @rule_for(aten.arange.default, aten.arange.start, aten.arange.start_step)
 def _counted(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     layout = m.from_shapes(node, variants)
@@ -83,8 +94,10 @@ def _counted(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
         (_args(node, "start")[0] if "start" in named else 0),
         (_args(node, "step")[0] if "step" in named else 1),
     )
-    if is_padded(layout[0]) and (start, step) != (0, 1):
-        raise Inexact("a range that does not count from 0")
+    if not is_padded(layout[0]):
+        m.same_constants(node, variants)  # where it starts may change, although its length does not
+    elif (start, step) != (0, 1) or any(_args(n, "end")[0] != n.meta["val"].shape[0] for n in (node, *variants)):
+        raise Inexact("a range that does not count from 0 up to a size")
     return m.copy(node), layout
 
 
@@ -153,7 +166,9 @@ def _slice(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
             raise Inexact("a part of the padded dimension is taken")
     else:
         made[dim] = m.symbol(length, [one.meta["val"].shape[dim] for one in variants])
-        if is_padded(made[dim]) and (start not in (None, 0) or step != 1):
+        if not is_padded(made[dim]):
+            m.same_constants(node, variants)  # it may begin elsewhere, and be as long
+        elif start not in (None, 0) or step != 1:
             raise Inexact("a slice of a size that changes does not begin at 0")
     return m.copy(node), tuple(made)
 
@@ -216,7 +231,9 @@ def _reduce(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
         made = m.copy(node)
     else:
         fill, dtype = _LEAST[node.target], source.meta["val"].dtype
-        if math.isinf(fill) and not dtype.is_floating_point:
+        if math.isinf(fill) and dtype is torch.bool:
+            fill = fill > 0
+        elif math.isinf(fill) and not dtype.is_floating_point:
             fill = torch.iinfo(dtype).min if fill < 0 else torch.iinfo(dtype).max
         # A place is told by its position, which is the true one along a dimension that is padded at its end only.
         inner = any(symbol is not None for d in dims for _, symbol in m.layout(source)[d][1:])
@@ -277,7 +294,9 @@ def _product(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
         instead = {first: m.masked(first, 0, [-1]), second: m.masked(second, 0, [inner])}
         if first is second:
             raise Inexact("a product of a tensor with itself over the padded dimension")
-    after = (*left[:-1], *(right[-1:] if len(right) > 1 else ()))
+    after = (*broadcast([left[:-2], right[:-2]]), *left[-2:-1], *(right[-1:] if len(right) > 1 else ()))
+    if node.target in (aten.addmm.default, aten.baddbmm.default):
+        after = broadcast([after, m.layout(_args(node, "self")[0])])
     return m.copy(node, instead), after
 
 
@@ -290,7 +309,10 @@ def _attention(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
         raise Inexact("attention over dimensions that are padded in different ways")
     m.same_constants(node, variants)
     whole_op = node.target is aten.scaled_dot_product_attention.default
-    after: Any = (*asked[:-1], layout[-1]) if whole_op else [(*asked[:-1], layout[-1]), asked[:-1]]
+    rows = (*broadcast([asked[:-2], kept[:-2], layout[:-2]]), asked[-2])
+    if given is not None:
+        broadcast([(*rows, kept[-2]), m.layout(given)])
+    after: Any = (*rows, layout[-1]) if whole_op else [(*rows, layout[-1]), rows]
     if _args(node, "dropout_p") != [0.0] or (whole_op and _args(node, "enable_gqa") != [False]):
         raise Inexact("attention with dropout or grouped heads")
     if not is_padded(kept[-2]):
@@ -307,8 +329,6 @@ def _attention(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     if given is None:
         zero = b(aten.full.default, [], 0.0, dtype=dtype, device=torch.device("cpu"))
         weight = b.cast(b(aten.where.ScalarOther, true, zero, -math.inf), dtype)
-    elif m.layout(given)[-1] not in ((), kept[-2]):
-        raise Inexact("attention with a mask that is padded in another way")
     elif given.meta["val"].dtype is torch.bool:
         weight = b(aten.logical_and.default, m.values[given], true)
     else:

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import fx
 
-from ...backend.buckets import Symbols, other_size
+from ...backend.buckets import Symbols, other_size, require_products
 from ...backend.builder import capture_of
 from ...backend.compiler import computations
 from ...backend.fx_normalise import has_symbols, normalise
@@ -118,10 +118,12 @@ class CompiledGraph:
     # -- buckets ---------------------------------------------------------------------------------------------
     def _find_symbols(self) -> Symbols | None:
         try:
-            return Symbols(self.graph)
+            symbols = Symbols(self.graph)
+            require_products(self.graph, symbols.names)
         except Inexact as error:
             self._say_exact(error)
             return None
+        return symbols
 
     def _say_exact(self, why: Inexact) -> None:
         """Buckets were asked for and cannot be: each set of shapes is compiled for itself from now on."""
