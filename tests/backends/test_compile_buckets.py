@@ -71,7 +71,6 @@ EXACT: dict[str, tuple[Callable[..., Any], Make, int]] = {
         lambda n: (torch.arange(3 * n).view(n, 3), torch.arange(3 * n).view(n, 3) % 5 + 2),
         0,
     ),
-    "several results": (lambda x: (*torch.frexp(x),), ROWS, 0),
     "half": (lambda x: (x.mean(0), x.sum(0)), lambda n: ((rand(n, 3) * 8).round().bfloat16(),), 0),
     "embedding": (
         lambda i: (nn.functional.embedding(i, TABLE) + PLACES[: i.shape[1]]).cumsum(1)[:, 0],
