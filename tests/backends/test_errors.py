@@ -316,3 +316,11 @@ def test_registering_a_name_twice_is_refused(device: torch.device) -> None:
 
     says(caught(lambda: torchport.register(Again), torchport.TorchportError), "reference", "registered already")
     usable(device)
+
+
+def test_two_handles_of_one_value_survive_an_operator_that_is_refused(device: torch.device) -> None:
+    x = torch.rand(2, 3).to(device)
+    y = x.detach()
+    with pytest.raises(RuntimeError):
+        x.matmul(y)
+    torch.testing.assert_close(y.cumsum(-1).cpu(), x.cpu().cumsum(-1))

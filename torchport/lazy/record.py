@@ -136,6 +136,10 @@ class _Mark:
             del trace.leaf_numbers[id(tensor)]
             tensor.number = NONE
         del trace.leaves[self.leaves :]
+        first = trace.base + LEAF + self.leaves
+        for handle in trace.made:  # another handle of such a leaf's value has the leaf's number, and is kept there
+            if handle.number >= first:
+                handle.number = NONE
         del trace.numbers[self.numbers :]
         if self.random:
             trace.runtime.take_back(trace.keys[self.keys])
