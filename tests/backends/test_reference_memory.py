@@ -149,6 +149,20 @@ STEPS = (
 )  # fmt: skip
 
 
+def test_a_view_of_a_view_of_a_view_and_so_on() -> None:
+    """Who shows a value's memory is followed by a loop: views of views are not limited by Python's stack."""
+
+    def far(x: torch.Tensor) -> torch.Tensor:
+        y = far = x + 1
+        for _ in range(1500):
+            far = aten.t.default(far)
+        return y * (far + 1)
+
+    graph, _ = build(far, torch.zeros(2, 3))
+    assert len(targets(graph)) > 1500
+    torch.testing.assert_close(run(ReferenceBackend(), graph, [torch.zeros(2, 3)])[0], torch.full((2, 3), 2.0))
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=14),

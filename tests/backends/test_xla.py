@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 import sys
@@ -554,49 +553,6 @@ def test_a_decomposition_that_writes_into_its_lists() -> None:
     assert there.grad is not None
     torch.testing.assert_close(there.grad.cpu(), here.grad)
     assert torchport.metrics.counter("Fallback") == 0
-
-
-ENDING = """
-import atexit
-def told():  # registered first, so it runs last
-    from torchport.backends.xla.program import _open
-    print(sorted(program._plain is None for program in _open))
-atexit.register(told)
-"""
-USES = {
-    "lazy": "import torch, torchport; torchport.use('xla'); "
-    "y = torch.ones(3, device='port') + 1; y.tolist(); z = y + 1",
-    "compile": "import torch; f = torch.compile(lambda x: x + 1, backend='torchport', options={'backend': 'xla'}); "
-    "f(torch.ones(3))",
-    "aot": "import torch; from torchport import aot; "
-    "f = aot.lower(torch.nn.ReLU(), (torch.ones(3),), backend='xla'); f(torch.ones(3))",
-}
-
-
-@pytest.mark.parametrize("door", USES)
-def test_executables_are_released_when_the_process_ends(door: str) -> None:
-    done = subprocess.run([sys.executable, "-c", ENDING + USES[door]], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "True" in done.stdout
-    assert "False" not in done.stdout
-
-
-def test_the_end_waits_for_memory_that_xla_still_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread of XLA's that gives memory back while the interpreter ends made it end in ``std::terminate``."""
-    import jax
-
-    from torchport.backends.xla import values
-
-    array = values.to_array(rand(128), jax.devices()[0], True)
-    (alias, _), *_ = [held for held in values._lent.values() if held[1]() is array]
-    assert values.wait_for_lent_memory(0)  # an array that somebody holds is given back by whoever holds it
-    kept = alias()
-    del array
-    gc.collect()
-    assert not values.wait_for_lent_memory(0.01)
-    del kept
-    assert values.wait_for_lent_memory(5)
-    assert alias() is None
 
 
 def test_without_jax_the_rest_works_and_the_message_says_what_to_install() -> None:

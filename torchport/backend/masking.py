@@ -185,14 +185,20 @@ def _cat(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     return m.copy(node), tuple(made)
 
 
-@rule_for(aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
-def _split(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
+def _taken_apart(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> tuple[Layout, int]:
+    """The layout of what is taken apart, and along which dimension."""
     source, dim = _args(node, "self", "dim")
     before = m.layout(source)
     dim %= len(before)
     if is_padded(before[dim]):
-        raise Inexact("the padded dimension is split")
+        raise Inexact("the padded dimension is taken apart")
     m.same_constants(node, variants)
+    return before, dim
+
+
+@rule_for(aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
+def _split(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
+    before, dim = _taken_apart(m, node, variants)
     return m.copy(node), [
         (*before[:dim], dim_of([(part.shape[dim], None)]), *before[dim + 1 :]) for part in node.meta["val"]
     ]
@@ -414,12 +420,7 @@ def _gather(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
 
 @rule_for(aten.unbind.int)
 def _unbind(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
-    source, dim = _args(node, "self", "dim")
-    before = m.layout(source)
-    dim %= len(before)
-    if is_padded(before[dim]):
-        raise Inexact("the padded dimension is taken apart")
-    m.same_constants(node, variants)
+    before, dim = _taken_apart(m, node, variants)
     return m.copy(node), [(*before[:dim], *before[dim + 1 :])] * len(node.meta["val"])
 
 

@@ -17,6 +17,7 @@ For a backend with :attr:`Backend.control_flow` it may also call ``cond`` and ``
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from ..core.errors import GraphError
 from ..core.specs import TensorSpec
 from .control_flow import CONTROL_FLOW, inner_graph
 
-__all__ = ["alias_root", "input_specs", "is_view", "output_specs", "source_of", "verify_graph"]
+__all__ = ["alias_root", "alias_roots", "input_specs", "is_view", "output_specs", "source_of", "verify_graph"]
 
 _getitem: Any = operator.getitem
 
@@ -44,19 +45,31 @@ def _viewed(node: fx.Node) -> Any:
     return node.args[0] if node.args else node.kwargs.get("self")
 
 
+def _shown(node: fx.Node) -> fx.Node | None:
+    """The node whose memory a node shows, if it is a view operator's or one of its results; else ``None``."""
+    if node.op != "call_function":
+        return None
+    if node.target is _getitem:
+        parent = node.args[0]
+        return parent if isinstance(parent, fx.Node) and is_view(parent.target) else None
+    base = _viewed(node) if is_view(node.target) else None
+    return base if isinstance(base, fx.Node) else None
+
+
 def alias_root(node: fx.Node) -> fx.Node:
     """The node whose memory ``node`` shows: follows view operators and ``getitem`` to where the value was made."""
-    while node.op == "call_function":
-        if node.target is _getitem:
-            parent = node.args[0]
-            if not (isinstance(parent, fx.Node) and is_view(parent.target)):
-                return node
-            node = parent
-        elif is_view(node.target) and isinstance(base := _viewed(node), fx.Node):
-            node = base
-        else:
-            return node
+    while (shown := _shown(node)) is not None:
+        node = shown
     return node
+
+
+def alias_roots(nodes: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """The :func:`alias_root` of each of a graph's nodes, in time linear in their number."""
+    roots: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        shown = _shown(node)
+        roots[node] = node if shown is None else roots[shown]
+    return roots
 
 
 def _specs(values: Any, what: str) -> tuple[TensorSpec, ...]:

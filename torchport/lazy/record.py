@@ -138,7 +138,7 @@ class _Mark:
         del trace.leaves[self.leaves :]
         first = trace.base + LEAF + self.leaves
         for handle in trace.made:  # another handle of such a leaf's value has the leaf's number, and is kept there
-            if handle.number >= first:
+            if handle.number >= first and trace.holds(handle.number):
                 handle.number = NONE
         del trace.numbers[self.numbers :]
         if self.random:

@@ -93,6 +93,11 @@ class Host:
         raise NotImplementedError
 
 
+def _part(value: Any, factors: Sequence[int] | None, taken: Taken, shape: Sequence[int]) -> Any:
+    """:meth:`Host.part`'s view or copy, of a tensor or an array, in whatever layout it comes."""
+    return value[taken] if factors is None else value.reshape(factors)[taken].reshape(shape)
+
+
 class TorchHost(Host):
     """PyTorch's CPU tensors."""
 
@@ -181,10 +186,7 @@ class TorchHost(Host):
         return made
 
     def part(self, value: Any, factors: Sequence[int] | None, taken: Taken, shape: Sequence[int]) -> Any:
-        if factors is None:
-            found = value[taken]
-        else:
-            found = value.reshape(factors)[taken].reshape(shape)
+        found = _part(value, factors, taken, shape)
         return found if found.is_contiguous() or not value.is_contiguous() else found.contiguous()
 
     def adapter(self, backend: Backend, device: BackendDevice) -> Adapter:
@@ -300,10 +302,7 @@ class NumpyHost(Host):
         return made
 
     def part(self, value: Any, factors: Sequence[int] | None, taken: Taken, shape: Sequence[int]) -> Any:
-        if factors is None:
-            found = value[taken]
-        else:
-            found = value.reshape(factors)[taken].reshape(shape)
+        found = _part(value, factors, taken, shape)
         return found.copy() if value.flags.c_contiguous and not found.flags.c_contiguous else found
 
     def adapter(self, backend: Backend, device: BackendDevice) -> Adapter:

@@ -7,10 +7,10 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from torchport.backend.normal_form import alias_root, is_view
+from torchport.backend.normal_form import alias_roots
 from torchport.core.specs import TensorSpec
 
-from .order import is_sure
+from .order import is_sure, last_uses
 
 __all__ = ["write_over"]
 
@@ -25,12 +25,7 @@ _FRESH: Final[frozenset[Any]] = frozenset(
 def _is_fresh(node: fx.Node) -> bool:
     tags = getattr(node.target, "tags", ())
     new = node.target in _FRESH or (torch.Tag.core in tags and torch.Tag.pointwise in tags)
-    return node.op == "call_function" and new and alias_root(node) is node
-
-
-def _is_hidden(node: fx.Node) -> bool:
-    """Whether nobody who reads a value, or a view of it, gives out its memory without the schema's saying so."""
-    return all(_is_fresh(user) or (is_view(user.target) and _is_hidden(user)) for user in node.users)
+    return node.op == "call_function" and new
 
 
 def _written(target: Any) -> Any:
@@ -45,10 +40,8 @@ def _written(target: Any) -> Any:
     return found if [a.name for a in ours] == [a.name for a in theirs] else None
 
 
-def _fits(node: fx.Node, first: Any) -> bool:
-    """Whether the result has the form of the first argument, and that is a value made in the graph."""
-    if not isinstance(first, fx.Node) or not _is_fresh(first):
-        return False
+def _fits(node: fx.Node, first: fx.Node) -> bool:
+    """Whether the result has the form of the first argument."""
     value, result = first.meta["val"], node.meta["val"]
     if not isinstance(value, torch.Tensor) or value.is_complex():  # conjugated or not is not part of a spec
         return False
@@ -58,17 +51,20 @@ def _fits(node: fx.Node, first: Any) -> bool:
 def write_over(graph: fx.GraphModule) -> None:
     """Replace operators, in place, by those that write over their first argument where that is its last use."""
     nodes = list(graph.graph.nodes)
-    last: dict[fx.Node, int] = {}
-    for at, node in enumerate(nodes):
-        for used in node.all_input_nodes:
-            last[alias_root(used)] = at
+    roots = alias_roots(nodes)
+    last = last_uses(nodes, roots)
+    fresh = {node for node in nodes if roots[node] is node and _is_fresh(node)}
+    # Operators of which the schema does not tell whether they give out the memory of what they read.
+    unsure = [node for node in nodes if roots[node] is node and node not in fresh]
+    free = fresh - {roots[used] for node in unsure for used in node.all_input_nodes}
     made: list[tuple[fx.Node, Any]] = []
     for at, node in enumerate(nodes):
         target = _written(node.target) if node.op == "call_function" and is_sure(node) and node.args else None
         first = node.args[0] if node.args else None
-        if target is None or not _fits(node, first) or last[first] != at or not _is_hidden(first):  # type: ignore
+        if target is None or not isinstance(first, fx.Node) or first not in free:
             continue
-        if all(used is first or alias_root(used) is not first for used in node.all_input_nodes):
+        alone = all(used is first or roots[used] is not first for used in node.all_input_nodes)
+        if alone and last[first] == at and _fits(node, first):
             made.append((node, target))
     for node, target in made:
         node.target = target

@@ -8,15 +8,15 @@ may run last, one result after the other.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import fx
 
-from torchport.backend.normal_form import alias_root
+from torchport.backend.normal_form import alias_roots
 
-__all__ = ["is_sure", "peak", "reordered"]
+__all__ = ["is_sure", "last_uses", "peak", "reordered"]
 
 aten = torch.ops.aten
 _getitem: Any = operator.getitem
@@ -46,27 +46,31 @@ def is_sure(node: fx.Node) -> bool:
 
 
 def _bytes(node: fx.Node) -> int:
-    """The size of what a node makes; of a view, 0."""
-    if alias_root(node) is not node:
-        return 0
+    """The size of a node's values."""
     values = node.meta.get("val")
     tensors = values if isinstance(values, (list, tuple)) else [values]
     return sum(one.numel() * one.element_size() for one in tensors if isinstance(one, torch.Tensor))
 
 
-def peak(nodes: Sequence[fx.Node]) -> int:
-    """The most bytes that are there at a time, if every value goes with its last use and inputs may go, too."""
+def last_uses(nodes: Sequence[fx.Node], roots: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, int]:
+    """Where each value is made or read last, itself or a view of it, by :func:`alias_roots`' nodes."""
     last: dict[fx.Node, int] = {}
     for at, node in enumerate(nodes):
-        last[alias_root(node)] = at
+        last[roots[node]] = at
         for used in node.all_input_nodes:
-            last[alias_root(used)] = at
+            last[roots[used]] = at
+    return last
+
+
+def peak(nodes: Sequence[fx.Node]) -> int:
+    """The most bytes that are there at a time, if every value goes with its last use and inputs may go, too."""
+    roots = alias_roots(nodes)
     going: dict[int, int] = {}
-    for root, at in last.items():
+    for root, at in last_uses(nodes, roots).items():
         going[at] = going.get(at, 0) + _bytes(root)
     most = here = sum(_bytes(node) for node in nodes if node.op == "placeholder")
     for at, node in enumerate(nodes):
-        if node.op == "call_function":
+        if node.op == "call_function" and roots[node] is node:
             here += _bytes(node)
         most = max(most, here)
         here -= going.get(at, 0)
