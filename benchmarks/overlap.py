@@ -33,6 +33,7 @@ class WaitingEngine(NullBackend):
 
     name = "benchmark_waiting"
     releases_gil = True
+    concurrent = True
     seconds = 0.0
 
     def execute(

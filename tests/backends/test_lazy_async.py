@@ -121,6 +121,42 @@ def test_a_short_computation_need_not_queue_behind_one_it_does_not_use(concurren
     assert backend.gate.is_set()
 
 
+@pytest.mark.parametrize("concurrent", [True, False])
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_read_does_not_wait_for_what_only_other_pending_values_need(concurrent: bool, shared: bool) -> None:
+    """As where a model looks at its positions in each forward, while the optimizer's step before is still running."""
+    backend = GatedWorker.install(concurrent=concurrent)
+    weight, lengths = torch.ones(3).to(backend.device), torch.ones(2).to(backend.device)
+    compiled: list[int] = []
+    torchport.metrics.reset()
+    for at in range(4):
+        backend.gate.clear()
+        backend.started.clear()
+        with torchport.config.override(execution="worker"):
+            weight = weight + 1
+            torchport.sync(wait=False)
+            assert backend.started.wait(60), "else the reader would run it itself"
+        at_once = concurrent and at > 0  # before, it compiles, and nobody knows how long what it computes takes
+        if not at_once:
+            threading.Timer(0.2, backend.gate.set).start()
+        if shared:
+            positions = torch.arange(3, device=backend.device) + 1
+            tripled, offset = weight * 3 * positions, positions * 2
+        else:
+            tripled, offset = weight * 3, lengths + 1
+        assert (offset * 2).sum().item() == (24 if shared else 8)
+        assert backend.gate.is_set() is not at_once
+        tripled = tripled + offset.sum()
+        backend.gate.set()
+        each = 3.0 * (at + 2)
+        assert tripled.tolist() == ([each + 12, 2 * each + 12, 3 * each + 12] if shared else [each + 4] * 3)
+        compiled.append(torchport.metrics.counter("UncachedCompile"))
+    assert compiled[-1] == compiled[-2]
+    apart = [reason for reason in torchport.compile_reasons() if reason.kind == "apart"]
+    assert len(apart) == 2 * concurrent
+    assert all("does not depend on what is running" in str(reason) for reason in apart)
+
+
 def test_sync_waits_unless_told_not_to(gated: Gated) -> None:
     gated.gate.clear()
     x = torch.ones(3).to(gated.device) + 1

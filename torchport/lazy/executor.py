@@ -7,6 +7,7 @@ arguments and one call of the backend. Everything else here runs once per new co
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
@@ -22,8 +23,9 @@ from .finalizers import may_collect, refuse_computing, without_collecting
 from .history import history
 from .isolate import isolate
 from .jobs import Job, on_worker, resolve
+from .parts import parts_to_compute
 from .plans import Plan, make_plan
-from .reasons import explain_compile
+from .reasons import APART, explain_compile
 from .tensor import LazyTensor, make_handle, shown_as
 from .torch_state import default_state
 from .trace import SPAN, Node, Trace, lock, owners, release
@@ -55,15 +57,15 @@ WAITING: Final = NOW - {"eager"}
 
 
 # -- flushing ----------------------------------------------------------------------------------------------------
-def _plan(trace: Trace, node: Node, numbers: tuple[int, ...], cause: str) -> Plan:
-    """The plan for these values at this node; a known one that gives more values serves too."""
+def _plan(trace: Trace, node: Node, numbers: tuple[int, ...], cause: str, whole: bool) -> Plan:
+    """The plan for these values at this node. If they are the ``whole``, a known one that gives more serves, too."""
     if node.plans is None:
         node.plans = {}
     plan = node.plans.get(numbers)
     if plan is None or (plan.__class__ is Plan and plan.computation is None):  # type: ignore[union-attr]
         wanted = set(numbers)
         known = (p for p in node.plans.values() if isinstance(p, Plan) and p.computation is not None)
-        plan = next((p for p in known if wanted.issubset(p.numbers)), None)
+        plan = next((p for p in known if whole and wanted.issubset(p.numbers)), None)
         if plan is None:
             specs = [leaf.spec or TensorSpec.of(leaf) for leaf in trace.leaves]
             reason = explain_compile(trace, node, numbers, cause)
@@ -77,6 +79,7 @@ def _plan(trace: Trace, node: Node, numbers: tuple[int, ...], cause: str) -> Pla
                 history.reasons.append(reason)
         if len(node.plans) >= PLANS_AT_MOST:
             node.plans.clear()
+            node.apart = None
         node.plans[numbers] = plan
     if isinstance(plan, CompileError):
         # What did not compile once is not tried again on every step.
@@ -104,8 +107,8 @@ def is_known(trace: Trace) -> bool:
         return bool(plans) and tuple(by_number(trace.live())) in plans
 
 
-def flush(trace: Trace, cause: str) -> TorchportError | None:
-    """Compute every live value of the trace and begin an empty one.
+def flush(trace: Trace, cause: str, read: int | None = None) -> TorchportError | None:
+    """Compute every live value of the trace and begin an empty one. ``read``: the number of the value it is done for.
 
     If the computation fails, its ops are run one by one: values that do not depend on the failing op get computed,
     the others remember the error and raise it when they are used. Returns the first such error, unless the computation
@@ -132,45 +135,65 @@ def flush(trace: Trace, cause: str) -> TorchportError | None:
         if kind in WAITING:
             history.waited(cause, user_line())
         with default_state():
-            failure = _run(trace, handles, cause, kind)
+            failure = _run(trace, handles, cause, read)
     worker.wait_for_room()
     return failure
 
 
-def _run(trace: Trace, handles: Sequence[LazyTensor], cause: str, kind: str) -> TorchportError | None:
+def _run(trace: Trace, handles: Sequence[LazyTensor], cause: str, read: int | None) -> TorchportError | None:
     """Compute the handles' values; returns the first error where some could not be computed."""
     groups = by_number(handles)
-    numbers = tuple(groups)
-    groups_of = list(groups.values())
-    runtime = trace.runtime
+    parts = parts_to_compute(trace, tuple(groups), read)
     # After an interrupt in here the values are still pending in the trace, and the next flush computes them.
     try:
-        plan = _plan(trace, trace.cursor, numbers, cause)
-    except TorchportError as error:
-        job = Job.of_trace(trace, None, numbers)
-        trace.restart()
-        job.fail(error)
-        return _isolate(job, groups_of)
+        jobs = deque([_job(trace, part, cause, whole=len(parts) == 1) for part in parts])
     except Exception:
         trace.restart()
         raise
-    job = Job.of_trace(trace, plan, numbers)
     trace.restart()
-    if kind != "eager" and runtime.worker.takes(job, kind in NOW):
-        job.promise(groups_of, plan.select(numbers, plan.specs))
-        runtime.worker.submit(job)
+    failure: TorchportError | None = None
+    kind = cause.split()[0]
+    while jobs:
+        job = jobs.popleft()  # so that nothing holds the inputs of a job that has run
+        try:
+            failure = _start(job, [groups[number] for number in job.wanted], kind) or failure
+        except BaseException:
+            # An interrupt: whoever needs one of the values has the job run again.
+            for unfinished in (job, *jobs):
+                owners = [groups[number] for number in unfinished.wanted]
+                unfinished.promise(owners, _specs(owners))
+            raise
+        kind = "rest"
+    return failure
+
+
+def _job(trace: Trace, numbers: tuple[int, ...], cause: str, whole: bool) -> Job:
+    """A run that brings these values, which are the ``whole`` of what is pending or not. It may not compile: failed."""
+    try:
+        plan = _plan(trace, trace.cursor, numbers, cause if whole else cause + APART, whole)
+    except TorchportError as error:
+        job = Job.of_trace(trace, None, numbers)
+        job.fail(error)
+        return job
+    return Job.of_trace(trace, plan, numbers)
+
+
+def _start(job: Job, owners: Sequence[Sequence[LazyTensor]], kind: str) -> TorchportError | None:
+    """Run a job, or hand it to the worker, and give the owners of its values what it brings or will bring."""
+    plan, worker = job.plan, job.runtime.worker
+    if plan is None:
+        return _isolate(job, owners)
+    if kind != "eager" and worker.takes(job, kind in NOW):
+        job.promise(owners, plan.select(job.wanted, plan.specs))
+        worker.submit(job)
         return None
     try:
         results = job.run()
     except TorchportError as error:
         job.fail(error)
-        return _isolate(job, groups_of)
-    except BaseException:
-        # An interrupt: whoever needs one of the values has the job run again.
-        job.promise(groups_of, _specs(groups_of))
-        raise
-    specs = plan.select(numbers, plan.specs)
-    for group, result, spec in zip(groups_of, plan.select(numbers, results), specs, strict=True):
+        return _isolate(job, owners)
+    specs = plan.select(job.wanted, plan.specs)
+    for group, result, spec in zip(owners, plan.select(job.wanted, results), specs, strict=True):
         for handle in group:
             handle.value, handle.spec = result, spec
     return None
@@ -229,7 +252,7 @@ def compute(tensor: LazyTensor) -> None:
     from .runtime import threads
 
     if threads.owns(owner):
-        flush(owner, "read")
+        flush(owner, "read", tensor.number)
     else:
         _compute_alone(owner, tensor)
     if tensor.failure is not None:

@@ -14,7 +14,10 @@ from .trace import FLOAT, Node, Trace
 if TYPE_CHECKING:
     from .runtime import DeviceRuntime
 
-__all__ = ["CompileReason", "explain_compile"]
+__all__ = ["APART", "CompileReason", "explain_compile"]
+
+APART: Final = " of a part"
+"""Ends the cause of a flush that computes what is read without the rest of the trace."""
 
 log: Final = logging.getLogger("torchport.compile")
 
@@ -37,9 +40,10 @@ ADVICE: Final = {
 class CompileReason:
     """One compilation and what made it necessary.
 
-    ``kind`` is ``first``, ``device``, ``thread``, ``op``, ``shape``, ``dtype``, ``strides``, ``scalar``, ``operand``,
-    ``values``, ``longer``, ``shorter`` or ``dropped``. ``shared`` counts the operators the nearest known trace has in
-    common; ``op`` and ``line`` are this trace's first that differs, ``known_op`` and ``known_line`` the known one's.
+    ``kind`` is ``first``, ``apart``, ``device``, ``thread``, ``op``, ``shape``, ``dtype``, ``strides``, ``scalar``,
+    ``operand``, ``values``, ``longer``, ``shorter`` or ``dropped``. ``shared`` counts the operators the nearest known
+    trace has in common; ``op`` and ``line`` are this trace's first that differs, ``known_op`` and ``known_line`` the
+    known one's.
     """
 
     device: str
@@ -71,7 +75,7 @@ class CompileReason:
 
 def explain_compile(trace: Trace, node: Node, numbers: Sequence[int], cause: str) -> CompileReason:
     """Why the values with these numbers cannot be computed by what is known at this node."""
-    found = _at_node(node, numbers) or _below(node) or _above(node) or _first(trace)
+    found = _apart(node, cause) or _at_node(node, numbers) or _below(node) or _above(node) or _first(trace)
     reason = CompileReason(device=repr(trace.runtime), cause=cause, ops=node.depth, **found)
     log.info("%s", reason)
     return reason
@@ -91,6 +95,14 @@ def _maker(node: Node, number: int) -> Node:
     while at.parent is not None and not at.number <= number < at.end:
         at = at.parent
     return at
+
+
+def _apart(node: Node, cause: str) -> dict[str, Any] | None:
+    """The ops are computed in two parts from now on."""
+    if not cause.endswith(APART):
+        return None
+    changed = "what is read does not depend on what is running, and the rest of the trace does: two computations"
+    return {"kind": "apart", "changed": changed, "shared": node.depth}
 
 
 # -- where this trace ends ------------------------------------------------------------------------------------------

@@ -122,6 +122,7 @@ class Node:
     """An op at one place of a trace: its parent is the op before it, its children the ops seen after it."""
 
     __slots__ = (
+        "apart",
         "args",
         "barrier",
         "children",
@@ -148,6 +149,7 @@ class Node:
         self.op = op
         self.children: dict[Any, Node] = {}
         self.plans: dict[tuple[int, ...], Plan | CompileError] | None = None
+        self.apart: dict[tuple[tuple[int, ...], int], tuple[tuple[int, ...], ...]] | None = None
         self.args: Sequence[Any] = ()
         self.kwargs: dict[str, Any] = {}
         self.specs: tuple[TensorSpec | None, ...] = ()

@@ -1,0 +1,117 @@
+"""Parts of a trace that have nothing to do with each other, so that a reader need not wait for all of it.
+
+A value is read while the device is at another computation. What is pending may fall into operators that the value
+depends on, with whatever else they lead to, and others. If the others wait for what is running and the value does not,
+they become a computation of their own: the value is there at once, and the program traces on. So it is where a model
+looks at its mask or its positions in each forward, and the optimizer's step before is still running.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+from torch.utils._pytree import tree_iter
+
+from .jobs import Pending
+from .trace import Leaf, Node, Trace, Value, is_template
+
+__all__ = ["parts_to_compute"]
+
+Numbers = tuple[int, ...]
+SMALL: Final = 1 << 16
+"""Elements up to which integers may be computed once for each part."""
+
+
+def parts_to_compute(trace: Trace, numbers: Numbers, read: int | None) -> tuple[Numbers, ...]:
+    """The pending values in the groups to compute them in, that of the value ``read`` first; mostly one group of all.
+
+    Where a trace was taken apart once it always is, so that what is compiled does not go on to depend on timing.
+    """
+    node, runtime = trace.cursor, trace.runtime
+    if read is None or not runtime.backend.concurrent or len(numbers) == 1:
+        return (numbers,)
+    known = None if node.apart is None else node.apart.get((numbers, read))
+    if known is not None:
+        return known
+    if not runtime.worker.busy or read not in numbers:
+        return (numbers,)
+    parts = _Parts(node, numbers)
+    mine = parts.with_(read, numbers)
+    others = tuple(number for number in numbers if number not in mine)
+    found = (mine, others) if others else (numbers,)
+    if others and (_waits(trace, parts.leaves(mine)) or not _waits(trace, parts.leaves(others))):
+        return (numbers,)
+    if node.apart is None:
+        node.apart = {}
+    node.apart[numbers, read] = found
+    return found
+
+
+def _waits(trace: Trace, leaves: set[int]) -> bool:
+    """Whether a value that others are computed from is on its way itself."""
+    values: list[Any] = [trace.leaves[position].value for position in leaves]
+    return any(value.__class__ is Pending and not value.has_value for value in values)
+
+
+class _Parts:
+    """Which of some values are connected: by operators, unless those are cheap and exact enough to run in both parts.
+
+    Sharing a leaf does not connect.
+    """
+
+    def __init__(self, last: Node, numbers: Sequence[int]) -> None:
+        self.path = _needed(last.path(), numbers)
+        self.parent: dict[int, int] = {}
+        repeatable: dict[int, bool] = {}
+        for node, _, values in self.path:
+            again = _is_small_and_exact(node) and all(repeatable[value] for value in values)
+            repeatable.update(dict.fromkeys(range(node.number, node.end), again))
+            for number in (*range(node.number + 1, node.end), *(value for value in values if not repeatable[value])):
+                self._join(node.number, number)
+
+    def _root(self, number: int) -> int:
+        at = self.parent.setdefault(number, number)
+        while (above := self.parent[at]) != at:
+            self.parent[at] = at = self.parent[above]
+        return at
+
+    def _join(self, one: int, other: int) -> None:
+        self.parent[self._root(one)] = self._root(other)
+
+    def with_(self, read: int, numbers: Sequence[int]) -> Numbers:
+        """The values that ``read`` is computed from or connected with, and itself."""
+        used = {number for node, *_ in _needed([one[0] for one in self.path], [read]) for number in _results(node)}
+        return tuple(n for n in numbers if n in used or self._root(n) == self._root(read))
+
+    def leaves(self, numbers: Sequence[int]) -> set[int]:
+        """The positions of all leaves that these values are computed from."""
+        return {leaf for _, leaves, _ in _needed([one[0] for one in self.path], numbers) for leaf in leaves}
+
+
+def _results(node: Node) -> range:
+    return range(node.number, node.end)
+
+
+def _needed(path: Sequence[Node], numbers: Sequence[int]) -> list[tuple[Node, set[int], set[int]]]:
+    """The nodes that some values are computed by, in order, each with the leaves and the values that it uses."""
+    wanted = set(numbers)
+    found: list[tuple[Node, set[int], set[int]]] = []
+    for node in reversed(path):
+        if wanted.isdisjoint(_results(node)):
+            continue
+        templates = list(tree_iter((node.args, node.kwargs), is_leaf=is_template))
+        values = {template.number for template in templates if template.__class__ is Value}
+        found.append((node, {template.number for template in templates if template.__class__ is Leaf}, values))
+        wanted |= values
+    found.reverse()
+    return found
+
+
+def _is_small_and_exact(node: Node) -> bool:
+    """Whether an operator makes few integers or booleans: again they are the same, and cost nothing."""
+    return all(
+        spec is None or not (spec.dtype.is_floating_point or spec.dtype.is_complex or math.prod(spec.shape) > SMALL)
+        for spec in node.specs
+    )
