@@ -12,6 +12,7 @@ attribute              environment variable        meaning
 ``flush_on_copy``      ``TORCHPORT_FLUSH_ON_COPY`` a host-to-device copy of more than one element ends the trace
 ``mode``               ``TORCHPORT_MODE``          ``lazy`` | ``eager``: what threads start in (``torchport.mode``)
 ``execution``          ``TORCHPORT_EXECUTION``     ``auto`` | ``inline`` | ``worker``: which thread computations run on
+``native``             ``TORCHPORT_NATIVE``        build and use torchport's own small C++ libraries
 =====================  ==========================  =========================================================
 """
 
@@ -76,6 +77,7 @@ _FIELDS: Final[dict[str, tuple[Callable[[object], Any], Any]]] = {
     "flush_on_copy": (_flag, True),
     "mode": (_choice("lazy", "eager"), "lazy"),
     "execution": (_choice("auto", "inline", "worker"), "auto"),
+    "native": (_flag, True),
 }
 
 
@@ -91,6 +93,7 @@ class Config:
     flush_on_copy: bool
     mode: str
     execution: str
+    native: bool
 
     def __init__(self, environ: dict[str, str] | None = None) -> None:
         env = os.environ if environ is None else environ

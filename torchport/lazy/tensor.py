@@ -47,10 +47,8 @@ class LazyTensor(torch.Tensor):
     value: BackendData | None = None
     spec: TensorSpec | None = None
     failure: BaseException | None = None
-    pooled: bool = False
-    """Whether the trie node it was made at will hand it out again, once nobody else holds it."""
     home: tuple[Any, int] | None = None
-    """The trie node and which of its results it is a handle of, while it is pooled."""
+    """The trie node that will hand it out again once nobody else holds it, and which of its results it is."""
     fresh: bool = False
     """Whether it came from the host and no trace has used it yet."""
     viewed: bool = False

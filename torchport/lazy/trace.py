@@ -220,12 +220,18 @@ def make_alive_filter() -> Callable[[Iterable[LazyTensor]], list[LazyTensor]]:
     (alone,) = counts([object()])
 
     def alive(handles: Iterable[LazyTensor]) -> list[LazyTensor]:
-        return [h for h in handles if h._use_count() > 1 or count(h) > alone + h.pooled]  # type: ignore[attr-defined]
+        return [h for h in handles if h._use_count() > 1 or count(h) > alone + (h.home is not None)]  # type: ignore[attr-defined]
 
     return alive
 
 
-alive: Final = make_alive_filter()
+_alive = make_alive_filter()
+
+
+def use_native(alive: Callable[[list[LazyTensor]], list[LazyTensor]]) -> None:
+    """Look which handles are held by this function from now on (:data:`torchport.core.native.lists`)."""
+    global _alive
+    _alive = alive
 
 
 def new_handle(node: Node, offset: int) -> LazyTensor:
@@ -240,7 +246,7 @@ def new_handle(node: Node, offset: int) -> LazyTensor:
 def fill_pool(node: Node, offset: int) -> None:
     """Give a node's pool a new handle for one of its results, and let go of the one it had."""
     made = new_handle(node, offset)
-    made.pooled, made.home = True, (node, offset)
+    made.home = (node, offset)
     former = node.ready
     if node.container is None:
         node.ready = made
@@ -250,7 +256,7 @@ def fill_pool(node: Node, offset: int) -> None:
         former, results[offset] = results[offset], made
         node.ready = node.container(results)
     if former is not None:
-        former.pooled, former.home = False, None  # type: ignore[union-attr]
+        former.home = None  # type: ignore[union-attr]
 
 
 def release(handle: LazyTensor) -> None:
@@ -272,8 +278,7 @@ def _release_all(handles: Iterable[LazyTensor]) -> None:
         if node not in pools:
             pools[node] = list(node.ready)  # type: ignore[arg-type]
         made = pools[node][offset] = new_handle(node, offset)
-        made.pooled, made.home = True, handle.home
-        handle.pooled, handle.home = False, None
+        made.home, handle.home = handle.home, None
     for node, results in pools.items():
         assert node.container is not None
         node.ready = node.container(results)
@@ -373,7 +378,7 @@ class Trace:
             node = node.parent
         ready = results = handle = None  # each name would count as a holder
         self.swept = self.cursor
-        made[:] = alive(made)
+        made[:] = _alive(made)
         self.limit = 2 * len(made) + CHECKPOINT_EVERY
 
     def live(self) -> list[LazyTensor]:

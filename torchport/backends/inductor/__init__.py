@@ -32,10 +32,11 @@ from torchport.backend.interface import (
     TensorData,
 )
 from torchport.backend.normal_form import input_specs, output_specs
+from torchport.core import native
 from torchport.core.errors import CompileError, ConfigError, ExecutionError
 from torchport.core.specs import CompileSpecs, TensorSpec
 
-from . import caller, container, machine
+from . import container, machine
 from .library import Library
 
 __all__ = ["InductorBackend"]
@@ -165,7 +166,7 @@ class InductorBackend(Backend):
         try:
             made = torch_api.generate(graph, options)
             library = build.build_library(made.toolchain, made.wrapper, made.kernels, made.constants)
-            caller.build(made.toolchain.compiler)
+            native.build_all(made.toolchain.compiler)
         except (CompileError, ConfigError):
             raise
         except Exception as error:

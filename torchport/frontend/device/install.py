@@ -13,7 +13,7 @@ from ...lazy.runtime import threads
 from ...lazy.tensor import DEVICE_TYPE, IndexedLazyTensor
 from ...lazy.trace import Trace, unwrap
 from ..compile import fake
-from . import autocast, composites, copies, custom, fork, inner, inplace, placement, routes, shims, strided
+from . import autocast, composites, copies, custom, fork, inner, inplace, native, placement, routes, shims, strided
 from .opaque import opaque
 
 __all__ = ["install", "kernels"]
@@ -79,6 +79,7 @@ def install() -> None:
     autocast.install()
     shims.install()
     fake.install()
+    native.install()
 
 
 def _forms(kernel: Kernel, special: Any) -> inplace.Forms:

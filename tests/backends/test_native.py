@@ -1,0 +1,235 @@
+"""torchport's own C++ libraries: they do what its Python does, and are built and loaded only where that is safe."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchport
+from torchport.core import native
+from torchport.frontend.device import inplace
+from torchport.lazy import trace as traces
+from torchport.lazy.runtime import threads
+from torchport.lazy.tensor import LazyTensor
+
+COMPILER = shutil.which(os.environ.get("CXX", "g++"))
+compiles = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")
+
+
+@pytest.fixture(params=["python", pytest.param("native", marks=compiles)])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Lists of handles and wrappers are handled by one of the two."""
+    torchport.use("reference")
+    torch.ones(1, device="port")
+    for module, name, python in (
+        (inplace, "_native_inner", inplace._not_built),
+        (inplace, "_native_written", inplace._not_built),
+        (inplace, "_write", inplace._write_each),
+        (traces, "_alive", traces.make_alive_filter()),
+    ):
+        monkeypatch.setattr(module, name, python)
+    if request.param == "native":
+        native.build_all([str(COMPILER)])
+        found = native.lists.load()
+        assert found is not None, "it was not built: see the log"
+        from torchport.frontend.device.native import _use_lists
+
+        _use_lists(found)
+        assert inplace._write is not inplace._write_each
+    yield request.param
+    torchport.sync()
+
+
+WRITES: dict[str, Callable[[list[torch.Tensor]], Any]] = {
+    "apart": lambda a: torch._foreach_mul_(a, 2.0),
+    "two lists": lambda a: torch._foreach_add_(a, [x + 1 for x in a], alpha=3),
+    "itself": lambda a: torch._foreach_add_(a, a),
+    "one twice": lambda a: torch._foreach_add_([a[0], a[0]], 1.0),
+    "views": lambda a: torch._foreach_add_([a[0][:2], a[0][1:]], [a[1][:2], a[1][1:]]),
+    "without gradients": lambda a: torch._foreach_mul_([a[0], a[0].detach()], 3.0),
+    "expanded": lambda a: torch._foreach_add_([a[0]], [a[1][:1].expand(3)]),
+    "transposed": lambda a: torch._foreach_add_([x.view(1, 3).t() for x in a], [x.view(3, 1) + 1 for x in a]),
+    "none": lambda a: torch._foreach_zero_(a[:1]),
+    "a tuple": lambda a: torch._foreach_sqrt_(tuple(a)),
+    "computed": lambda a: torch._foreach_exp_([a[0], a[1]]) or torch._foreach_neg_(a),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("index", [0, 1])
+def test_lists_are_written_as_on_the_cpu(form: str, name: str, index: int) -> None:
+    device = torchport.device("reference") if index else torch.device("port", 0)
+    lists = []
+    for place in ("cpu", device):
+        tensors = [torch.tensor([1.0, 2.0, 3.0]).to(place), torch.tensor([0.5, 0.25, 4.0]).to(place)]
+        views = [tensor[1:] for tensor in tensors]
+        WRITES[name](tensors)
+        lists.append([value.tolist() for value in (*tensors, *views)])
+        assert tensors[0]._version > 0
+    assert lists[0] == lists[1]
+
+
+def test_what_autograd_saved_may_not_be_written(form: str) -> None:
+    x = torch.ones(2, device="port", requires_grad=True)
+    y = x * 2
+    loss = (y * y).sum()
+    with torch.no_grad():
+        torch._foreach_add_([y], 1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_lists_of_several_devices_are_refused(form: str) -> None:
+    mine = torch.ones(2, device="port")
+    with pytest.raises(RuntimeError):
+        torch._foreach_add_([mine, torch.ones(2)], [mine, mine])
+    assert mine.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
+def test_training(form: str, optimizer: Any) -> None:
+    def trained(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 2)).to(device)
+        chosen = optimizer(net.parameters(), lr=0.01, weight_decay=0.1, foreach=True)
+        for _ in range(4):
+            chosen.zero_grad()
+            net(torch.ones(3, 4, device=device)).square().mean().backward()
+            chosen.step()
+        return [parameter.detach().cpu() for parameter in net.parameters()]
+
+    for got, expected in zip(trained("port"), trained("cpu"), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def _handles_of(trace: Any) -> list[LazyTensor]:
+    """Everything a trace has made: in its nodes' pools, and besides."""
+    made, node = list(trace.made), trace.cursor
+    while node.parent is not None:
+        made += node.ready if isinstance(node.ready, (list, tuple)) else [node.ready]
+        node = node.parent
+    return [handle for handle in made if handle is not None]
+
+
+@compiles
+def test_both_see_the_same_handles_alive() -> None:
+    """Held by Python, by the autograd graph, by a node's pool alone, by nobody."""
+    native.build_all([str(COMPILER)])
+    library = native.lists.load()
+    assert library is not None
+    alive = library.torchport_alive
+    alive.argtypes, alive.restype = [ctypes.py_object], ctypes.py_object
+    torchport.use("reference")
+    x = torch.ones(4, device="port", requires_grad=True)
+    for _ in range(3):  # from the second time on nodes hand out what is in their pools
+        kept = x * 2
+        graph = (kept * 3).exp().sum()
+        torch.split(kept.detach() + 1, 2)
+        (kept + 1).relu()
+        made = _handles_of(threads.of(0))
+        expected = list(map(id, traces.make_alive_filter()(made)))
+        assert list(map(id, alive(made))) == expected
+        assert 0 < len(expected) < len(made)
+        del made, graph, kept
+        torchport.sync()
+
+
+GUARD = """
+import torch, torchport
+torchport.use("reference")
+x = torch.ones(3, device="port", requires_grad=True)
+(x * x).sum().backward()
+from torchport.core import native
+print(native.guard.load() is not None)
+print(x.grad.tolist(), torch.accelerator.current_device_index(), torch.accelerator.device_count())
+print(torch.accelerator.current_stream(), torch.port.current_device(), torch.get_device_module("port").device_count())
+event = torch.Event("port"); event.record(); print(event.query())
+with torch.device("port"):
+    print(torch.empty(2).device)
+y = torch.ones(2, device=torchport.device("reference"), requires_grad=True)
+(y * y).sum().backward(); print(y.grad.device.type, y.grad.tolist())
+"""
+
+
+@compiles
+def test_the_guards_answer_the_same() -> None:
+    native.build_all([str(COMPILER)])
+    said = []
+    for wanted in ("0", "1"):
+        environment = {**os.environ, "TORCHPORT_NATIVE": wanted}
+        program = [sys.executable, "-W", "ignore", "-c", GUARD]
+        done = subprocess.run(program, capture_output=True, text=True, check=False, env=environment)
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout.splitlines())
+    assert [lines.pop(0) for lines in said] == ["False", "True"]
+    assert said[0] == said[1]
+
+
+# -- building and finding --------------------------------------------------------------------------------------------
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> native.NativeLibrary:
+    """A library of its own, in a folder of its own."""
+    monkeypatch.setattr(native, "_all", [])
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    source = tmp_path / "answer.cpp"
+    source.write_text('extern "C" int answer() { return 42; }')
+    return native.NativeLibrary(source, ["c10"])
+
+
+@compiles
+def test_whoever_waits_for_a_library_gets_it(library: native.NativeLibrary) -> None:
+    answers: list[int] = []
+    library.when_there(lambda found: answers.append(found.answer()))
+    assert library.load() is None
+    native.build_all([str(COMPILER)])
+    assert answers == [42]
+    library.when_there(lambda found: answers.append(found.answer() + 1))
+    assert answers == [42, 43]
+
+
+@compiles
+def test_what_others_could_have_changed_is_not_loaded(library: native.NativeLibrary) -> None:
+    native.build_all([str(COMPILER)])
+    for path, mode in ((library.path, 0o777), (library.path.parent, 0o722)):
+        former = path.stat().st_mode
+        path.chmod(mode)
+        library._loaded.cache_clear()  # type: ignore[attr-defined]
+        assert library.load() is None
+        path.chmod(former)
+        library._loaded.cache_clear()  # type: ignore[attr-defined]
+        assert library.load() is not None
+
+
+def test_what_cannot_be_built_is_told_and_done_without(
+    library: native.NativeLibrary, caplog: pytest.LogCaptureFixture
+) -> None:
+    library.when_there(lambda found: pytest.fail("there is no library"))
+    with caplog.at_level(logging.WARNING, "torchport.native"):
+        native.build_all([sys.executable, "-c", "import sys; sys.exit('no such option')"])
+        native.build_all([sys.executable, "-c", "raise SystemExit('tried again')"])
+    assert "answer.cpp was not built, Python does its work: no such option" in caplog.text
+    assert "tried again" not in caplog.text
+    assert library.load() is None
+
+
+@compiles
+def test_the_setting_forbids_both(library: native.NativeLibrary) -> None:
+    with torchport.config.override(native=False):
+        native.build_all([str(COMPILER)])
+        assert not library.path.exists()
+    native.build_all([str(COMPILER)])
+    assert library.path.exists()
+    library._loaded.cache_clear()  # type: ignore[attr-defined]
+    with torchport.config.override(native=False):
+        assert library.load() is None
