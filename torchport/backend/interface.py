@@ -340,7 +340,9 @@ class Backend(ABC):
     """Whether graphs may hold ``cond`` and ``while_loop`` (:mod:`torchport.backend.control_flow`): ``supports`` is
     asked about each. Otherwise they split the graph."""
     donation: ClassVar[bool] = False
-    """Whether ``execute`` makes use of :attr:`ExecutionContext.donated`; finding them out costs a little per call."""
+    """Whether ``execute`` makes use of :attr:`ExecutionContext.donated`; finding them out costs a little per call.
+    ``preprocess`` is told which large inputs will probably be donated (``meta["donated"]`` on the placeholder): it may
+    count on that for memory and speed, but each call can donate others."""
     restores_donated: ClassVar[bool] = False
     """Whether donated arguments that have a value after ``execute`` has raised have the one they had before: then what
     does not depend on the failure is still computed from them."""

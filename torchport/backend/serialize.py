@@ -105,7 +105,10 @@ def _document(graph: fx.GraphModule, debug: bool) -> dict[str, Any]:
             outputs = encode_arg(node.args[0], number)
         else:
             raise GraphError(f"a {node.op} node cannot be encoded; run verify_graph first")
-    return {"inputs": inputs, "calls": calls, "outputs": outputs}
+    document = {"inputs": inputs, "calls": calls, "outputs": outputs}
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    donated = [position for position, node in enumerate(placeholders) if node.meta.get("donated")]
+    return {**document, "donated": donated} if donated else document
 
 
 def encode(graph: fx.GraphModule) -> bytes:
@@ -150,6 +153,8 @@ def _decoded(document: Any) -> fx.GraphModule:
     for position, (shape, dtype, strides) in enumerate(document["inputs"]):
         node = graph.placeholder(f"arg{position}")
         node.meta["spec"] = TensorSpec(tuple(shape), _torch_constant(dtype), tuple(strides))
+        if position in document.get("donated", ()):
+            node.meta["donated"] = True
         nodes.append(node)
     for name, *call in document["calls"]:
         if name == "graph":

@@ -22,7 +22,7 @@ from ..core.specs import TensorSpec
 from .finalizers import may_collect, refuse_computing, without_collecting
 from .history import history
 from .isolate import isolate
-from .jobs import Job, on_worker, resolve
+from .jobs import Job, likely_donated, on_worker, resolve
 from .parts import parts_to_compute
 from .plans import Plan, make_plan
 from .reasons import APART, explain_compile
@@ -72,7 +72,8 @@ def _plan(trace: Trace, node: Node, numbers: tuple[int, ...], cause: str, whole:
             compiled = metrics.counter("UncachedCompile")
             try:
                 with may_collect():
-                    plan = make_plan(trace.runtime, node.path(), numbers, specs, alone=trace.eager)
+                    donated = likely_donated(trace) if whole else frozenset[int]()  # others may hold a part's
+                    plan = make_plan(trace.runtime, node.path(), numbers, specs, alone=trace.eager, donated=donated)
             except CompileError as error:
                 plan = error
             if metrics.counter("UncachedCompile") > compiled:

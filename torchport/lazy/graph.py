@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -68,7 +68,7 @@ class _TraceBuilder:
         kept.reverse()
         return kept
 
-    def declare_inputs(self, nodes: Sequence[Node]) -> TraceGraph:
+    def declare_inputs(self, nodes: Sequence[Node], donated: Set[int]) -> TraceGraph:
         """Placeholders for what the nodes use, and the record of where each comes from."""
         leaves: set[int] = set()
         singles: set[int] = set()
@@ -87,6 +87,8 @@ class _TraceBuilder:
                     keys.add(template.number)
         for position in sorted(leaves):
             self.leaves[position] = self.b.placeholder(f"arg{position}", self.leaf_specs[position])
+            if position in donated:
+                self.leaves[position].meta["donated"] = True
         kinds = (("singles", singles, torch.float32), ("doubles", doubles, torch.float64), ("keys", keys, torch.int64))
         for name, positions, dtype in kinds:
             if positions:
@@ -168,16 +170,18 @@ def build_graph(
     leaf_specs: Sequence[TensorSpec],
     capture: Capture,
     strict: bool = False,
+    donated: Set[int] = frozenset(),
 ) -> TraceGraph:
     """The graph in normal form that computes the values numbered ``outputs`` at the end of a trace path.
 
     ``strict``: raise :class:`~torchport.backend.builder.Refused` for what the backend does not take in any form.
+    ``donated``: leaves that are likely to be donated, whose placeholders get ``meta["donated"]``.
     Time and memory are linear in the path's length.
     """
     builder = GraphBuilder(capture, strict)
     trace_builder = _TraceBuilder(path, leaf_specs, builder)
     nodes = trace_builder.needed(outputs)
-    made = trace_builder.declare_inputs(nodes)
+    made = trace_builder.declare_inputs(nodes, donated)
     for node in nodes:
         trace_builder.emit(node)
     results = trace_builder.outputs(outputs)

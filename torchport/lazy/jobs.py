@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import math
 import os
 import sys
 import threading
@@ -29,14 +30,14 @@ from ..core.errors import ExecutionError, TorchportError
 from ..core.specs import TensorSpec
 from .plans import Plan
 from .torch_state import default_state
-from .trace import Node, lock
+from .trace import Node, alive, lock
 
 if TYPE_CHECKING:
     from .runtime import DeviceRuntime
     from .tensor import LazyTensor
     from .trace import Trace
 
-__all__ = ["Job", "Pending", "Worker", "has_failed", "on_worker", "resolve", "worker_of", "workers"]
+__all__ = ["Job", "Pending", "Worker", "has_failed", "likely_donated", "on_worker", "resolve", "worker_of", "workers"]
 
 SHORT: Final = 0.005
 """Seconds under which a computation runs on the calling thread if the device is idle. The other thread may have to wait
@@ -130,6 +131,31 @@ def _make_reference_counts() -> tuple[Callable[[Sequence[Any]], list[int]], int]
 
 
 _counts, _ALONE = _make_reference_counts()
+LARGE: Final = 1 << 20
+"""Bytes from which on it matters whether a computation can write over an input."""
+
+
+def likely_donated(trace: Trace) -> frozenset[int]:
+    """The positions of a trace's leaves that a flush would give away now: large, and held by nobody but the trace.
+
+    It is a guess that a compiler may act on: each run finds out by itself (:meth:`Job._unshared`).
+    """
+    if not trace.runtime.backend.donation:
+        return frozenset()
+    held = set(map(id, alive(trace.leaves)))
+    counts = _counts([leaf.value for leaf in trace.leaves])
+    found: list[int] = []
+    for position, (leaf, count) in enumerate(zip(trace.leaves, counts, strict=True)):
+        spec, value = leaf.spec, leaf.value
+        if id(leaf) in held or value is None or spec is None or not spec.is_contiguous:
+            continue
+        if math.prod(spec.shape) * spec.dtype.itemsize < LARGE:
+            continue
+        # Besides the handle the job that brings a value holds the promise of it.
+        promised = value.__class__ is Pending and count <= _ALONE + 2
+        if promised or (count == _ALONE + 1 and not value.exported):
+            found.append(position)
+    return frozenset(found)
 
 
 class Job:

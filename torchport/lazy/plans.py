@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -72,15 +72,17 @@ def make_plan(
     numbers: tuple[int, ...],
     leaf_specs: Sequence[TensorSpec],
     alone: bool = False,
+    donated: Set[int] = frozenset(),
 ) -> Plan:
     """Build and compile the computation of these values at the end of a path. Raises :class:`CompileError`.
 
-    ``alone``: the path is one op, which need not be compiled where the backend has a boxed kernel.
+    ``alone``: the path is one op, which need not be compiled where the backend has a boxed kernel. ``donated``: leaves
+    that are likely to be donated.
     """
     node = path[-1]
     start = perf_counter()
     try:
-        made = build_graph(path, numbers, leaf_specs, runtime.capture)
+        made = build_graph(path, numbers, leaf_specs, runtime.capture, donated=donated)
     except Exception as error:
         raise CompileError(
             f"the trace could not be written as a graph: {type(error).__name__}: {error}",

@@ -228,6 +228,11 @@ def make_alive_filter() -> Callable[[Iterable[LazyTensor]], list[LazyTensor]]:
 _alive = make_alive_filter()
 
 
+def alive(handles: list[LazyTensor]) -> list[LazyTensor]:
+    """The handles that somebody holds besides the list and their nodes' pools. Nothing else may hold them meanwhile."""
+    return _alive(handles)
+
+
 def use_native(alive: Callable[[list[LazyTensor]], list[LazyTensor]]) -> None:
     """Look which handles are held by this function from now on (:data:`torchport.core.native.lists`)."""
     global _alive

@@ -177,6 +177,7 @@ class InductorBackend(Backend):
             inputs=input_specs(graph),
             outputs=output_specs(graph),
             borrowed=made.borrowed,
+            overwritten=made.overwritten,
             extern_nodes=made.extern_nodes,
             platform=machine.here(native="-march=native" in made.toolchain.kernel_flags),
             source=source if len(source) <= _MAX_SOURCE else b"",
@@ -199,7 +200,7 @@ class InductorBackend(Backend):
             data = args[position]
             if isinstance(data, TensorData):
                 data.tensor = None
-        results = handle.run(tensors, given=True)
+        results = handle.run(tensors, given=True, donated=context.donated)
         device = context.device
         return [TensorData(device, spec, result) for spec, result in zip(handle.outputs, results, strict=True)]
 

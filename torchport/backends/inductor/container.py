@@ -24,6 +24,8 @@ class Artifact:
     outputs: tuple[TensorSpec, ...]
     borrowed: tuple[int, ...] = ()
     """Outputs that may show memory of an input, of a constant or of another output: to be copied."""
+    overwritten: tuple[int, ...] = ()
+    """Inputs that the code may write results over."""
     extern_nodes: str = ""
     """JSON of the operators without a C shim, for torch's proxy executor; empty where there are none."""
     source: bytes = b""
@@ -39,6 +41,7 @@ def encode(artifact: Artifact) -> bytes:
         "inputs": [spec_to_json(spec) for spec in artifact.inputs],
         "outputs": [spec_to_json(spec) for spec in artifact.outputs],
         "borrowed": list(artifact.borrowed),
+        "overwritten": list(artifact.overwritten),
         "extern_nodes": artifact.extern_nodes,
         "platform": dict(artifact.platform),
     }
@@ -54,6 +57,7 @@ def decode(data: bytes | memoryview) -> Artifact:
             inputs=tuple(spec_from_json(value) for value in document["inputs"]),
             outputs=tuple(spec_from_json(value) for value in document["outputs"]),
             borrowed=tuple(document["borrowed"]),
+            overwritten=tuple(document.get("overwritten", ())),
             extern_nodes=document["extern_nodes"],
             source=sections["source"],
             platform=document["platform"],

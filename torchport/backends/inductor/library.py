@@ -8,7 +8,7 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ class Library:
         self._lock = threading.Lock()
         self._copies: tuple[int, ...] | None = None
         self._always = artifact.borrowed
+        self._overwritten = artifact.overwritten
         self._runner: Any = None
         self._fast: Any = None
         self._container = ctypes.c_void_p()
@@ -125,11 +126,17 @@ class Library:
                 raise ExecutionError(f"the compiled computation failed: {_message(self._dll)}")
         return None if results.__class__ is int else results
 
-    def run(self, tensors: list[torch.Tensor], given: bool = False) -> list[torch.Tensor]:
-        """Run on CPU tensors. Raises :class:`ExecutionError`; never writes to an input, returns fresh memory.
+    def run(
+        self, tensors: list[torch.Tensor], given: bool = False, donated: Set[int] = frozenset()
+    ) -> list[torch.Tensor]:
+        """Run on CPU tensors. Raises :class:`ExecutionError`; returns memory that is no input's, but for donated ones.
 
         ``given``: the list may be emptied, so that memory nobody else holds is freed once the code is done with it.
+        ``donated``: inputs that may be written to, and no others are.
         """
+        for position in self._overwritten:
+            if position not in donated and position < len(tensors):
+                tensors[position] = tensors[position].clone()
         if self._fast is not None and len(tensors) == len(self.inputs):
             # In a thread that has not run torch yet OpenMP would use every core: this call gives it torch's number.
             torch.get_num_threads()
@@ -163,7 +170,8 @@ class Library:
 
     def _find_copies(self, inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> tuple[int, ...]:
         """Which outputs to copy: decided by the code alone, so the first run tells for all."""
-        taken = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+        kept = [tensor for position, tensor in enumerate(inputs) if position not in self._overwritten]
+        taken = {tensor.untyped_storage().data_ptr() for tensor in kept}
         found = set(self._always)
         for position, (tensor, spec) in enumerate(zip(results, self.outputs, strict=True)):
             address = tensor.untyped_storage().data_ptr()

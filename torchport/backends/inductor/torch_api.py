@@ -42,7 +42,7 @@ import shlex
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,6 +108,7 @@ class Generated:
     constants: bytes
     extern_nodes: str
     borrowed: tuple[int, ...]
+    overwritten: tuple[int, ...]
     toolchain: Toolchain
 
 
@@ -339,13 +340,32 @@ def _constant_bytes(lowering: Any) -> bytes:
     return bytes(blob)
 
 
-def _lower(graph: fx.GraphModule, inputs: list[torch.Tensor], precompile: bool) -> Generated:
+def _lowering_class(donated: Set[int]) -> Any:
+    """Inductor's lowering, told which inputs are donated: it writes results over them where they are read last.
+
+    It knows such inputs in backward graphs of its own making only.
+    """
+    from torch._inductor import ir
     from torch._inductor.graph import GraphLowering
+
+    class Lowering(GraphLowering):
+        def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
+            made: Any = super().placeholder(target, args, kwargs)
+            if self.placeholder_idx in donated:
+                held = made.data
+                held.data = ir.DonatedBuffer(name=held.data.name, layout=held.data.layout)
+                self.graph_inputs_original[self.graph_input_names[-1]] = held.data
+            return made
+
+    return Lowering
+
+
+def _lower(graph: fx.GraphModule, inputs: list[torch.Tensor], precompile: bool, donated: Set[int]) -> Generated:
     from torch._inductor.virtualized import V
 
     graph, mode = _run_passes(graph, inputs)
     with V.set_fake_mode(mode):
-        lowering = GraphLowering(
+        lowering = _lowering_class(donated)(
             graph,
             example_inputs=inputs,
             shape_env=mode.shape_env,
@@ -366,7 +386,7 @@ def _lower(graph: fx.GraphModule, inputs: list[torch.Tensor], precompile: bool) 
     outputs = len(lowering.graph_outputs)
     body = strip_wrapper(wrapper.value, _interface(), len(inputs), outputs, bool(lowering.constants))
     files = split_kernels(guard_kernels(kernels.value, _threads()), max(1, (os.cpu_count() or 1) - 1))
-    return Generated(body, files, constants, extern, borrowed, _toolchain(precompile))
+    return Generated(body, files, constants, extern, borrowed, tuple(sorted(donated)), _toolchain(precompile))
 
 
 def _threads() -> int:
@@ -473,4 +493,6 @@ def generate(graph: fx.GraphModule, options: Mapping[str, Any]) -> Generated:
         stack.enter_context(tracing(TracingContext(mode)))
         decomposed = _decompose(graph, inputs)
         _annotate_constants(decomposed, mode)
-        return _lower(decomposed, inputs, precompile=not options)
+        placeholders = graph.graph.find_nodes(op="placeholder")
+        donated = {position for position, node in enumerate(placeholders) if node.meta.get("donated")}
+        return _lower(decomposed, inputs, precompile=not options, donated=donated)
