@@ -19,7 +19,8 @@ torch._inductor.debug.DebugContext                              lowering reports
 torch._inductor.decomposition.select_decomp_table               decompositions that Inductor's lowerings count on
 torch._inductor.dtype_propagation (its one handler)             __init__ is made to run once while compiling
 torch._inductor.fx_passes.post_grad.view_to_reshape             as compile_fx does before lowering
-torch._inductor.graph.GraphLowering                             FX graph → C++
+torch._inductor.graph.GraphLowering                             FX graph → C++; its placeholder is extended
+torch._inductor.ir.DonatedBuffer                                an input that results may be written over
 torch._inductor.runtime.cache_dir_utils.cache_dir               where Inductor keeps its files
 torch._inductor.virtualized.V                                   graph, fake mode and AOT mode of one compilation
 torch._subclasses.FakeTensorMode, symbolic_shapes.ShapeEnv      shapes without data while lowering
