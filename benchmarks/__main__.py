@@ -9,7 +9,18 @@ import sys
 
 import torch
 
-BENCHMARKS = ("dispatch_call", "tracing", "flush", "steps", "overlap", "memory", "compile_door", "jax_limit", "aot")
+BENCHMARKS = (
+    "dispatch_call",
+    "tracing",
+    "flush",
+    "steps",
+    "floor",
+    "overlap",
+    "memory",
+    "compile_door",
+    "jax_limit",
+    "aot",
+)
 
 
 def main(argv: list[str] | None = None) -> int:
