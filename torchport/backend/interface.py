@@ -88,7 +88,11 @@ class TensorData(BackendData):
     __slots__ = ("tensor",)
 
     def __init__(self, device: BackendDevice, spec: TensorSpec, tensor: torch.Tensor | None) -> None:
-        super().__init__(device, spec)
+        # As BackendData's: a training step makes hundreds, and the call would take as long as all of this.
+        self.device = device
+        self.spec = spec
+        self.info = None
+        self.exported = False
         self.tensor = tensor
 
     @property

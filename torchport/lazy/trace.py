@@ -343,9 +343,11 @@ class Trace:
 
     def restart(self) -> None:
         """Begin an empty trace. Handles of the former one belong to no trace from now on."""
-        self.sweep()
+        if self.swept is not self.cursor:  # a flush has looked already
+            self.sweep()
         for handle in self.made:
-            release(handle)
+            if handle.home is not None:
+                fill_pool(*handle.home)
             handle.number = NONE
         for handle in self.leaves:
             handle.number = NONE
