@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import shutil
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +23,7 @@ from torchport.backend.interface import (
     Processed,
     TensorData,
 )
+from torchport.core import native
 from torchport.core.specs import CompileSpecs, TensorSpec
 
 __all__ = [
@@ -167,6 +170,11 @@ def use_null() -> None:
     """Bind ``port:0`` to the backend that computes nothing."""
     if NullBackend.name not in {info.name for info in torchport.list_backends()}:
         torchport.register(NullBackend)
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is not None:
+        native.build_all([compiler])
+    built = native.guard.load() is not None and native.lists.load() is not None
+    print(f"torchport's C++ libraries: {'in use' if built else 'not there, Python does their work'}", flush=True)
     torchport.use(NullBackend.name)
 
 
