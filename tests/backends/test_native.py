@@ -204,11 +204,55 @@ def test_what_others_could_have_changed_is_not_loaded(library: native.NativeLibr
     for path, mode in ((library.path, 0o777), (library.path.parent, 0o722)):
         former = path.stat().st_mode
         path.chmod(mode)
-        library._loaded.cache_clear()  # type: ignore[attr-defined]
+        library._loaded = None
         assert library.load() is None
         path.chmod(former)
-        library._loaded.cache_clear()  # type: ignore[attr-defined]
         assert library.load() is not None
+
+
+@compiles
+def test_the_users_mask_does_not_matter(library: native.NativeLibrary) -> None:
+    before = os.umask(0o002)
+    try:
+        native.build_all([str(COMPILER)])
+    finally:
+        os.umask(before)
+    assert library.load() is not None
+
+
+@compiles
+def test_links_are_not_followed(library: native.NativeLibrary, tmp_path: Path) -> None:
+    native.build_all([str(COMPILER)])
+    library._loaded = None
+    folder = library.path.parent
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    assert library.load() is None
+
+
+@compiles
+def test_what_another_process_has_built_meanwhile_is_used(library: native.NativeLibrary) -> None:
+    answers: list[int] = []
+    library.when_there(lambda found: answers.append(found.answer()))
+    library.build([str(COMPILER)], Path("nowhere"))
+    assert not answers
+    native.build_all(["no such compiler is needed"])
+    assert answers == [42]
+
+
+@pytest.mark.parametrize("in_the_way", ["a file", "a folder of everybody's"])
+def test_a_folder_that_cannot_be_used_is_told(
+    library: native.NativeLibrary, caplog: pytest.LogCaptureFixture, in_the_way: str
+) -> None:
+    if in_the_way == "a file":
+        library.path.parent.touch()
+    else:
+        library.path.parent.mkdir()
+        library.path.parent.chmod(0o777)
+    with caplog.at_level(logging.WARNING, "torchport.native"):
+        native.build_all(["there is no such compiler"])
+    assert "answer.cpp was not built, Python does its work: " in caplog.text
+    assert library.load() is None
 
 
 def test_what_cannot_be_built_is_told_and_done_without(
@@ -218,8 +262,11 @@ def test_what_cannot_be_built_is_told_and_done_without(
     with caplog.at_level(logging.WARNING, "torchport.native"):
         native.build_all([sys.executable, "-c", "import sys; sys.exit('no such option')"])
         native.build_all([sys.executable, "-c", "raise SystemExit('tried again')"])
+        native._tried.discard(library)
+        native.build_all(["there is no such compiler"])
     assert "answer.cpp was not built, Python does its work: no such option" in caplog.text
     assert "tried again" not in caplog.text
+    assert "No such file or directory: 'there is no such compiler'" in caplog.text
     assert library.load() is None
 
 
@@ -230,6 +277,5 @@ def test_the_setting_forbids_both(library: native.NativeLibrary) -> None:
         assert not library.path.exists()
     native.build_all([str(COMPILER)])
     assert library.path.exists()
-    library._loaded.cache_clear()  # type: ignore[attr-defined]
     with torchport.config.override(native=False):
         assert library.load() is None

@@ -22,7 +22,7 @@ from ..core.specs import TensorSpec
 from .finalizers import may_collect, refuse_computing, without_collecting
 from .history import history
 from .isolate import isolate
-from .jobs import Job, likely_donated, on_worker, resolve
+from .jobs import Job, Pending, likely_donated, on_worker, resolve
 from .parts import parts_to_compute
 from .plans import Plan, make_plan
 from .reasons import APART, explain_compile
@@ -152,18 +152,15 @@ def _run(trace: Trace, handles: Sequence[LazyTensor], cause: str, read: int | No
         trace.restart()
         raise
     trace.restart()
+    handles_of = [[groups[number] for number in job.wanted] for job in jobs]
+    for job, of_job in list(zip(jobs, handles_of, strict=True))[1:]:
+        # While the first runs, and if it is interrupted, other threads find out whom to ask.
+        job.promise(of_job, _specs(of_job) if job.plan is None else job.plan.select(job.wanted, job.plan.specs))
     failure: TorchportError | None = None
     kind = cause.split()[0]
-    while jobs:
-        job = jobs.popleft()  # so that nothing holds the inputs of a job that has run
-        try:
-            failure = _start(job, [groups[number] for number in job.wanted], kind) or failure
-        except BaseException:
-            # An interrupt: whoever needs one of the values has the job run again.
-            for unfinished in (job, *jobs):
-                owners = [groups[number] for number in unfinished.wanted]
-                unfinished.promise(owners, _specs(owners))
-            raise
+    for of_job in handles_of:
+        error = _start(jobs.popleft(), of_job, kind)  # popped, so that nothing holds what a job has run on
+        failure = failure or error
         kind = "rest"
     return failure
 
@@ -185,7 +182,8 @@ def _start(job: Job, owners: Sequence[Sequence[LazyTensor]], kind: str) -> Torch
     if plan is None:
         return _isolate(job, owners)
     if kind != "eager" and worker.takes(job, kind in NOW):
-        job.promise(owners, plan.select(job.wanted, plan.specs))
+        if not job.pendings:
+            job.promise(owners, plan.select(job.wanted, plan.specs))
         worker.submit(job)
         return None
     try:
@@ -193,6 +191,14 @@ def _start(job: Job, owners: Sequence[Sequence[LazyTensor]], kind: str) -> Torch
     except TorchportError as error:
         job.fail(error)
         return _isolate(job, owners)
+    except BaseException:
+        # An interrupt: whoever needs one of the values has the job run again.
+        if not job.pendings:
+            job.promise(owners, _specs(owners))
+        raise
+    if job.pendings:
+        job.keep(plan.select(job.wanted, results))
+        return None
     specs = plan.select(job.wanted, plan.specs)
     for group, result, spec in zip(owners, plan.select(job.wanted, results), specs, strict=True):
         for handle in group:
@@ -205,10 +211,13 @@ def _specs(groups: Sequence[Sequence[LazyTensor]]) -> list[TensorSpec]:
 
 
 def _isolate(job: Job, owners: Sequence[Sequence[LazyTensor]]) -> TorchportError | None:
-    job.promise(owners, _specs(owners))
+    if not job.pendings:
+        job.promise(owners, _specs(owners))
     error = isolate(job)
     for handle in itertools.chain(*owners):
         pending: Any = handle.value
+        if pending.__class__ is not Pending:  # another thread has asked for it meanwhile
+            continue
         handle.value, handle.failure = pending.data, pending.error
         if pending.data is not None:
             handle.spec = shown_as(pending.data.spec, TensorSpec.of(handle))

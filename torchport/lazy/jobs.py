@@ -235,7 +235,7 @@ class Job:
             context = computation.context
             if backend.donation:
                 self.donated = self._unshared(args)
-                context = plan.context(self.donated)
+                context = plan.context(self.donated, context)
             start = perf_counter()
             try:
                 results = backend.execute(computation.handle, args, context)
@@ -302,12 +302,16 @@ class Job:
             pending.settle(outcome)
         self.pendings, self.args = [], []
 
+    def keep(self, results: Sequence[BackendData]) -> None:
+        """Keep every promise: the job has run."""
+        self.deliver(results)
+        self.state = State.DONE
+
     def attempt(self) -> None:
         """Run and deliver; an error is kept for whoever needs a value. After an interrupt it can be run again."""
         try:
             assert self.plan is not None
-            self.deliver(self.plan.select(self.wanted, self.run()))
-            self.state = State.DONE
+            self.keep(self.plan.select(self.wanted, self.run()))
         except TorchportError as error:
             self.fail(error)
         except BaseException as error:
@@ -322,12 +326,13 @@ class Job:
 
     def finish(self) -> None:
         """Return when every value is there or its error known: waits for the worker, or does what is left to do."""
-        if self.state in (State.QUEUED, State.RUNNING):
-            self.runtime.worker.wait_for(self)
-        if self.state in (State.HELD, State.FAILED) and self.pendings:
-            from .isolate import isolate
+        from .isolate import isolate
 
-            with lock:
+        while self.pendings and self.state is not State.DONE:
+            if self.state in (State.QUEUED, State.RUNNING):
+                self.runtime.worker.wait_for(self)
+                continue
+            with lock:  # meanwhile the thread that made it may have started it
                 if self.state is State.HELD:
                     self.attempt()
                 if self.state is State.FAILED and self.pendings:

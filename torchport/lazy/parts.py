@@ -15,13 +15,13 @@ from typing import Any, Final
 from torch.utils._pytree import tree_iter
 
 from .jobs import Pending
-from .trace import Leaf, Node, Trace, Value, is_template
+from .trace import Leaf, Node, RandomKey, Trace, Value, is_template
 
 __all__ = ["parts_to_compute"]
 
 Numbers = tuple[int, ...]
 SMALL: Final = 1 << 16
-"""Elements up to which integers may be computed once for each part."""
+"""Elements up to which integers may be computed once for each part, from no more than that."""
 
 
 def parts_to_compute(trace: Trace, numbers: Numbers, read: int | None) -> tuple[Numbers, ...]:
@@ -37,7 +37,7 @@ def parts_to_compute(trace: Trace, numbers: Numbers, read: int | None) -> tuple[
         return known
     if not runtime.worker.busy or read not in numbers:
         return (numbers,)
-    parts = _Parts(node, numbers)
+    parts = _Parts(trace, numbers)
     mine = parts.with_(read, numbers)
     others = tuple(number for number in numbers if number not in mine)
     found = (mine, others) if others else (numbers,)
@@ -61,12 +61,13 @@ class _Parts:
     Sharing a leaf does not connect.
     """
 
-    def __init__(self, last: Node, numbers: Sequence[int]) -> None:
-        self.path = _needed(last.path(), numbers)
+    def __init__(self, trace: Trace, numbers: Sequence[int]) -> None:
+        self.path = _needed(trace.cursor.path(), numbers)
+        large = {position for position, leaf in enumerate(trace.leaves) if leaf.numel() > SMALL}
         self.parent: dict[int, int] = {}
         repeatable: dict[int, bool] = {}
-        for node, _, values in self.path:
-            again = _is_small_and_exact(node) and all(repeatable[value] for value in values)
+        for node, leaves, values in self.path:
+            again = _is_exact(node) and leaves.isdisjoint(large) and all(repeatable[value] for value in values)
             repeatable.update(dict.fromkeys(range(node.number, node.end), again))
             for number in (*range(node.number + 1, node.end), *(value for value in values if not repeatable[value])):
                 self._join(node.number, number)
@@ -109,9 +110,10 @@ def _needed(path: Sequence[Node], numbers: Sequence[int]) -> list[tuple[Node, se
     return found
 
 
-def _is_small_and_exact(node: Node) -> bool:
-    """Whether an operator makes few integers or booleans: again they are the same, and cost nothing."""
-    return all(
+def _is_exact(node: Node) -> bool:
+    """Whether an operator makes few integers or booleans, and no random ones: made again they are the same."""
+    templates = tree_iter((node.args, node.kwargs), is_leaf=is_template)
+    return not any(template.__class__ is RandomKey for template in templates) and all(
         spec is None or not (spec.dtype.is_floating_point or spec.dtype.is_complex or math.prod(spec.shape) > SMALL)
         for spec in node.specs
     )

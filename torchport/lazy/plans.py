@@ -52,14 +52,12 @@ class Plan:
         by_number = dict(zip(self.numbers, results, strict=True))
         return [by_number[number] for number in wanted]
 
-    def context(self, donated: frozenset[int]) -> ExecutionContext:
-        """What ``execute`` is told when these arguments are donated."""
-        assert self.computation is not None
+    def context(self, donated: frozenset[int], plain: ExecutionContext) -> ExecutionContext:
+        """What ``execute`` is told when these arguments are donated; ``plain``: what it is told when none is."""
         if not donated:
-            return self.computation.context
+            return plain
         found = self.contexts.get(donated)
         if found is None:
-            plain = self.computation.context
             found = ExecutionContext(plain.device, plain.outputs, donated, plain.method)
             if len(self.contexts) < 64:
                 self.contexts[donated] = found

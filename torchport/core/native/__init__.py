@@ -6,6 +6,7 @@ Each has a Python form that does the same, which is what runs on a machine witho
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -29,7 +30,7 @@ from ..config import config
 __all__ = ["NativeLibrary", "build_all", "guard", "lists"]
 
 log: Final = logging.getLogger("torchport.native")
-_lock: Final = threading.Lock()
+_lock: Final = threading.RLock()
 _FOLDER: Final = Path(__file__).parent
 Use = Callable[[ctypes.PyDLL], object]
 
@@ -44,6 +45,7 @@ class NativeLibrary:
         self.source = source
         self.links = tuple(links)
         self._waiting: list[Use] = []
+        self._loaded: ctypes.PyDLL | None = None
         _all.append(self)
 
     @functools.cached_property
@@ -58,40 +60,44 @@ class NativeLibrary:
 
     def when_there(self, use: Use) -> None:
         """Call ``use`` with the library: now, or once it has been built in this process."""
-        found = self.load()
-        if found is None:
-            self._waiting.append(use)
-        else:
+        with _lock:
+            found = self.load()
+            if found is None:
+                self._waiting.append(use)
+        if found is not None:
             use(found)
 
-    @functools.cache  # noqa: B019  (libraries live as long as the process)
-    def _loaded(self) -> ctypes.PyDLL | None:
-        if sys.platform != "linux" or not config.native or not self.path.exists():
-            return None
-        for found in (self.path, self.path.parent):
-            status = found.stat()
-            if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                return None  # put there by somebody else, or somebody else may change it
-        try:
-            return ctypes.PyDLL(str(self.path))
-        except OSError:
-            return None
+    def is_built(self) -> bool:
+        """Whether the library is there and nobody else can have put it there or change it."""
+        return _is_ours(self.path.parent, stat.S_ISDIR) and _is_ours(self.path, stat.S_ISREG)
 
     def load(self) -> ctypes.PyDLL | None:
         """The library, if it is there and ``config.native`` allows it."""
-        return self._loaded()
-
-    def is_missing(self, include: Path) -> bool:
-        """Whether the library could be built and was not."""
-        buildable = "torch_python" not in self.links or (include / "Python.h").exists()
-        return sys.platform == "linux" and buildable and not self.path.exists()
+        if self._loaded is None and sys.platform == "linux" and config.native and self.is_built():
+            with contextlib.suppress(OSError):
+                self._loaded = ctypes.PyDLL(str(self.path))
+        return self._loaded if config.native else None
 
     def build(self, compiler: Sequence[str], include: Path) -> None:
-        """Build it if it is not there. What cannot be built is done without."""
+        """Build it if it is not there. What cannot be built is done without, and told."""
+        try:
+            errors = self._build(compiler, include)
+        except OSError as error:
+            errors = str(error)
+        if errors:
+            log.warning("%s was not built, Python does its work: %s", self.source.name, errors)
+
+    def _build(self, compiler: Sequence[str], include: Path) -> str:
+        """What went wrong."""
+        if "torch_python" in self.links and not (include / "Python.h").exists():
+            return f"Python's headers are not in {include}"
         torch_home = Path(torch.__file__).parent
         includes = [include, torch_home / "include", torch_home / "include/torch/csrc/api/include"]
-        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=self.path.parent, prefix="build-", ignore_cleanup_errors=True) as private:
+        folder = self.path.parent
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _is_ours(folder, stat.S_ISDIR):
+            return f"others can write to {folder}"
+        with tempfile.TemporaryDirectory(dir=folder, prefix="build-", ignore_cleanup_errors=True) as private:
             made = Path(private) / self.path.name
             command = [
                 *compiler, "-O2", "-std=c++20", "-shared", "-fPIC", "-w",
@@ -101,21 +107,29 @@ class NativeLibrary:
                 *(f"-l{name}" for name in self.links),
             ]  # fmt: skip
             done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
-            if done.returncode == 0:
-                made.replace(self.path)
-            else:
-                log.warning(
-                    "%s was not built, Python does its work: %s", self.source.name, done.stderr.decode()[-2000:]
-                )
+            if done.returncode != 0:
+                return done.stderr.decode(errors="replace")[-2_000:] or f"the compiler ended with {done.returncode}"
+            made.chmod(0o700)
+            made.replace(self.path)
+        return ""
 
     def announce(self) -> None:
-        """Give the library to those who wait for it."""
-        self._loaded.cache_clear()  # type: ignore[attr-defined]
-        found = self.load()
+        """Give the library, if it is there, to those who wait for it."""
+        found = self.load() if self._waiting else None
         if found is not None:
             waiting, self._waiting = self._waiting, []
             for use in waiting:
                 use(found)
+
+
+def _is_ours(path: Path, kind: Callable[[int], bool]) -> bool:
+    """Whether something is of a kind, the user's own, and for others to read only. Links are not followed."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return False
+    mine = status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return mine and kind(status.st_mode)
 
 
 _all: Final[list[NativeLibrary]] = []
@@ -123,18 +137,17 @@ _tried: Final[set[NativeLibrary]] = set()
 
 
 def build_all(compiler: Sequence[str]) -> None:
-    """Build, side by side, what is not there; each is tried once per process."""
-    if not config.native:
+    """Build, side by side, what is not there, and use what is; each is tried once per process."""
+    if not config.native or sys.platform != "linux":
         return
     with _lock:
-        include = Path(sysconfig.get_paths()["include"])
-        missing = [library for library in _all if library not in _tried and library.is_missing(include)]
-        if not missing:
-            return
+        missing = [library for library in _all if library not in _tried and not library.is_built()]
         _tried.update(missing)
-        with ThreadPoolExecutor(len(missing), "torchport build") as pool:
-            list(pool.map(lambda library: library.build(compiler, include), missing))
-        for library in missing:
+        if missing:
+            include = Path(sysconfig.get_paths()["include"])
+            with ThreadPoolExecutor(len(missing), "torchport build") as pool:
+                list(pool.map(lambda library: library.build(compiler, include), missing))
+        for library in _all:
             library.announce()
 
 
