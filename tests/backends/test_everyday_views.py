@@ -344,3 +344,28 @@ def test_a_view_of_a_view_goes_by_the_strides_of_the_first(device: torch.device,
         return base, *views, *(view[:1].transpose(0, -1) for view in views)
 
     agree(run, device, strides=True)
+
+
+@pytest.mark.parametrize("detached", [lambda x: x.detach(), lambda x: x.data])
+@pytest.mark.parametrize("cut", [lambda x: None, lambda x: x.tolist()], ids=["pending", "computed"])
+def test_as_strided_of_a_detached_view_is_right_or_refused(
+    device: torch.device, detached: Callable[[torch.Tensor], torch.Tensor], cut: Callable[[torch.Tensor], object]
+) -> None:
+    """Its offset counts from the start of a base that nothing knows of."""
+
+    def run(d: torch.device) -> Any:
+        base = ramp(8, device=d)
+        whole, part = detached(base.view(2, 4)), detached(base[1:])
+        cut(part)
+        return whole.as_strided((2, 2), (4, 1), 2), part.as_strided((2, 2), (1, 2)), base[1:].as_strided((2,), (1,), 2)
+
+    agree(run, device)
+    part = detached(ramp(8, device=device)[1:])
+    cut(part)
+    if not ON_PORT:
+        return
+    for op in (torch.as_strided, torch.as_strided_copy):
+        with pytest.raises(RuntimeError, match=r"not known on this device after detach\(\) or \.data"):
+            op(part, (2,), (1,), 2)
+    with pytest.raises(RuntimeError, match="not known on this device"):
+        torch.as_strided_scatter(part, torch.zeros(2, device=device), (2,), (1,), 2)

@@ -1,8 +1,10 @@
 """``as_strided`` and its kin count from the start of the memory a tensor is a view of.
 
-This device has no memory to count in. Outside inference mode PyTorch knows a view's base, which serves instead; where
-a view begins is not known, the operator is refused. One case is not told apart: ``x[1:].detach()`` and ``.data`` have
-no base that PyTorch knows, so there an offset counts from the start of the view.
+This device has no memory to count in. Outside inference mode PyTorch knows a view's base, which serves instead. Where a
+view begins is not known, as of ``x[1:].detach()`` and ``.data``, whose base autograd does not know, the operator is
+refused.
+
+Private torch APIs used here: ``torch._is_functional_tensor``, ``torch._is_functional_tensor_base``.
 """
 
 from __future__ import annotations
@@ -52,6 +54,8 @@ def _as_strided(
                 op="aten.as_strided.default",
                 source=user_line(),
             )
+    elif _begins_somewhere(self) and not _within(self, size, stride, storage_offset):
+        raise _unknown_start("aten.as_strided.default")
     return torch.ops.aten.as_strided.default.redispatch(
         routes.to_stock_autograd(keys), self, size, stride, storage_offset
     )
@@ -63,6 +67,8 @@ def _as_strided_copy(
     if _shows_a_part(self):
         return self.as_strided(size, stride, storage_offset).clone(memory_format=torch.contiguous_format)
     op = torch.ops.aten.as_strided_copy.default
+    if _begins_somewhere(self) and not _within(self, size, stride, storage_offset):
+        raise _unknown_start(str(op))
     return op.redispatch(routes.to_stock_autograd(keys), self, size, stride, storage_offset)
 
 
@@ -70,6 +76,8 @@ def _as_strided_scatter(
     keys: Any, self: torch.Tensor, src: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None
 ) -> torch.Tensor:
     op = torch.ops.aten.as_strided_scatter.default
+    if _begins_somewhere(self):
+        raise _unknown_start(str(op))
     if _shows_a_part(self):
         raise UnsupportedOp(
             "where a view begins in its base is not known on this device; scatter into the base, or into a clone",
@@ -86,6 +94,33 @@ def _shows_a_part(self: torch.Tensor) -> bool:
         self.device.type == DEVICE_TYPE
         and base is not None
         and not (self.is_contiguous() and base.is_contiguous() and self.numel() == base.numel())
+    )
+
+
+_storage_of: Callable[[torch.Tensor], Any] = torch.Tensor.untyped_storage  # as it is before the shims guard it
+
+
+def _begins_somewhere(self: torch.Tensor) -> bool:
+    """Whether a tensor is a view of which only functionalization knows the base, and not of all of it."""
+    if self._is_view() or self.device.type != DEVICE_TYPE or not torch._is_functional_tensor(self):
+        return False
+    if torch._is_functional_tensor_base(self):
+        return False
+    return not (self.is_contiguous() and self.numel() * self.element_size() == _storage_of(self).nbytes())
+
+
+def _within(self: torch.Tensor, size: Any, stride: Any, storage_offset: int | None) -> bool:
+    """Whether what is asked for counts from the view's own start and lies in the one piece that it shows."""
+    extent = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    return storage_offset is None and self.is_contiguous() and extent <= self.numel()
+
+
+def _unknown_start(op: str) -> UnsupportedOp:
+    return UnsupportedOp(
+        "where a view begins in its base is not known on this device after detach() or .data; call it on the view "
+        "itself and detach the result, or write x.clone() first",
+        op=op,
+        source=user_line(),
     )
 
 
