@@ -324,3 +324,60 @@ def test_two_handles_of_one_value_survive_an_operator_that_is_refused(device: to
     with pytest.raises(RuntimeError):
         x.matmul(y)
     torch.testing.assert_close(y.cumsum(-1).cpu(), x.cpu().cumsum(-1))
+
+
+def ints(d: Any) -> torch.Tensor:
+    return torch.ones(2, dtype=torch.int64, device=d)
+
+
+def floats(d: Any) -> torch.Tensor:
+    return torch.ones(2, device=d)
+
+
+CASTS: dict[str, Callable[[Any], Any]] = {
+    "int add_ float": lambda d: ints(d).add_(1.5),
+    "int mul_ float tensor": lambda d: ints(d).mul_(floats(d)),
+    "int div_": lambda d: ints(d).div_(2),
+    "int div_ floor": lambda d: ints(d).div_(2, rounding_mode="floor"),
+    "int sqrt_": lambda d: ints(d).sqrt_(),
+    "int copy_ float": lambda d: ints(d).copy_(floats(d) * 2.5),
+    "int32 add_ int64": lambda d: ints(d).int().add_(ints(d)),
+    "bool add_ int": lambda d: (ints(d) > 0).add_(1),
+    "bool logical_or_ float": lambda d: (ints(d) > 0).logical_or_(floats(d)),
+    "float add_ double": lambda d: floats(d).add_(floats(d).double()),
+    "half mul_ float": lambda d: floats(d).half().mul_(floats(d)),
+    "float lt_": lambda d: floats(d).lt_(3),
+    "float add_ complex tensor": lambda d: floats(d).add_(floats(d).to(torch.complex64)),
+    "float mul_ complex": lambda d: floats(d).mul_(1j),
+    "float pow_ complex": lambda d: floats(d).pow_(1j),
+    "float fill_ complex": lambda d: floats(d).fill_(1j),
+    "float full_like complex": lambda d: torch.full_like(floats(d), 1j),
+    "float eq complex": lambda d: floats(d) == 1j,
+    "float add complex": lambda d: floats(d) + 1j,
+}
+
+
+@pytest.mark.parametrize("name", CASTS)
+@pytest.mark.parametrize("index", [0, 1])
+def test_results_that_do_not_fit_are_refused_where_the_cpu_refuses_them(
+    device: torch.device, name: str, index: int
+) -> None:
+    """At the call, not when the value is read, and never by cutting something off."""
+    place = fakes.Fake.install().device if index else device
+    try:
+        expected = CASTS[name]("cpu")
+    except RuntimeError:
+        with pytest.raises(
+            RuntimeError, match=r"can't be cast|cannot be converted|not supported|Attempting to cast|not p"
+        ):
+            CASTS[name](place)
+    else:
+        same(CASTS[name](place), expected)
+
+
+@pytest.mark.parametrize("write", [torch._foreach_add_, torch._foreach_mul_])
+def test_lists_of_results_that_do_not_fit_are_refused(device: torch.device, write: Any) -> None:
+    x = ints(device)
+    with pytest.raises(RuntimeError, match="can't be cast"):
+        write([x, ints(device)], 1.5)
+    assert x.tolist() == [1, 1]

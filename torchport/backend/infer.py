@@ -20,7 +20,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..core.specs import TensorSpec
 
-__all__ = ["DataDependent", "Inferred", "NoShapeRule", "depends_on_data", "fake_mode", "fake_tensor", "infer"]
+__all__ = [
+    "DataDependent",
+    "Inferred",
+    "NoShapeRule",
+    "check_complex",
+    "depends_on_data",
+    "fake_mode",
+    "fake_tensor",
+    "infer",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,9 +231,23 @@ def _ask_the_cpu(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
 
     If eager does not refuse, the shape rule was too strict: :class:`NoShapeRule`. Large arguments are not tried.
     """
+    if not _run_on_zeros(op, args, kwargs):
+        raise error
+    raise NoShapeRule(f"no shape rule for these arguments of {op}: {error}") from error
+
+
+def check_complex(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], inferred: Inferred) -> None:
+    """Raise what CPU eager raises for a complex number where none fits: shape inference takes it all the same."""
+    given = any(value.__class__ is complex for value in tree_leaves((list(args), dict(kwargs)), is_leaf=_is_spec))
+    if given and not any(spec is not None and spec.dtype.is_complex for spec in inferred.specs):
+        _run_on_zeros(op, args, kwargs)
+
+
+def _run_on_zeros(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Run an operator on the CPU, on zeros; returns whether it was tried. Raises what eager raises."""
     specs = [v for v in tree_leaves((list(args), dict(kwargs)), is_leaf=_is_spec) if isinstance(v, TensorSpec)]
     if sum(math.prod(spec.shape) for spec in specs) > _LARGEST_PROBE or not isinstance(op, torch._ops.OpOverload):
-        raise error
+        return False
 
     def to_zeros(value: Any) -> Any:
         if isinstance(value, TensorSpec):
@@ -235,7 +258,7 @@ def _ask_the_cpu(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         op(*real_args, **real_kwargs)
-    raise NoShapeRule(f"no shape rule for these arguments of {op}: {error}") from error
+    return True
 
 
 def _is_spec(value: Any) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ..backend.decompositions import DECOMPOSE
-from ..backend.infer import DataDependent, Inferred, NoShapeRule, infer
+from ..backend.infer import DataDependent, Inferred, NoShapeRule, check_complex, infer
 from ..backend.lowering import view_form
 from ..core.specs import TensorSpec
 from .random import is_random
@@ -51,6 +51,7 @@ def decide(
         inferred = infer(DECOMPOSE.get(node.op) or view_form(node.op), args, kwargs)
     except (DataDependent, NoShapeRule) as error:
         return _at_once(runtime, node, str(error))
+    check_complex(node.op, args, kwargs, inferred)
     if not runtime.capture.takes_all:
         reason = runtime.refusal(*_alone(node, inferred, args, kwargs))
         if reason is not None:

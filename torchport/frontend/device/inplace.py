@@ -11,6 +11,7 @@ functionalization does after such an op).
 
 from __future__ import annotations
 
+import functools
 import operator
 import warnings
 from collections import deque
@@ -152,6 +153,7 @@ def _of_tensor(op: Any, forms: Forms, original: Any, copy: Forms) -> Callable[..
         if node.fits and node.ready is out:
             pass
         elif out.shape != inner.shape or out.dtype is not inner.dtype:
+            _refuse_cast(op, out, inner)
             return original.call_boxed(keys, self, *_boxable(op, args), **kwargs)
         elif not draws and out.stride() == inner.stride():
             node.fits = node.ready is out
@@ -172,6 +174,7 @@ def _of_tensor(op: Any, forms: Forms, original: Any, copy: Forms) -> Callable[..
         given = {name: _unwrapped(value) for name, value in kwargs.items()}
         out = forms.indexed(trace, inner, *map(_unwrapped, args), **given)
         if out.shape != inner.shape or out.dtype is not inner.dtype:
+            _refuse_cast(op, out, inner)
             return original.call_boxed(keys, self, *_boxable(op, args), **kwargs)
         if out.stride() != inner.stride():
             out = copy.indexed(trace, inner, out)
@@ -181,6 +184,17 @@ def _of_tensor(op: Any, forms: Forms, original: Any, copy: Forms) -> Callable[..
         return self
 
     return inplace
+
+
+def _refuse_cast(op: Any, out: torch.Tensor, written: torch.Tensor) -> None:
+    """Raise :class:`UnsupportedOp` if a result cannot be written to a tensor of this dtype, as the CPU refuses it."""
+    if not torch.can_cast(out.dtype, written.dtype):
+        raise UnsupportedOp(
+            f"result type {out.dtype} can't be cast to the desired output type {written.dtype}; write to a tensor of "
+            f"{out.dtype}, or leave the argument unchanged: {op._schema.name.removeprefix('aten::').removesuffix('_')}",
+            op=str(op),
+            source=user_line(),
+        )
 
 
 def _of_list(op: Any, forms: Forms, original: Any, copy: Forms) -> Callable[..., Any]:
@@ -199,6 +213,8 @@ def _of_list(op: Any, forms: Forms, original: Any, copy: Forms) -> Callable[...,
                     one = [a[at : at + 1] if isinstance(a, (list, tuple)) else a for a in args]
                     op(selfs[at : at + 1], *one, **kwargs)
                 return None
+            if set(map(type, inner)) == _ONE_INDEXED and not any(map(operator.is_, inner, selfs)):
+                return at_index(keys, selfs, inner, args, kwargs)
             if not fast:
                 result = original.call_boxed(keys, selfs, *args, **kwargs)
                 if ours:
@@ -207,23 +223,45 @@ def _of_list(op: Any, forms: Forms, original: Any, copy: Forms) -> Callable[...,
         outs = kernel(inner, *map(_unwrapped, args), **{name: _unwrapped(value) for name, value in kwargs.items()})
         node = threads.trace.cursor
         if not (node.fits and node.ready is outs):
-            if any(o.shape != i.shape or o.dtype is not i.dtype for o, i in zip(outs, inner, strict=True)):
+            fitting = fitted(inner, outs, restride)
+            if fitting is None:
                 return original.call_boxed(keys, selfs, *args, **kwargs)
-            same = [out.stride() == before.stride() for before, out in zip(inner, outs, strict=True)]
-            if all(same):
+            if fitting is outs:
                 node.fits = node.ready is outs
-            else:
-                for before, is_same in zip(inner, same, strict=True):
-                    if not is_same:
-                        refuse_overlap(op, before)
-                outs = [o if fits else restride(i, o) for i, o, fits in zip(inner, outs, same, strict=True)]
+            outs = fitting
         _write(selfs, outs if outs.__class__ is list else list(outs))
+        return None
+
+    def fitted(inner: Sequence[Any], outs: Sequence[Any], restride: Callable[..., Any]) -> Sequence[Any] | None:
+        """The results, with the strides of what they replace; ``None`` if they do not fit."""
+        if any(o.shape != i.shape or o.dtype is not i.dtype for o, i in zip(outs, inner, strict=True)):
+            for out, before in zip(outs, inner, strict=True):
+                _refuse_cast(op, out, before)
+            return None
+        same = [out.stride() == before.stride() for before, out in zip(inner, outs, strict=True)]
+        if all(same):
+            return outs
+        for before, is_same in zip(inner, same, strict=True):
+            if not is_same:
+                refuse_overlap(op, before)
+        return [o if fits else restride(i, o) for i, o, fits in zip(inner, outs, same, strict=True)]
+
+    def at_index(keys: Any, selfs: Any, inner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        trace = threads.of(inner[0].get_device())
+        given = {name: _unwrapped(value) for name, value in kwargs.items()}
+        outs = fitted(
+            inner, forms.indexed(trace, inner, *map(_unwrapped, args), **given), functools.partial(copy.indexed, trace)
+        )
+        if outs is None:
+            return original.call_boxed(keys, selfs, *args, **kwargs)
+        _write_each(selfs, outs)
         return None
 
     return inplace
 
 
 _ONE_LAZY: Final = {LazyTensor}
+_ONE_INDEXED: Final = {IndexedLazyTensor}
 _exhaust: Final[Callable[[Iterable[Any]], Any]] = deque[Any](maxlen=0).extend
 
 
