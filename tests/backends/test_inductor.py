@@ -448,3 +448,21 @@ def test_large_parameters_are_updated_one_at_a_time(size: int, functions: int) -
     assert len(re.findall(r"^ +cpp_fused_\w+\(", text, re.MULTILINE)) == functions
     for ours, theirs in zip(run(backend, graph, given), update(*inputs), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, c: (x + 1j, x * 1j, c * (2 - 1j)),
+        lambda x, c: (1j - x, x / 1j, x.long() * 1j),
+        lambda x, c: (c == 1j, c**1j, 1j**c),
+        lambda x, c: (torch.where(x > 0, 1j, x), c.masked_fill(x > 0, 1j), torch.full_like(c, 2j)),
+        lambda x, c: (torch._foreach_add([x, c], 1j)[1], c.clone().fill_(1j)),
+    ],
+)
+def test_complex_numbers_on_the_device(fn: Any) -> None:
+    """What compiled code cannot be given goes to the host."""
+    args = rand(3), rand(3).to(torch.complex64) * (1 + 2j)
+    device = torchport.use("inductor")
+    for got, expected in zip(fn(*(arg.to(device) for arg in args)), fn(*args), strict=True):
+        torch.testing.assert_close(got.cpu(), expected)

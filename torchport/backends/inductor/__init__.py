@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Final
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from torchport.backend.host import register_host_kernels
 from torchport.backend.interface import (
@@ -91,6 +92,18 @@ def _bits_of_floats(op: Any, node: fx.Node) -> bool:
     return any(isinstance(value, torch.Tensor) and value.dtype.is_floating_point for value in values)
 
 
+_TAKES_COMPLEX_NUMBERS: Final = {torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor}
+
+
+def _complex_number(op: Any, node: fx.Node) -> bool:
+    """Whether an operator got a complex Python number that Inductor's code cannot hand on (torch 2.13)."""
+    if not any(value.__class__ is complex for value in tree_leaves((node.args, node.kwargs))):
+        return False
+    value = node.all_input_nodes[0].meta["val"] if node.all_input_nodes else None
+    exact = isinstance(value, torch.Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)
+    return op not in _TAKES_COMPLEX_NUMBERS or not exact
+
+
 def _pools_beyond_the_padding(node: fx.Node) -> bool:
     """Whether Inductor gets average pooling's gradient wrong (torch 2.13): it counts padding past the last row."""
     _, _, kernel, stride, padding, ceil_mode, count_include_pad, divisor = node.args
@@ -105,6 +118,8 @@ def _supports(node: fx.Node) -> Support:
         return Support.no(f"the shape of {op}'s result depends on values; compiled code has static shapes")
     if _bits_of_floats(op, node):
         return Support.no(f"{op} is defined for integers only; Inductor would compute with the bits of floats")
+    if _complex_number(op, node):
+        return Support.no(f"Inductor's code has no way to give {op} a complex number")
     if op in _BROKEN:
         return Support.no(_BROKEN[op])
     if op in _READS_ANYWAY and not node.args[0].meta["val"].numel():  # type: ignore[union-attr]
