@@ -5,7 +5,8 @@
 "Replayed" is the same program with the body of every kernel it calls replaced by one that returns what it returned in
 the step before, and without the flush: PyTorch's Python, argument parsing, dispatch, functionalization, autograd and
 the call into Python are left, which every lazy device written in Python has. "Code" are the calls of compiled code,
-by the backend's ``execute``. Their sum is the floor: nothing of it is torchport's tracing or flushing. For
+by the backend's ``execute``. Their sum is the floor: nothing of it is torchport's tracing or flushing.
+"Cold" is the same with the processor's caches swept before each step, as the code of a larger model leaves them. For
 models that read no value and make no tensors. One thread, processor time.
 """
 
@@ -95,22 +96,25 @@ def measure(model: str, mode: str, batches: int) -> list[str]:
         whole()
     engines = {"port": whole, "code": _code(torchport.get_backend(BACKEND), whole), **peers}
     found = interleave({name: timed(run, clock=thread_time) for name, run in engines.items()}, batches, in_a_row=5)
-    again = {"replayed": _replayed(step, whole), "eager": peers["eager"]}
-    replayed = interleave({name: timed(run, clock=thread_time) for name, run in again.items()}, batches, in_a_row=5)
-    left = replayed["replayed"]
+    again, swept = _replayed(step, whole), torch.zeros(1 << 24)
+    left = interleave({"replayed": timed(again, clock=thread_time)}, batches, in_a_row=5)["replayed"]
+    cold = interleave({"replayed": timed(again, lambda: swept.add_(1), thread_time)}, batches)["replayed"]
     floor = Samples([one + found["code"].best for one in left.seconds])
+    cold_floor = Samples([one + found["code"].best for one in cold.seconds])
     best_peer = min((found[name] for name in peers), key=lambda samples: samples.best)
     cells = [
-        samples.cell(1e3) for samples in (found["port"], left, found["code"], found["eager"], found["torch.compile"])
+        samples.cell(1e3)
+        for samples in (found["port"], left, cold, found["code"], found["eager"], found["torch.compile"])
     ]
-    return [f"{model}, {mode}", *cells, ratio_cell(found["port"], best_peer), ratio_cell(floor, best_peer)]
+    ratios = [ratio_cell(samples, best_peer) for samples in (found["port"], floor, cold_floor)]
+    return [f"{model}, {mode}", *cells, *ratios]
 
 
 def main(argv: list[str] | None = None) -> None:
     """Print the table. Each row needs a process of its own."""
     parser = argparse.ArgumentParser(description="what a step takes without torchport's own part of it")
     parser.add_argument("--quick", action="store_true", help="fewer batches")
-    parser.add_argument("--models", default="mlp", help="mlp or wide")
+    parser.add_argument("--models", default="mlp", help="mlp, wide or bert")
     parser.add_argument("--modes", default="inference,training")
     options = parser.parse_args(argv)
     pairs = list(itertools.product(options.models.split(","), options.modes.split(",")))
@@ -127,7 +131,10 @@ def main(argv: list[str] | None = None) -> None:
     ((model, mode),) = pairs
     with torchport.config.override(execution="inline"):
         row = measure(model, mode, 20 if options.quick else 100)
-    header = ("step, ms", "port", "replayed", "code", "eager", "torch.compile", "port ÷ best peer", "floor ÷ best peer")
+    header = (
+        "step, ms", "port", "replayed", "replayed, cold", "code", "eager", "torch.compile",
+        "port ÷ best peer", "floor ÷ best peer", "cold floor ÷ best peer",
+    )  # fmt: skip
     table("A step and its floor (best / median)", header, [row])
 
 
