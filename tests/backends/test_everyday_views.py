@@ -357,7 +357,10 @@ def test_as_strided_of_a_detached_view_is_right_or_refused(
         base = ramp(8, device=d)
         whole, part = detached(base.view(2, 4)), detached(base[1:])
         cut(part)
-        return whole.as_strided((2, 2), (4, 1), 2), part.as_strided((2, 2), (1, 2)), base[1:].as_strided((2,), (1,), 2)
+        turned = detached(base.view(2, 4).t())
+        others = turned.as_strided((2, 2), (4, 1), 1), turned.as_strided((4, 2), (2, 1))
+        whole = whole.as_strided((2, 2), (4, 1), 2)
+        return *others, whole, part.as_strided((2, 2), (1, 2)), base[1:].as_strided((2,), (1,), 2)
 
     agree(run, device)
     part = detached(ramp(8, device=device)[1:])
@@ -367,5 +370,7 @@ def test_as_strided_of_a_detached_view_is_right_or_refused(
     for op in (torch.as_strided, torch.as_strided_copy):
         with pytest.raises(RuntimeError, match=r"not known on this device after detach\(\) or \.data"):
             op(part, (2,), (1,), 2)
+    with pytest.raises(RuntimeError, match="mismatch in length of strides and shape"):
+        part.as_strided((2,), (4, 1))
     with pytest.raises(RuntimeError, match="not known on this device"):
         torch.as_strided_scatter(part, torch.zeros(2, device=device), (2,), (1,), 2)

@@ -176,3 +176,52 @@ def test_an_interrupt_while_operators_run_one_by_one() -> None:
     with pytest.warns(RuntimeWarning, match="run op by op"):
         assert x.tolist() == [2.0, 2.0]
     assert x.tolist() == [2.0, 2.0]
+
+
+def in_a_thread(read: Callable[[], Any]) -> Any:
+    """What another thread reads."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(read()))
+    thread.start()
+    thread.join(60)
+    return found[0]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_value_that_another_thread_read_stays_what_it_was(index: int) -> None:
+    """Its number ended with the trace, whose numbers are those of other values after that."""
+    torchport.use("reference")
+    place = fakes.Fake.install().device if index else torch.device("port")
+    x = torch.arange(4.0).to(place)
+    y = x + 1
+    assert in_a_thread(y.tolist) == [1.0, 2.0, 3.0, 4.0]
+    torchport.sync()
+    z = x * 100
+    assert (y + 0).tolist() == y.tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert z.tolist() == [0.0, 100.0, 200.0, 300.0]
+    for _ in range(5):
+        x = x + x.flip(0) * 0.5
+        expected = x.detach().clone()
+        assert in_a_thread(x.tolist) == expected.tolist()
+        torchport.sync()
+
+
+def test_a_thread_reads_what_another_is_computing() -> None:
+    torchport.use("reference")
+    failures: list[BaseException] = []
+
+    def read(x: torch.Tensor) -> None:
+        try:
+            x.tolist()
+        except BaseException as error:
+            failures.append(error)
+
+    x, readers = torch.arange(4.0).to("port"), list[threading.Thread]()
+    for _ in range(40):
+        x = x + x.flip(0) * 0.5
+        readers.append(threading.Thread(target=read, args=(x,)))
+        readers[-1].start()
+        torchport.sync()
+    for reader in readers:
+        reader.join(60)
+    assert not failures

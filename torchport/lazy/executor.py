@@ -39,6 +39,7 @@ __all__ = [
     "by_number",
     "flush",
     "host_tensor",
+    "is_dense",
     "is_known",
     "leaf_from_data",
     "leaf_from_host",
@@ -191,10 +192,11 @@ def _start(job: Job, owners: Sequence[Sequence[LazyTensor]], kind: str) -> Torch
     except TorchportError as error:
         job.fail(error)
         return _isolate(job, owners)
-    except BaseException:
-        # An interrupt: whoever needs one of the values has the job run again.
+    except BaseException as error:
+        # An interrupt: whoever needs one of the values has the job run again, if its inputs are still there.
         if not job.pendings:
             job.promise(owners, _specs(owners))
+        job.interrupted(error)
         raise
     if job.pendings:
         job.keep(plan.select(job.wanted, results))
@@ -256,6 +258,11 @@ def compute(tensor: LazyTensor) -> None:
     refuse_computing()
     owner = owners.get(tensor.number // SPAN)
     if owner is None:
+        with lock:  # its thread may have been about to give it a value
+            if tensor.failure is not None:
+                raise tensor.failure
+            if tensor.value is not None:
+                return
         raise ExecutionError("the value was lost: the thread that traced it has ended before it was computed")
     if on_worker():
         raise ExecutionError("a finalizer on the device's own thread cannot compute values that are pending")
@@ -281,6 +288,7 @@ def _compute_alone(owner: Trace, tensor: LazyTensor) -> None:
             plan = make_plan(owner.runtime, node.path(), (number,), specs)
             (result,) = Job.of_trace(owner, plan, (number,)).run()
         release(tensor)
+        owner.computed.append(tensor)  # its number ends with the trace
         tensor.value, tensor.spec = result, plan.specs[0]
 
 
@@ -307,12 +315,12 @@ def host_tensor(tensor: LazyTensor) -> torch.Tensor:
     strides = tensor.stride()
     if result.stride() == strides or not result.numel():
         return result
-    if _is_dense(tensor.shape, strides):
+    if is_dense(tensor.shape, strides):
         return torch.empty_strided(result.shape, strides, dtype=result.dtype).copy_(result)
     return result.contiguous()
 
 
-def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether the strides are the row-major ones of some permutation of the dimensions."""
     step = 1
     for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):

@@ -315,9 +315,13 @@ class Job:
         except TorchportError as error:
             self.fail(error)
         except BaseException as error:
-            if self.donated:
-                self.fail(ExecutionError(f"it was interrupted ({type(error).__name__}) while its inputs were donated"))
+            self.interrupted(error)
             raise
+
+    def interrupted(self, error: BaseException) -> None:
+        """Note that a run did not end: it can be repeated, unless inputs were given away."""
+        if self.donated:
+            self.fail(ExecutionError(f"it was interrupted ({type(error).__name__}) while its inputs were donated"))
 
     def fail(self, error: TorchportError) -> None:
         """Note that the job as a whole ended in an error."""

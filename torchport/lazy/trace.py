@@ -293,9 +293,10 @@ class Trace:
     """One thread's pending ops on one device.
 
     ``made`` are handles made since the last flush: those in no pool, and those of pools up to the node ``swept`` that
-    were held when the trace came by. ``leaves`` are the values the trace starts from in order of first use, ``numbers``
-    its run-time floats and ``keys`` its random keys, in order. ``fresh`` tells whether one of the leaves came from the
-    host for this trace, ``copies`` how many copies from the host came after that leaf was used.
+    were held when the trace came by; ``computed`` are those that another thread has given a value. ``leaves`` are the
+    values the trace starts from in order of first use, ``numbers`` its run-time floats and ``keys`` its random keys, in
+    order. ``fresh`` tells whether one of the leaves came from the host for this trace, ``copies`` how many copies from
+    the host came after that leaf was used.
     """
 
     eager = False
@@ -304,6 +305,7 @@ class Trace:
     __slots__ = (
         "__weakref__",
         "base",
+        "computed",
         "copies",
         "cursor",
         "fresh",
@@ -326,6 +328,7 @@ class Trace:
         self.runtime = runtime
         self.index = runtime.index
         self.made: list[LazyTensor] = []
+        self.computed: list[LazyTensor] = []
         self.keep: Callable[[LazyTensor], None] = self.made.append
         self.limit = CHECKPOINT_EVERY
         epoch = next(_epochs)
@@ -351,6 +354,10 @@ class Trace:
             handle.number = NONE
         for handle in self.leaves:
             handle.number = NONE
+        for handle in self.computed:
+            if self.holds(handle.number):
+                handle.number = NONE
+        self.computed.clear()
         if self.generation != self.runtime.generation or self.nodes > config.max_trace_nodes:
             self.generation = self.runtime.generation
             self.root, self.nodes = Node.root(self.base), 0

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ...core.errors import UnsupportedOp
+from ...lazy.executor import is_dense
 from ...lazy.record import user_line
 from ...lazy.tensor import DEVICE_TYPE, LazyTensor
 from ...lazy.trace import unwrap
@@ -41,7 +42,7 @@ def _as_strided(
 ) -> torch.Tensor:
     """``as_strided`` counts from the start of the memory a tensor is a view of, so it is taken of the base."""
     if self._is_view() and self.device.type == DEVICE_TYPE:
-        extent = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        extent = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=False))
         base: Any = self._base
         if storage_offset is not None:
             # A view that shows all of its base serves as well, and has the tangent where make_dual made it.
@@ -106,12 +107,13 @@ def _begins_somewhere(self: torch.Tensor) -> bool:
         return False
     if torch._is_functional_tensor_base(self):
         return False
-    return not (self.is_contiguous() and self.numel() * self.element_size() == _storage_of(self).nbytes())
+    whole = self.numel() * self.element_size() == _storage_of(self).nbytes()
+    return not (whole and is_dense(self.shape, self.stride()))
 
 
 def _within(self: torch.Tensor, size: Any, stride: Any, storage_offset: int | None) -> bool:
     """Whether what is asked for counts from the view's own start and lies in the one piece that it shows."""
-    extent = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    extent = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=False))
     return storage_offset is None and self.is_contiguous() and extent <= self.numel()
 
 
@@ -134,7 +136,7 @@ def _without_autograd(name: str, original: Any) -> Callable[..., Any]:
             and not torch._is_functional_tensor_base(self)
         ):
             size, stride, *offset = args[1:] if name == "as_strided_scatter" else args
-            extent = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+            extent = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=False))
             given = offset[0] if offset else kwargs.get("storage_offset")
             if given is not None or not self.is_contiguous() or extent > self.numel() or name == "as_strided_scatter":
                 raise UnsupportedOp(
