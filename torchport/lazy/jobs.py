@@ -319,8 +319,10 @@ class Job:
             raise
 
     def interrupted(self, error: BaseException) -> None:
-        """Note that a run did not end: it can be repeated, unless inputs were given away."""
-        if self.donated:
+        """Note that a run did not end: it can be repeated, unless inputs were given away and did not come back."""
+        given = [self.args[at] for at in self.donated if at < len(self.args)]
+        kept = self.runtime.backend.restores_donated and all(value.has_value for value in given)
+        if self.donated and not kept:
             self.fail(ExecutionError(f"it was interrupted ({type(error).__name__}) while its inputs were donated"))
 
     def fail(self, error: TorchportError) -> None:
