@@ -25,8 +25,8 @@ def compiled(fn: Any, backend: str, **more: Any) -> Any:
     return torch.compile(fn, backend=DOOR, options={"backend": backend, **more.pop("options", {})}, **more)
 
 
-def same(ours: Any, theirs: Any) -> None:
-    torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-4, atol=1e-5)
+def same(ours: Any, theirs: Any, atol: float = 1e-5) -> None:
+    torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-4, atol=atol)
 
 
 class Net(nn.Module):
@@ -260,7 +260,8 @@ def test_dtypes_and_numbers(place: torch.device, backend: str) -> None:
     for scale in (0.5, 0.25, 3.0):
         for ours, theirs in zip(run(x.to(place), scale), fn(x, scale), strict=True):
             assert ours.dtype == theirs.dtype
-            same(ours, theirs)
+            # Inductor rounds to bfloat16 once where eager does twice: the second time by up to half a step of x.
+            same(ours, theirs, atol=2**-6 if ours.dtype is torch.bfloat16 else 1e-5)
 
 
 # -- random numbers ------------------------------------------------------------------------------------------------
