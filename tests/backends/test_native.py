@@ -249,7 +249,7 @@ def test_a_folder_that_cannot_be_used_is_told(
     else:
         library.path.parent.mkdir()
         library.path.parent.chmod(0o777)
-    with caplog.at_level(logging.WARNING, "torchport.native"):
+    with caplog.at_level(logging.INFO, "torchport.core.native"):
         native.build_all(["there is no such compiler"])
     assert "answer.cpp was not built, Python does its work: " in caplog.text
     assert library.load() is None
@@ -259,7 +259,7 @@ def test_what_cannot_be_built_is_told_and_done_without(
     library: native.NativeLibrary, caplog: pytest.LogCaptureFixture
 ) -> None:
     library.when_there(lambda found: pytest.fail("there is no library"))
-    with caplog.at_level(logging.WARNING, "torchport.native"):
+    with caplog.at_level(logging.INFO, "torchport.core.native"):
         native.build_all([sys.executable, "-c", "import sys; sys.exit('no such option')"])
         native.build_all([sys.executable, "-c", "raise SystemExit('tried again')"])
         native._tried.discard(library)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ from ..core.specs import TensorSpec
 from .random import RANDOM
 from .trace import HostScalar, Leaf, Node, Number, RandomKey, Value, is_template
 
-__all__ = ["TraceGraph", "build_graph"]
+__all__ = ["TraceGraph", "build_graph", "inputs_of", "needed"]
 
 aten = torch.ops.aten
 _WIDE: Final = {torch.float64, torch.complex128}
@@ -37,6 +37,29 @@ class TraceGraph:
     keys: tuple[int, ...]
 
 
+def inputs_of(node: Node) -> list[tuple[str, int]]:
+    """What a node uses, each once: ``("leaf", position)`` or ``("value", number)``."""
+    found: list[tuple[str, int]] = []
+    for template in tree_iter((node.args, node.kwargs), is_leaf=is_template):
+        if template.__class__ is Leaf:
+            found.append(("leaf", template.number))
+        elif template.__class__ is Value:
+            found.append(("value", template.number))
+    return list(dict.fromkeys(found))
+
+
+def needed(path: Sequence[Node], outputs: Iterable[int]) -> list[Node]:
+    """The nodes of a path that the values with these numbers depend on, in its order."""
+    wanted = set(outputs)
+    kept: list[Node] = []
+    for node in reversed(path):
+        if any(number in wanted for number in range(node.number, node.end)):
+            kept.append(node)
+            wanted.update(number for kind, number in inputs_of(node) if kind == "value")
+    kept.reverse()
+    return kept
+
+
 class _TraceBuilder:
     """Builds one graph for the given outputs of a trace path."""
 
@@ -54,20 +77,7 @@ class _TraceBuilder:
             if spec is not None
         }
 
-    # -- which ops and inputs are needed ---------------------------------------------------------------------
-    def needed(self, outputs: Sequence[int]) -> list[Node]:
-        """The nodes the outputs depend on, in path order."""
-        wanted = set(outputs)
-        kept: list[Node] = []
-        for node in reversed(self.path):
-            if any(number in wanted for number in range(node.number, node.end)):
-                kept.append(node)
-                for template in tree_iter((node.args, node.kwargs), is_leaf=is_template):
-                    if template.__class__ is Value:
-                        wanted.add(template.number)
-        kept.reverse()
-        return kept
-
+    # -- which inputs are needed -------------------------------------------------------------------------
     def declare_inputs(self, nodes: Sequence[Node], donated: Set[int]) -> TraceGraph:
         """Placeholders for what the nodes use, and the record of where each comes from."""
         leaves: set[int] = set()
@@ -180,7 +190,7 @@ def build_graph(
     """
     builder = GraphBuilder(capture, strict)
     trace_builder = _TraceBuilder(path, leaf_specs, builder)
-    nodes = trace_builder.needed(outputs)
+    nodes = needed(path, outputs)
     made = trace_builder.declare_inputs(nodes, donated)
     for node in nodes:
         trace_builder.emit(node)

@@ -6,15 +6,14 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, Final
 
-from torch.utils._pytree import tree_iter
-
 from ..backend.interface import BackendData
 from ..core import metrics
 from ..core.errors import ExecutionError, TorchportError
+from .graph import inputs_of, needed
 from .jobs import Job, Pending, State
 from .plans import make_plan
 from .torch_state import default_state
-from .trace import Leaf, Node, Value, is_template, single_op
+from .trace import Node, single_op
 
 __all__ = ["isolate"]
 
@@ -23,16 +22,6 @@ Outcome = BackendData | TorchportError
 COMPILED_AT_MOST: Final = 32
 """Operators that are compiled one by one to find the one that fails. Where there are more, the backend's boxed kernels,
 if it has them, run in their place: compiling hundreds takes a compiler many minutes."""
-
-
-def _inputs(node: Node) -> list[tuple[str, int]]:
-    found: list[tuple[str, int]] = []
-    for template in tree_iter((node.args, node.kwargs), is_leaf=is_template):
-        if template.__class__ is Leaf:
-            found.append(("leaf", template.number))
-        elif template.__class__ is Value:
-            found.append(("value", template.number))
-    return list(dict.fromkeys(found))
 
 
 class _Replay:
@@ -69,7 +58,7 @@ class _Replay:
 
     def run(self, node: Node) -> None:
         """Run one op; its results, or its error, become values."""
-        inputs = _inputs(node)
+        inputs = inputs_of(node)
         failed = next((v for key in inputs if isinstance(v := self.values[key], TorchportError)), None)
         results: Sequence[Any] = [failed] * len(node.specs)
         if failed is None:
@@ -103,15 +92,10 @@ def isolate(job: Job) -> TorchportError | None:
     error = job.error
     assert error is not None
     metrics.count("Isolate")
-    wanted = set(job.wanted)
-    kept: list[Node] = []
-    for node in reversed(job.cursor.path()):
-        if any(number in wanted for number in range(node.number, node.end)):
-            kept.append(node)
-            wanted.update(number for kind, number in _inputs(node) if kind == "value")
+    kept = needed(job.cursor.path(), job.wanted)
     with default_state():
         replay = _Replay(job, walk=len(kept) > COMPILED_AT_MOST)
-        for node in reversed(kept):
+        for node in kept:
             replay.run(node)
     outcomes = [replay.values["value", number] for number in job.wanted]
     errors = [outcome for outcome in outcomes if isinstance(outcome, TorchportError)]

@@ -14,8 +14,9 @@ from typing import Any, Final
 
 from torch.utils._pytree import tree_iter
 
+from .graph import inputs_of, needed
 from .jobs import Pending
-from .trace import Leaf, Node, RandomKey, Trace, Value, is_template
+from .trace import Node, RandomKey, Trace, is_template
 
 __all__ = ["parts_to_compute"]
 
@@ -62,12 +63,15 @@ class _Parts:
     """
 
     def __init__(self, trace: Trace, numbers: Sequence[int]) -> None:
-        self.path = _needed(trace.cursor.path(), numbers)
+        self.path = needed(trace.cursor.path(), numbers)
         large = {position for position, leaf in enumerate(trace.leaves) if leaf.numel() > SMALL}
         self.parent: dict[int, int] = {}
         repeatable: dict[int, bool] = {}
-        for node, leaves, values in self.path:
-            again = _is_exact(node) and leaves.isdisjoint(large) and all(repeatable[value] for value in values)
+        for node in self.path:
+            used = inputs_of(node)
+            values = [number for kind, number in used if kind == "value"]
+            small = large.isdisjoint(position for kind, position in used if kind == "leaf")
+            again = _is_exact(node) and small and all(repeatable[value] for value in values)
             repeatable.update(dict.fromkeys(range(node.number, node.end), again))
             for number in (*range(node.number + 1, node.end), *(value for value in values if not repeatable[value])):
                 self._join(node.number, number)
@@ -83,31 +87,13 @@ class _Parts:
 
     def with_(self, read: int, numbers: Sequence[int]) -> Numbers:
         """The values that ``read`` is computed from or connected with, and itself."""
-        used = {number for node, *_ in _needed([one[0] for one in self.path], [read]) for number in _results(node)}
+        used = {number for node in needed(self.path, [read]) for number in range(node.number, node.end)}
         return tuple(n for n in numbers if n in used or self._root(n) == self._root(read))
 
     def leaves(self, numbers: Sequence[int]) -> set[int]:
         """The positions of all leaves that these values are computed from."""
-        return {leaf for _, leaves, _ in _needed([one[0] for one in self.path], numbers) for leaf in leaves}
-
-
-def _results(node: Node) -> range:
-    return range(node.number, node.end)
-
-
-def _needed(path: Sequence[Node], numbers: Sequence[int]) -> list[tuple[Node, set[int], set[int]]]:
-    """The nodes that some values are computed by, in order, each with the leaves and the values that it uses."""
-    wanted = set(numbers)
-    found: list[tuple[Node, set[int], set[int]]] = []
-    for node in reversed(path):
-        if wanted.isdisjoint(_results(node)):
-            continue
-        templates = list(tree_iter((node.args, node.kwargs), is_leaf=is_template))
-        values = {template.number for template in templates if template.__class__ is Value}
-        found.append((node, {template.number for template in templates if template.__class__ is Leaf}, values))
-        wanted |= values
-    found.reverse()
-    return found
+        used = (one for node in needed(self.path, numbers) for one in inputs_of(node))
+        return {position for kind, position in used if kind == "leaf"}
 
 
 def _is_exact(node: Node) -> bool:

@@ -29,7 +29,7 @@ from ..config import config
 
 __all__ = ["NativeLibrary", "build_all", "guard", "lists"]
 
-log: Final = logging.getLogger("torchport.native")
+log: Final = logging.getLogger("torchport.core.native")
 _lock: Final = threading.RLock()
 _FOLDER: Final = Path(__file__).parent
 Use = Callable[[ctypes.PyDLL], object]
@@ -79,13 +79,13 @@ class NativeLibrary:
         return self._loaded if config.native else None
 
     def build(self, compiler: Sequence[str], include: Path) -> None:
-        """Build it if it is not there. What cannot be built is done without, and told."""
+        """Build it if it is not there. What cannot be built is done without; the log of this module says why."""
         try:
             errors = self._build(compiler, include)
         except OSError as error:
             errors = str(error)
         if errors:
-            log.warning("%s was not built, Python does its work: %s", self.source.name, errors)
+            log.info("%s was not built, Python does its work: %s", self.source.name, errors)
 
     def _build(self, compiler: Sequence[str], include: Path) -> str:
         """What went wrong."""
