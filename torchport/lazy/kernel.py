@@ -22,7 +22,7 @@ from .random import is_random
 from .record import emit, record
 from .tensor import IndexedLazyTensor, LazyTensor
 
-__all__ = ["Kernel", "has_tensor_argument", "key_parts", "make_kernel", "supported_schema"]
+__all__ = ["Kernel", "has_tensor_argument", "key_parts", "letters", "make_kernel", "supported_schema"]
 
 _numbers_of_ops = itertools.count(1)
 
@@ -99,6 +99,26 @@ class Kernel:
 
     def __hash__(self) -> int:
         return self.number
+
+
+def letters(kernel: Kernel) -> str | None:
+    """The kinds of a kernel's arguments as ``core/native/follow.cpp`` knows them, one letter each.
+
+    ``None`` if it does more than look its arguments up: factories give new tensors, random operators draw a key.
+    """
+    if kernel.is_factory or is_random(kernel.op):
+        return None
+    role = number_role(kernel.op)
+    return "".join(_letter(argument, role) for argument in kernel.arguments)
+
+
+def _letter(argument: Argument, role: str) -> str:
+    if argument.kind in _NUMBER:
+        return {"number": "n", "filler": "f"}.get(role, "p")
+    if argument.kind == "List[number]":
+        return "p" if role == "constant" else "N"
+    kinds = ((_TENSOR, "t"), (_TENSORS, "T"), (_GENERATOR, "g"), (_IGNORED, "d"))
+    return next((letter for names, letter in kinds if argument.kind in names), "p")
 
 
 def supported_schema(op: torch._ops.OpOverload) -> bool:

@@ -138,6 +138,7 @@ class Node:
         "parent",
         "plans",
         "ready",
+        "records",
         "source",
         "specs",
         "templates",
@@ -156,6 +157,7 @@ class Node:
         self.templates: tuple[LazyTensor | None, ...] = ()
         self.ready: LazyTensor | Sequence[LazyTensor | None] | None = None
         self.container: type | None = None
+        self.records: object = None  # what ``core/native/follow.cpp`` knows of the calls that led to children
         self.is_factory = False
         self.fits = False  # whether results are known to be like what an in-place form writes to
         self.source: str | None = None

@@ -27,7 +27,7 @@ import torch
 
 from ..config import config
 
-__all__ = ["NativeLibrary", "build_all", "guard", "lists"]
+__all__ = ["NativeLibrary", "build_all", "follow", "guard", "lists"]
 
 log: Final = logging.getLogger("torchport.core.native")
 _lock: Final = threading.RLock()
@@ -156,3 +156,6 @@ guard: Final = NativeLibrary(_FOLDER / "guard.cpp", ("c10",))
 
 lists: Final = NativeLibrary(_FOLDER / "lists.cpp", ("torch_python", "torch_cpu", "c10"))
 """Lists of handles and of wrappers: ``torchport_alive``, ``_inner``, ``_written`` and ``_write``."""
+
+follow: Final = NativeLibrary(_FOLDER / "follow.cpp", ("torch_python", "torch_cpu", "torch", "c10"))
+"""Kernels along known paths: ``torchport_follow_start``, ``torchport_follow`` and ``torchport_followed``."""

@@ -53,14 +53,16 @@ class Forms(NamedTuple):
     indexed: Callable[..., Any]
 
 
-def install(library: torch.library.Library, functional: Mapping[Any, Forms]) -> None:
-    """Register the in-place operators whose functional forms have kernels here."""
+def install(library: torch.library.Library, functional: Mapping[Any, Forms]) -> dict[Any, Any]:
+    """Register the in-place operators whose functional forms have kernels here; returns them by functional operator."""
+    in_place: dict[Any, Any] = {}
     with overriding():
         for name in torch._C._dispatch_get_all_op_names():
             found = _pair(name, functional)
             short = name.removeprefix("aten::")
             if found is not None:
-                op, forms = found
+                op, form, forms = found
+                in_place[form] = op
                 original = torch.library.get_kernel(name, "Functionalize")
                 listed = str(op._schema.arguments[0].real_type) == "List[Tensor]"
                 restride = functional[torch.ops.aten.copy.default]
@@ -70,10 +72,11 @@ def install(library: torch.library.Library, functional: Mapping[Any, Forms]) -> 
             else:
                 continue
             library.impl(short, opaque(fn), "Functionalize", with_keyset=True, allow_override=True)
+    return in_place
 
 
-def _pair(name: str, functional: Mapping[Any, Forms]) -> tuple[Any, Forms] | None:
-    """An in-place operator and its functional form's kernels, if they differ in nothing but the write to ``self``."""
+def _pair(name: str, functional: Mapping[Any, Forms]) -> tuple[Any, Any, Forms] | None:
+    """An in-place operator, its functional form and that one's kernels, if they differ in nothing but the write."""
     base, _, overload = name.removeprefix("aten::").partition(".")
     if not name.startswith("aten::") or not base.endswith("_") or base.endswith("__") or base == "copy_":
         return None
@@ -87,7 +90,7 @@ def _pair(name: str, functional: Mapping[Any, Forms]) -> tuple[Any, Forms] | Non
         return None
     written = [a.alias_info is not None for a in arguments]
     first = str(arguments[0].real_type)
-    return (op, forms) if written[0] and sum(written) == 1 and first in {"Tensor", "List[Tensor]"} else None
+    return (op, form, forms) if written[0] and sum(written) == 1 and first in {"Tensor", "List[Tensor]"} else None
 
 
 _OTHER_WRITES: Final = {

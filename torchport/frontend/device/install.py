@@ -71,7 +71,7 @@ def install() -> None:
 
     anything.fallback(opaque(fallback), "PrivateUse1")
     IndexedLazyTensor.dispatch = staticmethod(opaque(_dispatch_indexed))
-    inplace.install(library, {op: _forms(kernel, special.get(op)) for op, kernel in kernels.items()})
+    in_place = inplace.install(library, {op: _forms(kernel, special.get(op)) for op, kernel in kernels.items()})
     placement.install(library, [kernel for op, kernel in kernels.items() if op not in special])
     composites.install(library)
     custom.install()
@@ -79,7 +79,7 @@ def install() -> None:
     autocast.install()
     shims.install()
     fake.install()
-    native.install()
+    native.install([kernel for op, kernel in kernels.items() if op not in special], in_place)
 
 
 def _forms(kernel: Kernel, special: Any) -> inplace.Forms:

@@ -1,0 +1,827 @@
+// Kernels that go along a path of the trace which it has taken before, without Python.
+//
+// A node of the trie keeps, beside the dictionary of its children, what the calls looked like that led to them. A kernel
+// compares its arguments with that, takes note of new leaves and numbers as the Python kernel does, moves the cursor and
+// returns what the child has ready. Whatever is not exactly as it was goes to the Python kernel, which knows everything;
+// what that does is remembered here if it found a child that was there. All state is the Python objects' own.
+#include <Python.h>
+#include <structmember.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <ATen/FunctionalTensorWrapper.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/SmallVector.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/utils/object_ptr.h>
+#include <torch/library.h>
+
+namespace {
+
+using Values = c10::ArrayRef<c10::IValue>;
+
+constexpr long long kLeafBase = 1LL << 30; // trace.LEAF
+constexpr size_t kMostRecords = 8; // at one node
+constexpr uint32_t kLearnedAtMost = 64; // times at one node
+uint64_t followed = 0;
+
+// -- Python's side ----------------------------------------------------------------------------------------------
+struct Slot {
+  Py_ssize_t offset = 0;
+  PyObject*& of(PyObject* object) const {
+    return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset);
+  }
+};
+
+struct {
+  PyObject* threads;
+  PyTypeObject* handle;
+  PyTypeObject* trace;
+  PyObject* varying;
+  Slot cursor, numbers, leaves, leaf_numbers, base, runtime; // of a trace
+  Slot ready, parent, children, key, number, fits, records; // of a node
+  Slot info; // of a value
+  PyObject *n_trace, *n_number, *n_value, *n_spec, *n_fresh, *n_home;
+} py_;
+
+struct Gil {
+  PyGILState_STATE state = PyGILState_Ensure();
+  ~Gil() {
+    PyGILState_Release(state);
+  }
+};
+
+// The calling thread's trace of index 0; null if there is none yet or each operator is computed at once.
+THPObjectPtr current_trace() {
+  THPObjectPtr trace(PyObject_GetAttr(py_.threads, py_.n_trace));
+  if (!trace) {
+    PyErr_Clear();
+  } else if (Py_TYPE(trace.get()) != py_.trace) {
+    return THPObjectPtr();
+  }
+  return trace;
+}
+
+PyObject* attribute(PyObject* handle, PyObject* name) {
+  PyObject* found = PyObject_GenericGetAttr(handle, name);
+  if (found == nullptr) {
+    PyErr_Clear();
+  }
+  return found;
+}
+
+long long integer(PyObject* object) {
+  const long long value = PyLong_AsLongLong(object);
+  if (value == -1 && PyErr_Occurred()) {
+    PyErr_Clear();
+    return -2;
+  }
+  return value;
+}
+
+// The handle a tensor is, as a new reference; null for any other tensor.
+THPObjectPtr handle_of(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.is_privateuseone()) {
+    return THPObjectPtr();
+  }
+  THPObjectPtr handle(THPVariable_Wrap(tensor));
+  if (!handle) {
+    PyErr_Clear();
+  } else if (Py_TYPE(handle.get()) != py_.handle) {
+    return THPObjectPtr();
+  }
+  return handle;
+}
+
+long long number_of(PyObject* handle) {
+  THPObjectPtr number(attribute(handle, py_.n_number));
+  return number ? integer(number.get()) : -2;
+}
+
+PyObject* result_at(PyObject* node, uint32_t offset, bool many) {
+  PyObject* ready = py_.ready.of(node);
+  if (ready == nullptr || ready == Py_None || !many) {
+    return ready;
+  }
+  if (PyList_CheckExact(ready)) {
+    return offset < PyList_GET_SIZE(ready) ? PyList_GET_ITEM(ready, offset) : nullptr;
+  }
+  return PyTuple_CheckExact(ready) && offset < PyTuple_GET_SIZE(ready) ? PyTuple_GET_ITEM(ready, offset) : nullptr;
+}
+
+// -- what a call looked like -------------------------------------------------------------------------------------
+enum class Kind : uint8_t {
+  Value, // the handle that a node before it has ready
+  Number, // a handle with this number
+  Leaf, // a value from before the trace, of this spec
+  None,
+  Wrapped, // a tensor that stands for a Python float, which may vary
+  Float, // a float, which may vary
+  Filler, // the same, but neither 0 nor 1
+  Exact, // anything else: as it was
+  List, // of so many arguments, which come next
+};
+
+struct Expected {
+  Kind kind;
+  bool many = false; // Value: its node has several results
+  uint32_t offset = 0; // Value: which of them; List: how many; Exact: which of the record's
+  union {
+    PyObject* object = nullptr; // Value: the node, which lives as long as those after it; Leaf: the spec
+    long long number;
+  };
+};
+
+bool same(const c10::IValue& one, const c10::IValue& other) {
+  if (one.isNone() || other.isNone()) {
+    return one.isNone() && other.isNone();
+  }
+  if (one.isInt()) {
+    return other.isInt() && one.toInt() == other.toInt();
+  }
+  if (one.isBool()) {
+    return other.isBool() && one.toBool() == other.toBool();
+  }
+  if (one.isDouble()) {
+    const double a = one.toDouble(), b = other.isDouble() ? other.toDouble() : 0.0;
+    return other.isDouble() && std::memcmp(&a, &b, sizeof a) == 0; // 0.0 and -0.0 differ, NaN equals itself
+  }
+  if (one.isDevice()) {
+    return other.isDevice() && one.toDevice() == other.toDevice();
+  }
+  if (one.isString()) {
+    return other.isString() && one.toStringRef() == other.toStringRef();
+  }
+  if (one.isList() && other.isList()) {
+    const Values a = one.toListRef(), b = other.toListRef();
+    return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin(), same);
+  }
+  if (one.isTensor() && other.isTensor()) { // a tensor that stands for a Python integer
+    const at::Tensor &a = one.toTensor(), &b = other.toTensor();
+    if (!a.defined() || !b.defined() || a.scalar_type() != b.scalar_type() || !a.is_cpu() || !b.is_cpu() ||
+        !a.unsafeGetTensorImpl()->is_wrapped_number() || !b.unsafeGetTensorImpl()->is_wrapped_number()) {
+      return false;
+    }
+    return a.scalar_type() == at::kLong ? *a.const_data_ptr<int64_t>() == *b.const_data_ptr<int64_t>()
+                                        : a.scalar_type() == at::kBool && *a.const_data_ptr<bool>() == *b.const_data_ptr<bool>();
+  }
+  return false;
+}
+
+struct Kernel;
+
+struct Record {
+  const Kernel* kernel;
+  PyObject* child; // borrowed: a node lets go of its children and of this at the same time
+  std::vector<Expected> expected;
+  std::vector<c10::IValue> exact;
+  ~Record() {
+    for (const Expected& one : expected) {
+      if (one.kind == Kind::Leaf) {
+        Py_XDECREF(one.object);
+      }
+    }
+  }
+};
+
+// The records of a node, as a Python object in its slot.
+struct Records {
+  PyObject_HEAD
+  std::vector<std::unique_ptr<Record>>* list;
+  uint32_t learned; // how often: not without end, where calls never are as they were
+};
+
+void free_records(PyObject* self) {
+  delete reinterpret_cast<Records*>(self)->list;
+  PyObject_Free(self);
+}
+
+PyTypeObject records_type = {
+    .ob_base = {PyObject_HEAD_INIT(nullptr)},
+    .tp_name = "torchport.Records",
+    .tp_basicsize = sizeof(Records),
+    .tp_dealloc = free_records,
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+};
+
+Records* records_of(PyObject* node, bool make = false) {
+  PyObject*& held = py_.records.of(node);
+  if (held != nullptr && Py_TYPE(held) == &records_type) {
+    return reinterpret_cast<Records*>(held);
+  }
+  if (!make) {
+    return nullptr;
+  }
+  Records* made = PyObject_New(Records, &records_type);
+  if (made == nullptr) {
+    PyErr_Clear();
+    return nullptr;
+  }
+  made->list = new std::vector<std::unique_ptr<Record>>();
+  made->learned = 0;
+  Py_XDECREF(std::exchange(held, reinterpret_cast<PyObject*>(made)));
+  return made;
+}
+
+// -- comparing -----------------------------------------------------------------------------------------------------
+struct NewLeaf {
+  THPObjectPtr handle;
+  THPObjectPtr value;
+};
+
+// What a call adds to its trace.
+struct Additions {
+  c10::SmallVector<NewLeaf, 4> leaves;
+  c10::SmallVector<double, 4> numbers;
+};
+
+bool is_new_leaf(PyObject* trace, const at::Tensor& tensor, PyObject* spec, Additions& added) {
+  NewLeaf leaf{handle_of(tensor), THPObjectPtr()};
+  if (!leaf.handle || number_of(leaf.handle.get()) != -1) {
+    return false;
+  }
+  leaf.value = attribute(leaf.handle.get(), py_.n_value);
+  THPObjectPtr held(attribute(leaf.handle.get(), py_.n_spec)), fresh(attribute(leaf.handle.get(), py_.n_fresh));
+  if (!leaf.value || leaf.value.get() == Py_None || held.get() != spec || fresh.get() != Py_False ||
+      py_.info.of(leaf.value.get()) != py_.runtime.of(trace)) {
+    return false;
+  }
+  added.leaves.push_back(std::move(leaf));
+  return true;
+}
+
+bool fits(PyObject* trace, const Record& record, const Expected*& expected, const c10::IValue& given, Additions& added) {
+  const Expected& one = *expected++;
+  switch (one.kind) {
+    case Kind::Value: {
+      if (!given.isTensor()) {
+        return false;
+      }
+      PyObject* ready = result_at(one.object, one.offset, one.many);
+      return ready != nullptr && ready != Py_None &&
+          THPVariable_Unpack(ready).unsafeGetTensorImpl() == given.unsafeToTensorImpl();
+    }
+    case Kind::Number: {
+      THPObjectPtr handle(given.isTensor() ? handle_of(given.toTensor()).release() : nullptr);
+      return handle && number_of(handle.get()) == one.number;
+    }
+    case Kind::Leaf:
+      return given.isTensor() && is_new_leaf(trace, given.toTensor(), one.object, added);
+    case Kind::None:
+      return given.isNone() || (given.isTensor() && !given.toTensor().defined());
+    case Kind::Wrapped: {
+      if (!given.isTensor()) {
+        return false;
+      }
+      const at::Tensor& tensor = given.toTensor();
+      if (!tensor.defined() || !tensor.unsafeGetTensorImpl()->is_wrapped_number() || !tensor.is_cpu() ||
+          tensor.scalar_type() != at::kDouble) {
+        return false;
+      }
+      added.numbers.push_back(*tensor.const_data_ptr<double>());
+      return std::isfinite(added.numbers.back());
+    }
+    case Kind::Float:
+    case Kind::Filler: {
+      if (!given.isDouble()) {
+        return false;
+      }
+      const double value = given.toDouble();
+      added.numbers.push_back(value);
+      return std::isfinite(value) && !(one.kind == Kind::Filler && (value == 0.0 || value == 1.0));
+    }
+    case Kind::Exact:
+      return same(record.exact[one.offset], given);
+    case Kind::List: {
+      if (!given.isList()) {
+        return false;
+      }
+      const Values items = given.toListRef();
+      if (items.size() != one.offset) {
+        return false;
+      }
+      for (const c10::IValue& item : items) {
+        if (!fits(trace, record, expected, item, added)) {
+          return false;
+        }
+      }
+      return true;
+    }
+  }
+  return false;
+}
+
+// -- taking note ---------------------------------------------------------------------------------------------------
+void forget(PyObject* dict, PyObject* object) {
+  THPObjectPtr name(PyLong_FromVoidPtr(object));
+  if (!name || PyDict_DelItem(dict, name.get()) != 0) {
+    PyErr_Clear();
+  }
+}
+
+// Whether the name was new in the dictionary, where it now is.
+bool enter(PyObject* dict, PyObject* object, PyObject* number) {
+  THPObjectPtr name(PyLong_FromVoidPtr(object));
+  return name && PyDict_GetItemWithError(dict, name.get()) == nullptr && !PyErr_Occurred() &&
+      PyDict_SetItem(dict, name.get(), number) == 0;
+}
+
+// As ``trace.leaf`` does; on failure the trace is as it was.
+bool add_leaves(PyObject* trace, Additions& added) {
+  if (added.leaves.empty()) {
+    return true;
+  }
+  PyObject *leaves = py_.leaves.of(trace), *known = py_.leaf_numbers.of(trace);
+  const Py_ssize_t before = PyList_GET_SIZE(leaves);
+  const long long first = integer(py_.base.of(trace)) + kLeafBase + before;
+  size_t done = 0;
+  for (NewLeaf& leaf : added.leaves) {
+    THPObjectPtr number(PyLong_FromLongLong(first + static_cast<long long>(done)));
+    if (!number || !enter(known, leaf.handle.get(), number.get())) {
+      break;
+    }
+    if (!enter(known, leaf.value.get(), number.get())) {
+      forget(known, leaf.handle.get());
+      break;
+    }
+    ++done;
+    if (PyObject_SetAttr(leaf.handle.get(), py_.n_number, number.get()) != 0 ||
+        PyList_Append(leaves, leaf.handle.get()) != 0) {
+      break;
+    }
+  }
+  if (done == added.leaves.size() && !PyErr_Occurred()) {
+    return true;
+  }
+  PyErr_Clear();
+  THPObjectPtr none(PyLong_FromLong(-1));
+  for (size_t at = 0; at < done; ++at) {
+    forget(known, added.leaves[at].value.get());
+    forget(known, added.leaves[at].handle.get());
+    if (PyObject_SetAttr(added.leaves[at].handle.get(), py_.n_number, none.get()) != 0) {
+      PyErr_Clear();
+    }
+  }
+  PyList_SetSlice(leaves, before, PyList_GET_SIZE(leaves), nullptr);
+  return false;
+}
+
+bool add_numbers(PyObject* trace, const Additions& added) {
+  for (const double value : added.numbers) {
+    THPObjectPtr number(PyFloat_FromDouble(value));
+    if (!number || PyList_Append(py_.numbers.of(trace), number.get()) != 0) {
+      throw python_error();
+    }
+  }
+  return true;
+}
+
+// -- kernels -------------------------------------------------------------------------------------------------------
+// Where a call starts from, to learn from it once Python has done it.
+struct Start {
+  PyObject* node = nullptr;
+  Py_ssize_t children = 0;
+  std::vector<c10::IValue> given;
+
+  void note(PyObject* trace, Values values) {
+    node = py_.cursor.of(trace);
+    Py_INCREF(node);
+    children = PyDict_Size(py_.children.of(node));
+    given.assign(values.begin(), values.end());
+  }
+
+  ~Start() {
+    if (node != nullptr) {
+      Gil gil;
+      Py_DECREF(node);
+    }
+  }
+};
+
+// A functional operator's arguments. A letter each: t(ensor), T(ensors), n(umber), f(iller), N(umbers), g(enerator),
+// d(evice), p(lain: as it was).
+struct Kernel {
+  std::string letters;
+  long long number; // in trace keys
+
+  // The child that the arguments lead to, where the cursor now is; null if they lead to none that is known here.
+  PyObject* follow(PyObject* trace, Values given, bool written) const {
+    const Records* records = records_of(py_.cursor.of(trace));
+    if (records == nullptr) {
+      return nullptr;
+    }
+    for (const auto& record : *records->list) {
+      if (record->kernel != this) {
+        continue;
+      }
+      PyObject* child = record->child;
+      PyObject* ready = py_.ready.of(child);
+      if (ready == nullptr || ready == Py_None || (written && py_.fits.of(child) != Py_True)) {
+        continue;
+      }
+      Additions added;
+      const Expected* expected = record->expected.data();
+      const bool fit = std::all_of(given.begin(), given.end(), [&](const c10::IValue& value) {
+        return fits(trace, *record, expected, value, added);
+      });
+      if (!fit) {
+        continue;
+      }
+      if (!add_leaves(trace, added) || !add_numbers(trace, added)) {
+        return nullptr;
+      }
+      Py_INCREF(child);
+      Py_XDECREF(std::exchange(py_.cursor.of(trace), child));
+      ++followed;
+      return child;
+    }
+    return nullptr;
+  }
+
+  // Remember how a call led from where it started to the cursor.
+  void learn(const Start& start) const {
+    if (start.node == nullptr) {
+      return;
+    }
+    Gil gil;
+    THPObjectPtr trace = current_trace();
+    if (!trace) {
+      return;
+    }
+    PyObject* before = start.node;
+    PyObject* child = py_.cursor.of(trace.get());
+    PyObject* key = child == before ? nullptr : py_.key.of(child);
+    if (key == nullptr || py_.parent.of(child) != before || PyDict_Size(py_.children.of(before)) != start.children ||
+        py_.ready.of(child) == Py_None || !PyTuple_CheckExact(key) || integer(PyTuple_GET_ITEM(key, 0)) != number) {
+      return;
+    }
+    auto record = std::make_unique<Record>();
+    record->kernel = this;
+    record->child = child;
+    Py_ssize_t part = 0;
+    for (size_t at = 0; at < letters.size(); ++at) {
+      const bool in_key = letters[at] != 'g' && letters[at] != 'd';
+      if (in_key && ++part >= PyTuple_GET_SIZE(key)) {
+        return;
+      }
+      if (!expect(*record, letters[at], in_key ? PyTuple_GET_ITEM(key, part) : nullptr, start.given[at])) {
+        return;
+      }
+    }
+    Records* records = records_of(before, true);
+    if (records == nullptr || ++records->learned > kLearnedAtMost) {
+      return;
+    }
+    auto& list = *records->list;
+    // What it says of this call may be out of date, such as which values are in their nodes' pools.
+    std::erase_if(list, [&](const auto& other) { return other->kernel == this && other->child == child; });
+    if (list.size() >= kMostRecords) {
+      list.pop_back();
+    }
+    list.insert(list.begin(), std::move(record));
+  }
+
+ private:
+  static bool expect(Record& record, char letter, PyObject* part, const c10::IValue& given) {
+    switch (letter) {
+      case 't':
+        return expect_tensor(record, part, given);
+      case 'T':
+      case 'N': {
+        if (!given.isList() || !PyTuple_CheckExact(part)) {
+          return false;
+        }
+        const Values items = given.toListRef();
+        if (static_cast<size_t>(PyTuple_GET_SIZE(part)) != items.size()) {
+          return false;
+        }
+        record.expected.push_back({.kind = Kind::List, .offset = static_cast<uint32_t>(items.size())});
+        for (size_t at = 0; at < items.size(); ++at) {
+          if (!expect(record, letter == 'T' ? 't' : 'n', PyTuple_GET_ITEM(part, at), items[at])) {
+            return false;
+          }
+        }
+        return true;
+      }
+      case 'n':
+      case 'f':
+        if (part == py_.varying) {
+          record.expected.push_back({.kind = letter == 'n' ? Kind::Float : Kind::Filler});
+          return given.isDouble();
+        }
+        return expect_exact(record, given);
+      default:
+        return expect_exact(record, given);
+    }
+  }
+
+  static bool expect_exact(Record& record, const c10::IValue& given) {
+    record.expected.push_back({.kind = Kind::Exact, .offset = static_cast<uint32_t>(record.exact.size())});
+    record.exact.push_back(given);
+    return same(given, given);
+  }
+
+  static bool expect_tensor(Record& record, PyObject* part, const c10::IValue& given) {
+    if (part == Py_None) {
+      record.expected.push_back({.kind = Kind::None});
+      return true;
+    }
+    if (part == py_.varying) {
+      record.expected.push_back({.kind = Kind::Wrapped});
+      return true;
+    }
+    if (PyTuple_CheckExact(part)) {
+      return given.isTensor() && expect_exact(record, given);
+    }
+    if (!given.isTensor()) {
+      return false;
+    }
+    THPObjectPtr handle = handle_of(given.toTensor());
+    if (!handle) {
+      return false;
+    }
+    Expected expected{.kind = Kind::Leaf};
+    if (!PyLong_CheckExact(part)) {
+      Py_INCREF(part);
+      expected.object = part;
+      record.expected.push_back(expected);
+      return true;
+    }
+    expected.kind = Kind::Number;
+    expected.number = integer(part);
+    THPObjectPtr home(attribute(handle.get(), py_.n_home));
+    if (home && PyTuple_CheckExact(home.get()) && PyTuple_GET_SIZE(home.get()) == 2) {
+      PyObject* node = PyTuple_GET_ITEM(home.get(), 0);
+      const long long offset = integer(PyTuple_GET_ITEM(home.get(), 1));
+      PyObject* ready = py_.ready.of(node);
+      const bool many = ready != handle.get();
+      if (integer(py_.number.of(node)) + offset == expected.number &&
+          result_at(node, static_cast<uint32_t>(offset), many) == handle.get()) {
+        expected.kind = Kind::Value;
+        expected.many = many;
+        expected.offset = static_cast<uint32_t>(offset);
+        expected.object = node;
+      }
+    }
+    record.expected.push_back(expected);
+    return true;
+  }
+};
+
+void push_results(torch::jit::Stack& stack, PyObject* ready, bool one_list) {
+  if (THPVariable_Check(ready)) {
+    stack.emplace_back(THPVariable_Unpack(ready));
+    return;
+  }
+  const Py_ssize_t count = PySequence_Fast_GET_SIZE(ready);
+  PyObject** items = PySequence_Fast_ITEMS(ready);
+  c10::List<at::Tensor> list;
+  for (Py_ssize_t at = 0; at < count; ++at) {
+    at::Tensor tensor = items[at] == Py_None ? at::Tensor() : THPVariable_Unpack(items[at]);
+    if (one_list) {
+      list.push_back(std::move(tensor));
+    } else {
+      stack.emplace_back(std::move(tensor));
+    }
+  }
+  if (one_list) {
+    stack.emplace_back(std::move(list));
+  }
+}
+
+// A functional operator's kernel on handles.
+struct Functional final : c10::OperatorKernel {
+  Functional(const Kernel& kernel, c10::SafeKernelFunction python, bool one_list)
+      : kernel(kernel), python(std::move(python)), one_list(one_list) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    const size_t count = kernel.letters.size();
+    Start start;
+    {
+      Gil gil;
+      THPObjectPtr trace = current_trace();
+      if (trace) {
+        const Values given(stack->data() + stack->size() - count, count);
+        if (PyObject* child = kernel.follow(trace.get(), given, false)) {
+          torch::jit::drop(*stack, count);
+          push_results(*stack, py_.ready.of(child), one_list);
+          return;
+        }
+        start.note(trace.get(), given);
+      }
+    }
+    python.callBoxed(op, keys, stack);
+    kernel.learn(start);
+  }
+
+  const Kernel& kernel;
+  const c10::SafeKernelFunction python;
+  const bool one_list;
+};
+
+// -- operators in place ----------------------------------------------------------------------------------------------
+at::FunctionalTensorWrapper* wrapper_of(const at::Tensor& tensor) {
+  if (!tensor.defined() || !at::functionalization::impl::isFunctionalTensor(tensor)) {
+    return nullptr;
+  }
+  return at::functionalization::impl::unsafeGetFunctionalWrapper(tensor);
+}
+
+at::Tensor unwrapped(const at::Tensor& tensor) {
+  at::FunctionalTensorWrapper* wrapper = wrapper_of(tensor);
+  if (wrapper == nullptr) {
+    return tensor;
+  }
+  wrapper->sync_();
+  return wrapper->value();
+}
+
+c10::IValue unwrapped(const c10::IValue& value) {
+  if (value.isTensor()) {
+    return unwrapped(value.toTensor());
+  }
+  if (!value.isTensorList()) {
+    return value;
+  }
+  const Values items = value.toListRef();
+  c10::List<at::Tensor> list;
+  list.reserve(items.size());
+  for (const c10::IValue& item : items) {
+    list.push_back(unwrapped(item.toTensor()));
+  }
+  return list;
+}
+
+// An operator that writes to its first argument: the functional one, and what functionalization does after it.
+struct InPlace final : c10::OperatorKernel {
+  InPlace(const Kernel& kernel, c10::SafeKernelFunction python) : kernel(kernel), python(std::move(python)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    const size_t count = kernel.letters.size();
+    Start start;
+    {
+      Gil gil;
+      const Values given(stack->data() + stack->size() - count, count);
+      c10::SmallVector<at::Tensor, 1> written;
+      THPObjectPtr trace(is_ours(given[0], written) ? current_trace().release() : nullptr);
+      if (trace) {
+        c10::SmallVector<c10::IValue, 6> values;
+        for (const c10::IValue& value : given) {
+          values.push_back(unwrapped(value));
+        }
+        if (PyObject* child = kernel.follow(trace.get(), values, true)) {
+          const bool list = given[0].isTensorList();
+          write(written, py_.ready.of(child), list);
+          torch::jit::drop(*stack, count);
+          if (!list) {
+            stack->emplace_back(std::move(written[0]));
+          }
+          return;
+        }
+        start.note(trace.get(), values);
+      }
+    }
+    python.callBoxed(op, keys, stack);
+    kernel.learn(start);
+  }
+
+  // Whether all that is to be written are wrappers, none of which shares its storage with another.
+  static bool is_ours(const c10::IValue& first, c10::SmallVector<at::Tensor, 1>& written) {
+    if (first.isTensor()) {
+      written.push_back(first.toTensor());
+    } else if (first.isTensorList()) {
+      for (const c10::IValue& item : first.toListRef()) {
+        written.push_back(item.toTensor());
+      }
+    }
+    c10::SmallVector<const void*, 1> storages;
+    for (const at::Tensor& tensor : written) {
+      if (!tensor.defined() || !tensor.is_privateuseone() || wrapper_of(tensor) == nullptr) {
+        return false;
+      }
+      storages.push_back(tensor.storage().unsafeGetStorageImpl());
+    }
+    std::sort(storages.begin(), storages.end());
+    return !written.empty() && std::adjacent_find(storages.begin(), storages.end()) == storages.end();
+  }
+
+  static void write(const c10::SmallVector<at::Tensor, 1>& written, PyObject* ready, bool list) {
+    for (size_t at = 0; at < written.size(); ++at) {
+      PyObject* value = list ? PySequence_Fast_GET_ITEM(ready, at) : ready;
+      at::FunctionalTensorWrapper* wrapper = wrapper_of(written[at]);
+      wrapper->replace_(THPVariable_Unpack(value));
+      wrapper->commit_update();
+      wrapper->sync_();
+      if (list) { // PyTorch does it above this for a single tensor only
+        torch::autograd::impl::bump_version(written[at]);
+      }
+    }
+  }
+
+  const Kernel& kernel;
+  const c10::SafeKernelFunction python;
+};
+
+// -- registering -----------------------------------------------------------------------------------------------------
+bool find_slot(PyObject* type, const char* name, Slot& slot) {
+  THPObjectPtr member(PyObject_GetAttrString(type, name));
+  if (!member) {
+    return false;
+  }
+  if (Py_TYPE(member.get()) != &PyMemberDescr_Type) {
+    PyErr_Format(PyExc_TypeError, "%s is no slot", name);
+    return false;
+  }
+  slot.offset = reinterpret_cast<PyMemberDescrObject*>(member.get())->d_member->offset;
+  return true;
+}
+
+template <class Made>
+void put(c10::DispatchKey key, const c10::OperatorName& name, std::unique_ptr<Made> made) {
+  static auto& libraries = *new std::vector<std::unique_ptr<torch::Library>>(); // for as long as the process
+  libraries.push_back(std::make_unique<torch::Library>(torch::Library::IMPL, "aten", key, __FILE__, __LINE__));
+  const std::string full = name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
+  libraries.back()->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::move(made)));
+}
+
+struct Quiet final : c10::WarningHandler { // PyTorch warns of kernels that replace others
+  void process(const c10::Warning&) override {}
+};
+
+} // namespace
+
+// Before anything else: what the kernels need to know of Python's side.
+extern "C" PyObject* torchport_follow_start(
+    PyObject* threads, PyObject* handle, PyObject* trace, PyObject* node, PyObject* data, PyObject* varying) {
+  HANDLE_TH_ERRORS
+  const std::vector<std::tuple<PyObject*, const char*, Slot*>> slots = {
+      {trace, "cursor", &py_.cursor}, {trace, "numbers", &py_.numbers}, {trace, "leaves", &py_.leaves},
+      {trace, "leaf_numbers", &py_.leaf_numbers}, {trace, "base", &py_.base}, {trace, "runtime", &py_.runtime},
+      {node, "ready", &py_.ready}, {node, "parent", &py_.parent}, {node, "children", &py_.children},
+      {node, "key", &py_.key}, {node, "number", &py_.number}, {node, "fits", &py_.fits},
+      {node, "records", &py_.records}, {data, "info", &py_.info},
+  };
+  for (const auto& [type, name, slot] : slots) {
+    if (!find_slot(type, name, *slot)) {
+      return nullptr;
+    }
+  }
+  if (PyType_Ready(&records_type) != 0) {
+    return nullptr;
+  }
+  for (PyObject* held : {threads, handle, trace, varying}) {
+    Py_INCREF(held);
+  }
+  py_.threads = threads;
+  py_.handle = reinterpret_cast<PyTypeObject*>(handle);
+  py_.trace = reinterpret_cast<PyTypeObject*>(trace);
+  py_.varying = varying;
+  py_.n_trace = PyUnicode_InternFromString("trace");
+  py_.n_number = PyUnicode_InternFromString("number");
+  py_.n_value = PyUnicode_InternFromString("value");
+  py_.n_spec = PyUnicode_InternFromString("spec");
+  py_.n_fresh = PyUnicode_InternFromString("fresh");
+  py_.n_home = PyUnicode_InternFromString("home");
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// Put a kernel before the Python kernel of a functional operator, and before those of the operators that do the same in
+// place. ``number``: the operator's in trace keys.
+extern "C" PyObject* torchport_follow(
+    const char* name, const char* overload, const char* letters, long long number, const char* in_place) {
+  HANDLE_TH_ERRORS
+  Quiet quiet;
+  c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+  auto& dispatcher = c10::Dispatcher::singleton();
+  const Kernel& kernel = *new Kernel{letters, number};
+  const c10::OperatorHandle op = dispatcher.findSchemaOrThrow(name, overload);
+  if (op.schema().arguments().size() != kernel.letters.size()) {
+    PyErr_Format(PyExc_ValueError, "%s.%s does not have the arguments %s", name, overload, letters);
+    return nullptr;
+  }
+  const auto& returns = op.schema().returns();
+  const bool one_list = returns.size() == 1 && returns[0].type()->kind() == c10::TypeKind::ListType;
+  const auto dense = c10::DispatchKey::PrivateUse1, functionalize = c10::DispatchKey::Functionalize;
+  put(dense, op.operator_name(),
+      std::make_unique<Functional>(kernel, op.getComputedKernelForDispatchKey(dense), one_list));
+  if (*in_place != 0) {
+    const c10::OperatorHandle writing = dispatcher.findSchemaOrThrow(in_place, overload);
+    put(functionalize, writing.operator_name(),
+        std::make_unique<InPlace>(kernel, writing.getComputedKernelForDispatchKey(functionalize)));
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// How many calls were done without Python.
+extern "C" unsigned long long torchport_followed() {
+  return followed;
+}
