@@ -131,6 +131,33 @@ def _make_reference_counts() -> tuple[Callable[[Sequence[Any]], list[int]], int]
 
 
 _counts, _ALONE = _make_reference_counts()
+
+
+def unshared(given: Sequence[Any], args: Sequence[Any]) -> frozenset[int]:
+    """Positions of the arguments that nobody but a job holds, whose memory the backend may have.
+
+    ``given`` are the values of its leaves, which may be promises; ``args`` what ``execute`` gets for them, and packs of
+    numbers. Nothing else of the job may hold them meanwhile.
+    """
+    counts, held = _counts(args), _counts(given)
+    # Besides ``args``, the job's own list holds a leaf, or a promise does that only that list holds; packs are its own.
+    leaves = [
+        counts[at] == _ALONE + 1 and not data.exported and (mine is data or held[at] == _ALONE)
+        for at, (mine, data) in enumerate(zip(given, args, strict=False))
+    ]
+    packs = [counts[at] == _ALONE for at in range(len(leaves), len(args))]
+    return frozenset(at for at, alone in enumerate(leaves + packs) if alone)
+
+
+_unshared = unshared
+
+
+def use_native(form: Callable[[Sequence[Any], Sequence[Any]], frozenset[int]]) -> None:
+    """Find what nobody else holds by this function from now on (:data:`torchport.core.native.flush`)."""
+    global _unshared
+    _unshared = form
+
+
 LARGE: Final = 1 << 20
 """Bytes from which on it matters whether a computation can write over an input."""
 
@@ -138,7 +165,7 @@ LARGE: Final = 1 << 20
 def likely_donated(trace: Trace) -> frozenset[int]:
     """The positions of a trace's leaves that a flush would give away now: large, and held by nobody but the trace.
 
-    It is a guess that a compiler may act on: each run finds out by itself (:meth:`Job._unshared`).
+    It is a guess that a compiler may act on: each run finds out by itself (:func:`unshared`).
     """
     if not trace.runtime.backend.donation:
         return frozenset()
@@ -234,7 +261,7 @@ class Job:
         with contextlib.nullcontext() if self.beside else runtime.worker.running, computation.lock:
             context = computation.context
             if backend.donation:
-                self.donated = self._unshared(args)
+                self.donated = _unshared(self.args, args)
                 context = plan.context(self.donated, context)
             start = perf_counter()
             try:
@@ -275,17 +302,6 @@ class Job:
                 packed = torch.tensor([source[at] for at in positions], dtype=dtype)
                 args.append(backend.to_device(packed, device))
         return args
-
-    def _unshared(self, args: Sequence[Any]) -> frozenset[int]:
-        """Positions of the arguments that nobody but this job holds, whose memory the backend may have."""
-        counts, held = _counts(args), _counts(self.args)
-        # Besides ``args``, our own list holds a leaf, or a promise does that only our list holds; the rest is ours.
-        leaves = [
-            counts[at] == _ALONE + 1 and not data.exported and (mine is data or held[at] == _ALONE)
-            for at, (mine, data) in enumerate(zip(self.args, args, strict=False))
-        ]
-        packs = [counts[at] == _ALONE for at in range(len(leaves), len(args))]
-        return frozenset(at for at, alone in enumerate(leaves + packs) if alone)
 
     # -- promises --------------------------------------------------------------------------------------------
     def promise(self, owners: Iterable[Sequence[LazyTensor]], specs: Iterable[TensorSpec]) -> None:

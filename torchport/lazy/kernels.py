@@ -45,6 +45,7 @@ class BackendRegistrar:
         self.component: BackendComponent = dispatch.backends.get_optional(name) or dispatch.backends.register(name)
         self._kernels = dispatch.default.for_backend(self.component)
         self._fallbacks: list[Registration] = []
+        self._found: tuple[int, dict[tuple[Any, Functionality], Any]] = (-1, {})
         self._listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def impl(self, op: str | torch._ops.OpOverload, key: str, fn: Callable[..., Any]) -> Handle:
@@ -79,12 +80,21 @@ class BackendRegistrar:
         return runtime_key(functionality, self.component)
 
     def kernel(self, op: torch._ops.OpOverload, functionality: Functionality = Functionality.Dense) -> Any:
-        """The kernel the dispatcher's table gives for the operator at this backend's key, or ``None``."""
+        """The kernel the dispatcher's table gives for the operator at this backend's key, or ``None``. Remembered."""
+        version, found = self._found
+        if version != dispatch.default.version:
+            version, found = self._found = dispatch.default.version, {}
+        try:
+            return found[op, functionality]
+        except KeyError:
+            found[op, functionality] = kernel = self._look_up(op, functionality)
+            return kernel
+
+    def _look_up(self, op: torch._ops.OpOverload, functionality: Functionality) -> Any:
         found = dispatch.default.operator_optional(op.name())
         if found is None:
             return None
-        key = self._key(functionality)
-        decision = dispatch.default.lookup(found, DispatchKeySet(key), verbatim=True)
+        decision = dispatch.default.lookup(found, DispatchKeySet(self._key(functionality)), verbatim=True)
         return decision.kernel if decision.found and not decision.is_fallback else None
 
     @property

@@ -20,7 +20,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map
@@ -227,18 +227,9 @@ def make_alive_filter() -> Callable[[Iterable[LazyTensor]], list[LazyTensor]]:
     return alive
 
 
-_alive = make_alive_filter()
-
-
 def alive(handles: list[LazyTensor]) -> list[LazyTensor]:
     """The handles that somebody holds besides the list and their nodes' pools. Nothing else may hold them meanwhile."""
-    return _alive(handles)
-
-
-def use_native(alive: Callable[[list[LazyTensor]], list[LazyTensor]]) -> None:
-    """Look which handles are held by this function from now on (:data:`torchport.core.native.lists`)."""
-    global _alive
-    _alive = alive
+    return _forms.alive(handles)
 
 
 def new_handle(node: Node, offset: int) -> LazyTensor:
@@ -272,7 +263,7 @@ def release(handle: LazyTensor) -> None:
         fill_pool(*handle.home)
 
 
-def _release_all(handles: Iterable[LazyTensor]) -> None:
+def release_all(handles: Iterable[LazyTensor]) -> None:
     """:func:`release` for many: where a node has several results, its pool is made anew once and not for each."""
     pools: dict[Node, list[Any]] = {}
     for handle in handles:
@@ -289,6 +280,52 @@ def _release_all(handles: Iterable[LazyTensor]) -> None:
     for node, results in pools.items():
         assert node.container is not None
         node.ready = node.container(results)
+
+
+def collect(made: list[LazyTensor], node: Node, swept: Node) -> None:
+    """Add the handles in the pools of the nodes from one up to another, without the latter: at least those held.
+
+    Results that Python code holds as one leave their pool: the list or tuple itself would tell nothing of each.
+    """
+    while node is not swept:
+        ready = node.ready
+        if ready.__class__ is LazyTensor:
+            made.append(ready)  # type: ignore[arg-type]
+        elif ready is not None:
+            results: Any = ready
+            made.extend([handle for handle in results if handle is not None])
+            if sys.getrefcount(results) > _CONTAINER_ALONE:
+                for handle in results:
+                    if handle is not None:
+                        release(handle)
+        assert node.parent is not None
+        node = node.parent
+
+
+def pending(handles: Iterable[LazyTensor]) -> list[LazyTensor]:
+    """Those without value and failure, oldest first; their nodes let go of them."""
+    found = [handle for handle in handles if handle.value is None and handle.failure is None]
+    release_all(found)
+    found.sort(key=_number_of)
+    return found
+
+
+class Forms(NamedTuple):
+    """What is done to every handle when a trace ends: here, or in C++ (:data:`torchport.core.native.flush`)."""
+
+    alive: Callable[[list[LazyTensor]], list[LazyTensor]]
+    collect: Callable[[list[LazyTensor], Node, Node], None]
+    pending: Callable[[list[LazyTensor]], list[LazyTensor]]
+
+
+PYTHON: Final = Forms(make_alive_filter(), collect, pending)
+_forms = PYTHON
+
+
+def use(forms: Forms) -> None:
+    """Handle handles by these from now on."""
+    global _forms
+    _forms = forms
 
 
 class Trace:
@@ -317,7 +354,6 @@ class Trace:
         "keys",
         "leaf_numbers",
         "leaves",
-        "limit",
         "made",
         "nodes",
         "numbers",
@@ -332,7 +368,6 @@ class Trace:
         self.made: list[LazyTensor] = []
         self.computed: list[LazyTensor] = []
         self.keep: Callable[[LazyTensor], None] = self.made.append
-        self.limit = CHECKPOINT_EVERY
         epoch = next(_epochs)
         self.base = epoch * SPAN
         self.generation = runtime.generation
@@ -378,36 +413,19 @@ class Trace:
 
     def sweep(self) -> None:
         """Look which handles are still held, of the nodes since the last sweep and of those that were held then."""
-        made, node, swept = self.made, self.cursor, self.swept
-        while node is not swept:
-            ready = node.ready
-            if ready.__class__ is LazyTensor:
-                made.append(ready)  # type: ignore[arg-type]
-            elif ready is not None:
-                results: Any = ready
-                made.extend([handle for handle in results if handle is not None])
-                if sys.getrefcount(results) > _CONTAINER_ALONE:  # Python code holds the results as one
-                    for handle in results:
-                        if handle is not None:
-                            release(handle)
-            assert node.parent is not None
-            node = node.parent
-        ready = results = handle = None  # each name would count as a holder
+        made = self.made
+        _forms.collect(made, self.cursor, self.swept)
         self.swept = self.cursor
-        made[:] = _alive(made)
-        self.limit = 2 * len(made) + CHECKPOINT_EVERY
+        made[:] = _forms.alive(made)
 
     def live(self) -> list[LazyTensor]:
         """The handles that somebody holds and that have no value yet, oldest first; their nodes let go of them."""
         self.sweep()
-        handles = [handle for handle in self.made if handle.value is None and handle.failure is None]
-        _release_all(handles)
-        handles.sort(key=_number_of)
-        return handles
+        return _forms.pending(self.made)
 
 
 _CONTAINER_ALONE: Final = 4
-"""What ``sys.getrefcount`` says in :meth:`Trace.sweep` of results that only their node holds: node, two names, call."""
+"""What ``sys.getrefcount`` says in :func:`collect` of results that only their node holds: node, two names, call."""
 
 _number_of: Final = operator.attrgetter("number")
 

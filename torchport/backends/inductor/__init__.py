@@ -143,7 +143,7 @@ class InductorBackend(Backend):
     releases_gil = True
     concurrent = True
     donation = True
-    version = f"1-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
+    version = f"2-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
 
     compile_options: ClassVar[Mapping[str, str]] = {
         "inductor.options": "a JSON object that patches torch._inductor.config",

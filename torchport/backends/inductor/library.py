@@ -17,7 +17,7 @@ import torch
 from torchport.core.errors import CompileError, ExecutionError
 from torchport.core.specs import TensorSpec
 
-from . import caller, torch_api
+from . import caller, machine, torch_api
 from .container import Artifact
 
 __all__ = ["Library"]
@@ -52,6 +52,7 @@ class Library:
     """One compiled graph, ready to run. ``run`` is for one thread at a time; ``close`` may be called more than once."""
 
     def __init__(self, artifact: Artifact) -> None:
+        machine.keep_freed_memory()
         self.inputs = artifact.inputs
         self.outputs = artifact.outputs
         self._expected = [(spec.dtype, spec.shape, spec.strides) for spec in artifact.inputs]

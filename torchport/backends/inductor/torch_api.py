@@ -55,7 +55,7 @@ from torch import fx
 from torchport.backend.normal_form import input_specs
 from torchport.core.errors import ConfigError
 
-from . import machine
+from . import machine, onednn
 from .build import Toolchain
 from .source import MODEL, Wrapper, guard_kernels, quiet_interface, split_kernels, strip_wrapper
 
@@ -344,7 +344,7 @@ def _constant_bytes(lowering: Any) -> bytes:
 def _lowering_class(donated: Set[int]) -> Any:
     """Inductor's lowering, told which inputs are donated: it writes results over them where they are read last.
 
-    It knows such inputs in backward graphs of its own making only.
+    It knows such inputs in backward graphs of its own making only. Large matrix products go to oneDNN where that pays.
     """
     from torch._inductor import ir
     from torch._inductor.graph import GraphLowering
@@ -358,6 +358,11 @@ def _lowering_class(donated: Set[int]) -> Any:
                 self.graph_inputs_original[self.graph_input_names[-1]] = held.data
             return made
 
+        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+            made: Any = onednn.lower(target, args, kwargs) if by_onednn else None
+            return made if made is not None else super().call_function(target, args, kwargs)
+
+    by_onednn = onednn.pays()
     return Lowering
 
 

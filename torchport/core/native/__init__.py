@@ -27,7 +27,7 @@ import torch
 
 from ..config import config
 
-__all__ = ["NativeLibrary", "build_all", "follow", "guard", "lists"]
+__all__ = ["NativeLibrary", "build_all", "flush", "follow", "guard"]
 
 log: Final = logging.getLogger("torchport.core.native")
 _lock: Final = threading.RLock()
@@ -54,7 +54,8 @@ class NativeLibrary:
 
         In a folder of the user's own: where Inductor keeps things is not known before it is imported.
         """
-        parts = [self.source.read_text(), torch.__version__, sys.version, sysconfig.get_platform()]
+        shared = [header.read_text() for header in sorted(self.source.parent.glob("*.h"))]
+        parts = [self.source.read_text(), *shared, torch.__version__, sys.version, sysconfig.get_platform()]
         digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
         return Path(tempfile.gettempdir()) / f"torchport-{os.getuid()}" / f"{self.source.stem}-{digest}.so"
 
@@ -154,8 +155,10 @@ def build_all(compiler: Sequence[str]) -> None:
 guard: Final = NativeLibrary(_FOLDER / "guard.cpp", ("c10",))
 """The device guard: ``torchport_use_guard()``."""
 
-lists: Final = NativeLibrary(_FOLDER / "lists.cpp", ("torch_python", "torch_cpu", "c10"))
-"""Lists of handles and of wrappers: ``torchport_alive``, ``_inner``, ``_written`` and ``_write``."""
+flush: Final = NativeLibrary(_FOLDER / "flush.cpp", ("torch_python", "torch_cpu", "c10"))
+"""Handles of a trace that ends, and gradients: ``torchport_alive``, ``_collect``, ``_pending``, ``_unshared`` and
+``_own_gradients``, once ``_flush_start`` was called."""
 
 follow: Final = NativeLibrary(_FOLDER / "follow.cpp", ("torch_python", "torch_cpu", "torch", "c10"))
-"""Kernels along known paths: ``torchport_follow_start``, ``torchport_follow`` and ``torchport_followed``."""
+"""Kernels along known paths: ``torchport_follow`` and ``_follow_same_value``, once ``_follow_start`` was called, and
+``torchport_followed``."""

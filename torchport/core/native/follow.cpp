@@ -4,8 +4,7 @@
 // compares its arguments with that, takes note of new leaves and numbers as the Python kernel does, moves the cursor and
 // returns what the child has ready. Whatever is not exactly as it was goes to the Python kernel, which knows everything;
 // what that does is remembered here if it found a child that was there. All state is the Python objects' own.
-#include <Python.h>
-#include <structmember.h>
+#include "objects.h"
 
 #include <algorithm>
 #include <cmath>
@@ -17,39 +16,24 @@
 #include <ATen/FunctionalTensorWrapper.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/util/SmallVector.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
-#include <torch/csrc/utils/object_ptr.h>
 #include <torch/library.h>
 
 namespace {
 
+using namespace torchport;
 using Values = c10::ArrayRef<c10::IValue>;
 
 constexpr long long kLeafBase = 1LL << 30; // trace.LEAF
+constexpr long long kSpan = 1LL << 32; // trace.SPAN
 constexpr size_t kMostRecords = 8; // at one node
-constexpr uint32_t kLearnedAtMost = 64; // times at one node
 uint64_t followed = 0;
 
 // -- Python's side ----------------------------------------------------------------------------------------------
-struct Slot {
-  Py_ssize_t offset = 0;
-  PyObject*& of(PyObject* object) const {
-    return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset);
-  }
-};
-
-struct {
-  PyObject* threads;
-  PyTypeObject* handle;
-  PyTypeObject* trace;
-  PyObject* varying;
-  Slot cursor, numbers, leaves, leaf_numbers, base, runtime; // of a trace
-  Slot ready, parent, children, key, number, fits, records; // of a node
-  Slot info; // of a value
-  PyObject *n_trace, *n_number, *n_value, *n_spec, *n_fresh, *n_home;
-} py_;
+PyObject* threads; // the traces of the calling thread
+PyTypeObject* trace_type;
+PyObject* copies_under_grad; // trace.COPIES_UNDER_GRAD
+PyObject* varying; // what stands in a key for a number that may vary
 
 struct Gil {
   PyGILState_STATE state = PyGILState_Ensure();
@@ -60,30 +44,13 @@ struct Gil {
 
 // The calling thread's trace of index 0; null if there is none yet or each operator is computed at once.
 THPObjectPtr current_trace() {
-  THPObjectPtr trace(PyObject_GetAttr(py_.threads, py_.n_trace));
+  THPObjectPtr trace(PyObject_GetAttr(threads, py_.n_trace));
   if (!trace) {
     PyErr_Clear();
-  } else if (Py_TYPE(trace.get()) != py_.trace) {
+  } else if (Py_TYPE(trace.get()) != trace_type) {
     return THPObjectPtr();
   }
   return trace;
-}
-
-PyObject* attribute(PyObject* handle, PyObject* name) {
-  PyObject* found = PyObject_GenericGetAttr(handle, name);
-  if (found == nullptr) {
-    PyErr_Clear();
-  }
-  return found;
-}
-
-long long integer(PyObject* object) {
-  const long long value = PyLong_AsLongLong(object);
-  if (value == -1 && PyErr_Occurred()) {
-    PyErr_Clear();
-    return -2;
-  }
-  return value;
 }
 
 // The handle a tensor is, as a new reference; null for any other tensor.
@@ -100,9 +67,9 @@ THPObjectPtr handle_of(const at::Tensor& tensor) {
   return handle;
 }
 
-long long number_of(PyObject* handle) {
-  THPObjectPtr number(attribute(handle, py_.n_number));
-  return number ? integer(number.get()) : -2;
+bool holds(PyObject* trace, long long number) {
+  const long long base = integer(py_.base.of(trace));
+  return base <= number && number < base + kSpan;
 }
 
 PyObject* result_at(PyObject* node, uint32_t offset, bool many) {
@@ -195,7 +162,6 @@ struct Record {
 struct Records {
   PyObject_HEAD
   std::vector<std::unique_ptr<Record>>* list;
-  uint32_t learned; // how often: not without end, where calls never are as they were
 };
 
 void free_records(PyObject* self) {
@@ -225,7 +191,6 @@ Records* records_of(PyObject* node, bool make = false) {
     return nullptr;
   }
   made->list = new std::vector<std::unique_ptr<Record>>();
-  made->learned = 0;
   Py_XDECREF(std::exchange(held, reinterpret_cast<PyObject*>(made)));
   return made;
 }
@@ -234,6 +199,7 @@ Records* records_of(PyObject* node, bool make = false) {
 struct NewLeaf {
   THPObjectPtr handle;
   THPObjectPtr value;
+  bool fresh; // from the host, and no trace has used it yet
 };
 
 // What a call adds to its trace.
@@ -243,13 +209,14 @@ struct Additions {
 };
 
 bool is_new_leaf(PyObject* trace, const at::Tensor& tensor, PyObject* spec, Additions& added) {
-  NewLeaf leaf{handle_of(tensor), THPObjectPtr()};
+  NewLeaf leaf{handle_of(tensor), THPObjectPtr(), false};
   if (!leaf.handle || number_of(leaf.handle.get()) != -1) {
     return false;
   }
   leaf.value = attribute(leaf.handle.get(), py_.n_value);
   THPObjectPtr held(attribute(leaf.handle.get(), py_.n_spec)), fresh(attribute(leaf.handle.get(), py_.n_fresh));
-  if (!leaf.value || leaf.value.get() == Py_None || held.get() != spec || fresh.get() != Py_False ||
+  leaf.fresh = fresh.get() == Py_True;
+  if (!leaf.value || leaf.value.get() == Py_None || held.get() != spec ||
       py_.info.of(leaf.value.get()) != py_.runtime.of(trace)) {
     return false;
   }
@@ -333,6 +300,26 @@ bool enter(PyObject* dict, PyObject* object, PyObject* number) {
       PyDict_SetItem(dict, name.get(), number) == 0;
 }
 
+void set(PyObject*& slot, PyObject* value) {
+  Py_INCREF(value);
+  Py_XDECREF(std::exchange(slot, value));
+}
+
+void note_fresh(PyObject* trace, Additions& added) {
+  for (NewLeaf& leaf : added.leaves) {
+    if (!leaf.fresh) {
+      continue;
+    }
+    if (PyObject_SetAttr(leaf.handle.get(), py_.n_fresh, Py_False) != 0) {
+      PyErr_Clear();
+    }
+    set(py_.fresh.of(trace), Py_True);
+    if (!at::GradMode::is_enabled()) {
+      set(py_.copies.of(trace), copies_under_grad);
+    }
+  }
+}
+
 // As ``trace.leaf`` does; on failure the trace is as it was.
 bool add_leaves(PyObject* trace, Additions& added) {
   if (added.leaves.empty()) {
@@ -358,6 +345,7 @@ bool add_leaves(PyObject* trace, Additions& added) {
     }
   }
   if (done == added.leaves.size() && !PyErr_Occurred()) {
+    note_fresh(trace, added);
     return true;
   }
   PyErr_Clear();
@@ -437,8 +425,7 @@ struct Kernel {
       if (!add_leaves(trace, added) || !add_numbers(trace, added)) {
         return nullptr;
       }
-      Py_INCREF(child);
-      Py_XDECREF(std::exchange(py_.cursor.of(trace), child));
+      set(py_.cursor.of(trace), child);
       ++followed;
       return child;
     }
@@ -476,7 +463,7 @@ struct Kernel {
       }
     }
     Records* records = records_of(before, true);
-    if (records == nullptr || ++records->learned > kLearnedAtMost) {
+    if (records == nullptr) {
       return;
     }
     auto& list = *records->list;
@@ -512,7 +499,7 @@ struct Kernel {
       }
       case 'n':
       case 'f':
-        if (part == py_.varying) {
+        if (part == varying) {
           record.expected.push_back({.kind = letter == 'n' ? Kind::Float : Kind::Filler});
           return given.isDouble();
         }
@@ -533,7 +520,7 @@ struct Kernel {
       record.expected.push_back({.kind = Kind::None});
       return true;
     }
-    if (part == py_.varying) {
+    if (part == varying) {
       record.expected.push_back({.kind = Kind::Wrapped});
       return true;
     }
@@ -575,24 +562,31 @@ struct Kernel {
   }
 };
 
-void push_results(torch::jit::Stack& stack, PyObject* ready, bool one_list) {
-  if (THPVariable_Check(ready)) {
-    stack.emplace_back(THPVariable_Unpack(ready));
+// What a node has ready, as an operator returns it. Held from now on: what is dropped or written meanwhile may run code
+// that flushes, for which a pool's handles that nobody holds are free.
+using Results = c10::SmallVector<at::Tensor, 2>;
+
+Results results_of(PyObject* node) {
+  PyObject* ready = py_.ready.of(node);
+  if (Py_TYPE(ready) == py_.handle) {
+    return {THPVariable_Unpack(ready)};
+  }
+  Results results;
+  for (Py_ssize_t at = 0; at < PySequence_Fast_GET_SIZE(ready); ++at) {
+    PyObject* item = PySequence_Fast_GET_ITEM(ready, at);
+    results.push_back(item == Py_None ? at::Tensor() : THPVariable_Unpack(item));
+  }
+  return results;
+}
+
+void replace_arguments(torch::jit::Stack& stack, size_t count, Results results, bool one_list) {
+  torch::jit::drop(stack, count);
+  if (one_list) {
+    stack.emplace_back(c10::List<at::Tensor>(at::TensorList(results)));
     return;
   }
-  const Py_ssize_t count = PySequence_Fast_GET_SIZE(ready);
-  PyObject** items = PySequence_Fast_ITEMS(ready);
-  c10::List<at::Tensor> list;
-  for (Py_ssize_t at = 0; at < count; ++at) {
-    at::Tensor tensor = items[at] == Py_None ? at::Tensor() : THPVariable_Unpack(items[at]);
-    if (one_list) {
-      list.push_back(std::move(tensor));
-    } else {
-      stack.emplace_back(std::move(tensor));
-    }
-  }
-  if (one_list) {
-    stack.emplace_back(std::move(list));
+  for (at::Tensor& result : results) {
+    stack.emplace_back(std::move(result));
   }
 }
 
@@ -610,8 +604,7 @@ struct Functional final : c10::OperatorKernel {
       if (trace) {
         const Values given(stack->data() + stack->size() - count, count);
         if (PyObject* child = kernel.follow(trace.get(), given, false)) {
-          torch::jit::drop(*stack, count);
-          push_results(*stack, py_.ready.of(child), one_list);
+          replace_arguments(*stack, count, results_of(child), one_list);
           return;
         }
         start.note(trace.get(), given);
@@ -624,6 +617,53 @@ struct Functional final : c10::OperatorKernel {
   const Kernel& kernel;
   const c10::SafeKernelFunction python;
   const bool one_list;
+};
+
+// ``detach`` and its kin: another handle of the same value; nothing is traced. As ``copies._same_value`` does.
+struct SameValue final : c10::OperatorKernel {
+  explicit SameValue(c10::SafeKernelFunction python) : python(std::move(python)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    at::Tensor made;
+    {
+      Gil gil;
+      THPObjectPtr trace = current_trace();
+      if (trace) {
+        made = another(trace.get(), stack->back().toTensor());
+      }
+    }
+    if (made.defined()) {
+      stack->back() = std::move(made);
+    } else {
+      python.callBoxed(op, keys, stack);
+    }
+  }
+
+  static at::Tensor another(PyObject* trace, const at::Tensor& tensor) {
+    THPObjectPtr handle = handle_of(tensor);
+    if (!handle) {
+      return {};
+    }
+    THPObjectPtr value(attribute(handle.get(), py_.n_value)), spec(attribute(handle.get(), py_.n_spec)),
+        failure(attribute(handle.get(), py_.n_failure)), number(attribute(handle.get(), py_.n_number));
+    if (!value || !spec || !number || failure.get() != Py_None) {
+      return {};
+    }
+    const bool pending = value.get() == Py_None;
+    if (pending && !holds(trace, integer(number.get()))) {
+      return {}; // pending in another thread's trace, which knows its own handles only
+    }
+    THPObjectPtr made(THPVariable_Wrap(tensor.variable_data(), py_.handle));
+    if (!made || PyObject_SetAttr(made.get(), py_.n_spec, spec.get()) != 0 ||
+        PyObject_SetAttr(made.get(), pending ? py_.n_number : py_.n_value, (pending ? number : value).get()) != 0 ||
+        (pending && PyList_Append(py_.made.of(trace), made.get()) != 0)) {
+      PyErr_Clear();
+      return {};
+    }
+    return THPVariable_Unpack(made.get());
+  }
+
+  const c10::SafeKernelFunction python;
 };
 
 // -- operators in place ----------------------------------------------------------------------------------------------
@@ -678,11 +718,8 @@ struct InPlace final : c10::OperatorKernel {
         }
         if (PyObject* child = kernel.follow(trace.get(), values, true)) {
           const bool list = given[0].isTensorList();
-          write(written, py_.ready.of(child), list);
-          torch::jit::drop(*stack, count);
-          if (!list) {
-            stack->emplace_back(std::move(written[0]));
-          }
+          write(written, results_of(child), list);
+          replace_arguments(*stack, count, list ? Results() : Results{written[0]}, false);
           return;
         }
         start.note(trace.get(), values);
@@ -712,11 +749,11 @@ struct InPlace final : c10::OperatorKernel {
     return !written.empty() && std::adjacent_find(storages.begin(), storages.end()) == storages.end();
   }
 
-  static void write(const c10::SmallVector<at::Tensor, 1>& written, PyObject* ready, bool list) {
+  static void write(const c10::SmallVector<at::Tensor, 1>& written, const Results& values, bool list) {
+    TORCH_CHECK(written.size() == values.size(), "as many values as tensors are needed");
     for (size_t at = 0; at < written.size(); ++at) {
-      PyObject* value = list ? PySequence_Fast_GET_ITEM(ready, at) : ready;
       at::FunctionalTensorWrapper* wrapper = wrapper_of(written[at]);
-      wrapper->replace_(THPVariable_Unpack(value));
+      wrapper->replace_(values[at]);
       wrapper->commit_update();
       wrapper->sync_();
       if (list) { // PyTorch does it above this for a single tensor only
@@ -730,19 +767,6 @@ struct InPlace final : c10::OperatorKernel {
 };
 
 // -- registering -----------------------------------------------------------------------------------------------------
-bool find_slot(PyObject* type, const char* name, Slot& slot) {
-  THPObjectPtr member(PyObject_GetAttrString(type, name));
-  if (!member) {
-    return false;
-  }
-  if (Py_TYPE(member.get()) != &PyMemberDescr_Type) {
-    PyErr_Format(PyExc_TypeError, "%s is no slot", name);
-    return false;
-  }
-  slot.offset = reinterpret_cast<PyMemberDescrObject*>(member.get())->d_member->offset;
-  return true;
-}
-
 template <class Made>
 void put(c10::DispatchKey key, const c10::OperatorName& name, std::unique_ptr<Made> made) {
   static auto& libraries = *new std::vector<std::unique_ptr<torch::Library>>(); // for as long as the process
@@ -759,36 +783,19 @@ struct Quiet final : c10::WarningHandler { // PyTorch warns of kernels that repl
 
 // Before anything else: what the kernels need to know of Python's side.
 extern "C" PyObject* torchport_follow_start(
-    PyObject* threads, PyObject* handle, PyObject* trace, PyObject* node, PyObject* data, PyObject* varying) {
+    PyObject* handle, PyObject* trace, PyObject* node, PyObject* data, PyObject* of_threads, PyObject* token,
+    PyObject* copies) {
   HANDLE_TH_ERRORS
-  const std::vector<std::tuple<PyObject*, const char*, Slot*>> slots = {
-      {trace, "cursor", &py_.cursor}, {trace, "numbers", &py_.numbers}, {trace, "leaves", &py_.leaves},
-      {trace, "leaf_numbers", &py_.leaf_numbers}, {trace, "base", &py_.base}, {trace, "runtime", &py_.runtime},
-      {node, "ready", &py_.ready}, {node, "parent", &py_.parent}, {node, "children", &py_.children},
-      {node, "key", &py_.key}, {node, "number", &py_.number}, {node, "fits", &py_.fits},
-      {node, "records", &py_.records}, {data, "info", &py_.info},
-  };
-  for (const auto& [type, name, slot] : slots) {
-    if (!find_slot(type, name, *slot)) {
-      return nullptr;
-    }
-  }
-  if (PyType_Ready(&records_type) != 0) {
+  if (!look(handle, trace, node, data) || PyType_Ready(&records_type) != 0) {
     return nullptr;
   }
-  for (PyObject* held : {threads, handle, trace, varying}) {
+  for (PyObject* held : {trace, of_threads, token, copies}) {
     Py_INCREF(held);
   }
-  py_.threads = threads;
-  py_.handle = reinterpret_cast<PyTypeObject*>(handle);
-  py_.trace = reinterpret_cast<PyTypeObject*>(trace);
-  py_.varying = varying;
-  py_.n_trace = PyUnicode_InternFromString("trace");
-  py_.n_number = PyUnicode_InternFromString("number");
-  py_.n_value = PyUnicode_InternFromString("value");
-  py_.n_spec = PyUnicode_InternFromString("spec");
-  py_.n_fresh = PyUnicode_InternFromString("fresh");
-  py_.n_home = PyUnicode_InternFromString("home");
+  trace_type = reinterpret_cast<PyTypeObject*>(trace);
+  threads = of_threads;
+  varying = token;
+  copies_under_grad = copies;
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -817,6 +824,18 @@ extern "C" PyObject* torchport_follow(
     put(functionalize, writing.operator_name(),
         std::make_unique<InPlace>(kernel, writing.getComputedKernelForDispatchKey(functionalize)));
   }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// The same for an operator that gives another handle of its argument's value.
+extern "C" PyObject* torchport_follow_same_value(const char* name) {
+  HANDLE_TH_ERRORS
+  Quiet quiet;
+  c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+  const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+  const auto dense = c10::DispatchKey::PrivateUse1;
+  put(dense, op.operator_name(), std::make_unique<SameValue>(op.getComputedKernelForDispatchKey(dense)));
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }

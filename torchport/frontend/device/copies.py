@@ -24,6 +24,8 @@ __all__ = ["elsewhere", "kernels", "special_kernels", "with_generator"]
 aten = torch.ops.aten
 kernels: Final[dict[Any, Any]] = {}
 """The generated kernels, filled in by ``install``."""
+SAME_VALUE: Final = (aten.detach_copy.default, aten.alias_copy.default)
+"""Operators that give another handle of the same value."""
 
 
 def _trace_of(value: Any) -> Trace:
@@ -245,7 +247,7 @@ def special_kernels() -> dict[Any, Callable[..., Any]]:
         aten.allclose.default: _allclose,
         # Asked by nn.TransformerEncoder before it makes nested tensors, which this device does not hold.
         aten._nested_tensor_from_mask_left_aligned.default: lambda tensor, mask: False,
-        **dict.fromkeys((aten.detach_copy.default, aten.alias_copy.default), _same_value),
+        **dict.fromkeys(SAME_VALUE, _same_value),
         **{op: _with_host_indices(op) for op in _INDEXING},
         aten.set.source_Storage_storage_offset: _set_storage,
     }

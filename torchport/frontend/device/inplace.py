@@ -27,7 +27,7 @@ from ...lazy.runtime import threads
 from ...lazy.tensor import DEVICE_TYPE, IndexedLazyTensor, LazyTensor
 from .opaque import opaque
 
-__all__ = ["install", "overriding", "refuse_overlap", "use_native"]
+__all__ = ["install", "overriding", "refuse_overlap"]
 
 _is_functional = torch._is_functional_tensor
 _inner_of = torch._from_functional_tensor
@@ -205,24 +205,22 @@ def _of_list(op: Any, forms: Forms, original: Any, copy: Forms) -> Callable[...,
 
     # An optimizer's step is a dozen of these on every parameter, so what is done per tensor is done by ``map``.
     def inplace(keys: Any, selfs: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        inner = _native_written(selfs, LazyTensor)
-        if inner is None:
-            inner = _inner_list(selfs)
-            fast = set(map(type, inner)) == _ONE_LAZY and not any(map(operator.is_, inner, selfs))
-            ours = fast or (inner and isinstance(inner[0], LazyTensor))
-            if ours and len(selfs) > 1 and _may_share_memory(selfs):
-                # Each write must see the ones before it.
-                for at in range(len(selfs)):
-                    one = [a[at : at + 1] if isinstance(a, (list, tuple)) else a for a in args]
-                    op(selfs[at : at + 1], *one, **kwargs)
-                return None
-            if set(map(type, inner)) == _ONE_INDEXED and not any(map(operator.is_, inner, selfs)):
-                return at_index(keys, selfs, inner, args, kwargs)
-            if not fast:
-                result = original.call_boxed(keys, selfs, *args, **kwargs)
-                if ours:
-                    _written(selfs)
-                return result
+        inner = _inner_list(selfs)
+        fast = set(map(type, inner)) == _ONE_LAZY and not any(map(operator.is_, inner, selfs))
+        ours = fast or (inner and isinstance(inner[0], LazyTensor))
+        if ours and len(selfs) > 1 and _may_share_memory(selfs):
+            # Each write must see the ones before it.
+            for at in range(len(selfs)):
+                one = [a[at : at + 1] if isinstance(a, (list, tuple)) else a for a in args]
+                op(selfs[at : at + 1], *one, **kwargs)
+            return None
+        if set(map(type, inner)) == _ONE_INDEXED and not any(map(operator.is_, inner, selfs)):
+            return at_index(keys, selfs, inner, args, kwargs)
+        if not fast:
+            result = original.call_boxed(keys, selfs, *args, **kwargs)
+            if ours:
+                _written(selfs)
+            return result
         outs = kernel(inner, *map(_unwrapped, args), **{name: _unwrapped(value) for name, value in kwargs.items()})
         node = threads.trace.cursor
         if not (node.fits and node.ready is outs):
@@ -232,7 +230,7 @@ def _of_list(op: Any, forms: Forms, original: Any, copy: Forms) -> Callable[...,
             if fitting is outs:
                 node.fits = node.ready is outs
             outs = fitting
-        _write(selfs, outs if outs.__class__ is list else list(outs))
+        _write_each(selfs, outs)
         return None
 
     def fitted(inner: Sequence[Any], outs: Sequence[Any], restride: Callable[..., Any]) -> Sequence[Any] | None:
@@ -276,33 +274,7 @@ def _write_each(wrappers: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
     _written(wrappers)
 
 
-def _not_built(*args: Any) -> None:
-    """Stands for a function in C++ that is not there: the answer is to be found in Python."""
-    return
-
-
-_native_inner: Callable[[Any], list[Any] | None] = _not_built
-_native_written: Callable[[Any, type], list[Any] | None] = _not_built
-_write: Callable[[Any, Any], object] = _write_each
-
-
-def use_native(
-    inner: Callable[[Any], list[Any] | None],
-    written: Callable[[Any, type], list[Any] | None],
-    write: Callable[[Any, Any], object],
-) -> None:
-    """Look into lists of wrappers, and write to them, by these from now on (:data:`torchport.core.native.lists`).
-
-    They take a tenth and a third of the time.
-    """
-    global _native_inner, _native_written, _write
-    _native_inner, _native_written, _write = inner, written, write
-
-
 def _inner_list(tensors: Sequence[torch.Tensor]) -> list[Any]:
-    found = _native_inner(tensors)
-    if found is not None:
-        return found
     try:
         _exhaust(map(_sync, tensors))
         return list(map(_inner_of, tensors))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from ...backend.interface import BackendData
 from ...core import native
-from ...lazy import trace
+from ...lazy import jobs, trace
 from ...lazy.kernel import Kernel, letters
 from ...lazy.runtime import threads
 from ...lazy.tensor import LazyTensor
-from . import inplace
+from . import copies, shims
 
 __all__ = ["install"]
 
@@ -22,22 +22,37 @@ def _use_guard(library: ctypes.PyDLL) -> None:
     library.torchport_use_guard()
 
 
-def _use_lists(library: ctypes.PyDLL) -> None:
-    inner, written, write = library.torchport_inner, library.torchport_written, library.torchport_write
-    alive = library.torchport_alive
-    inner.argtypes = alive.argtypes = [ctypes.py_object]
-    written.argtypes = write.argtypes = [ctypes.py_object, ctypes.py_object]
-    inner.restype = written.restype = write.restype = alive.restype = ctypes.py_object
-    inplace.use_native(inner, written, write)
-    trace.use_native(alive)
+_OBJECTS: Final = (LazyTensor, trace.Trace, trace.Node, BackendData)
+"""The types whose parts C++ looks at."""
+
+
+def _functions(library: ctypes.PyDLL, **arguments: int) -> list[Any]:
+    """Functions of Python objects, by name and number of arguments."""
+    found: list[Any] = []
+    for name, count in arguments.items():
+        function = getattr(library, f"torchport_{name}")
+        function.argtypes, function.restype = [ctypes.py_object] * count, ctypes.py_object
+        found.append(function)
+    return found
+
+
+def use_flush(library: ctypes.PyDLL) -> None:
+    """Do what is done to many values at once with the functions of :data:`torchport.core.native.flush`."""
+    start, alive, collect, pending = _functions(library, flush_start=5, alive=1, collect=3, pending=1)
+    unshared, own_gradients = _functions(library, unshared=2, own_gradients=1)
+    start(*_OBJECTS, trace.release)
+    trace.use(trace.Forms(alive, collect, pending))
+    jobs.use_native(unshared)
+    shims.use_native(own_gradients)
 
 
 def _use_follow(library: ctypes.PyDLL, kernels: Sequence[Kernel], forms: Mapping[Any, Any]) -> None:
-    start, follow = library.torchport_follow_start, library.torchport_follow
-    start.argtypes = [ctypes.py_object] * 6
+    (start,) = _functions(library, follow_start=7)
+    follow, same_value = library.torchport_follow, library.torchport_follow_same_value
     follow.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_longlong, ctypes.c_char_p]
-    start.restype = follow.restype = ctypes.py_object
-    start(threads, LazyTensor, trace.Trace, trace.Node, BackendData, trace.FLOAT)
+    same_value.argtypes = [ctypes.c_char_p]
+    follow.restype = same_value.restype = ctypes.py_object
+    start(*_OBJECTS, threads, trace.FLOAT, trace.COPIES_UNDER_GRAD)
     for kernel in kernels:
         kinds = letters(kernel)
         if kinds is None:
@@ -46,14 +61,16 @@ def _use_follow(library: ctypes.PyDLL, kernels: Sequence[Kernel], forms: Mapping
         overload = kernel.op._schema.overload_name
         in_place = forms[kernel.op]._schema.name if kernel.op in forms else ""
         follow(name.encode(), overload.encode(), kinds.encode(), kernel.number, in_place.encode())
+    for op in copies.SAME_VALUE:
+        same_value(op._schema.name.encode())
 
 
 def install(kernels: Sequence[Kernel], forms: Mapping[Any, Any]) -> None:
     """Called once the device is registered: its guard must not take another device's place.
 
-    ``kernels``: those that PyTorch's dispatcher calls as they are. ``forms``: functional operator → the one that does the
-    same in place and has a kernel of this device's.
+    ``kernels``: those that PyTorch's dispatcher calls as they are. ``forms``: functional operator → the one
+    that does the same in place and has a kernel of this device's.
     """
     native.guard.when_there(_use_guard)
     native.follow.when_there(lambda library: _use_follow(library, kernels, forms))
-    native.lists.when_there(_use_lists)
+    native.flush.when_there(use_flush)

@@ -14,7 +14,7 @@ import sys
 import threading
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -204,30 +204,42 @@ def _flush_after_optimizer() -> None:
             raise error
         step_ended()
 
-    register_optimizer_step_pre_hook(opaque(_own_gradients))
+    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            _own_gradients(group["params"])
+
+    register_optimizer_step_pre_hook(opaque(before))
     register_optimizer_step_post_hook(opaque(flush))
 
 
 _ALONE = (3, 2, 2)
-"""Python's references to a gradient in :func:`_own_gradients`, its C++ ones, and those to its storage, if only its
+"""Python's references to a gradient in :func:`own_gradients`, its C++ ones, and those to its storage, if only its
 parameter holds it."""
 
 
-def _own_gradients(optimizer: Any, args: Any, kwargs: Any) -> None:
+def own_gradients(parameters: Iterable[torch.Tensor]) -> None:
     """Give gradients that are views wrappers of their own, where nobody can tell.
 
     A linear layer's gradient is a view of a product. As long as the wrapper knows that, the product is alive beside the
     gradient, and each training step would compute and keep both.
     """
     storage_of: Any = torch._C.TensorBase.untyped_storage  # type: ignore[attr-defined]
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            grad = parameter.grad
-            if grad is None or grad.requires_grad or not torch._is_functional_tensor(grad):
-                continue
-            counts = sys.getrefcount(grad), grad._use_count(), torch._C._storage_Use_Count(storage_of(grad)._cdata)
-            if counts == _ALONE and isinstance(unwrap(grad), LazyTensor):
-                parameter.grad = wrap(unwrap(grad))
+    for parameter in parameters:
+        grad: Any = parameter.grad
+        if grad is None or grad.requires_grad or not torch._is_functional_tensor(grad):
+            continue
+        counts = sys.getrefcount(grad), grad._use_count(), torch._C._storage_Use_Count(storage_of(grad)._cdata)
+        if counts == _ALONE and isinstance(unwrap(grad), LazyTensor):
+            parameter.grad = wrap(unwrap(grad))
+
+
+_own_gradients = own_gradients
+
+
+def use_native(form: Callable[[Iterable[torch.Tensor]], None]) -> None:
+    """Give gradients wrappers by this function from now on (:data:`torchport.core.native.flush`)."""
+    global _own_gradients
+    _own_gradients = form
 
 
 class _HostStorage(torch.UntypedStorage):

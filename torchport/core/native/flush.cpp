@@ -1,0 +1,205 @@
+// What is done to every value of a trace when it ends, and to every gradient when an optimizer begins its step.
+#include "objects.h"
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include <ATen/FunctionalTensorWrapper.h>
+#include <torch/csrc/autograd/variable.h>
+
+namespace {
+
+using namespace torchport;
+
+PyObject* release; // trace.release
+
+// Whether somebody holds a handle besides those counted and, where it has a home, its node's pool.
+bool is_held(PyObject* handle, Py_ssize_t counted) {
+  Py_ssize_t holders = Py_REFCNT(handle) - counted;
+  if (holders == 1) {
+    THPObjectPtr home(attribute(handle, py_.n_home));
+    holders -= home.get() != Py_None;
+  }
+  return holders > 0 || THPVariable_Unpack(handle).use_count() > 1;
+}
+
+// A handle of a node's result that is in no pool; ``trace.new_handle``.
+PyObject* new_handle(PyObject* node, Py_ssize_t offset) {
+  PyObject* templates = py_.templates.of(node);
+  TORCH_CHECK(PyTuple_CheckExact(templates) && offset < PyTuple_GET_SIZE(templates), "the node has no such result");
+  const at::Tensor& like = THPVariable_Unpack(PyTuple_GET_ITEM(templates, offset));
+  THPObjectPtr made(THPVariable_Wrap(like.variable_data(), py_.handle));
+  THPObjectPtr number(PyLong_FromLongLong(integer(py_.number.of(node)) + offset));
+  if (!made || !number || PyObject_SetAttr(made.get(), py_.n_number, number.get()) != 0) {
+    throw python_error();
+  }
+  return made.release();
+}
+
+// Has a node's pool let go of a handle, for which it gets a new one; ``trace.release``.
+void let_go(PyObject* handle) {
+  THPObjectPtr home(attribute(handle, py_.n_home));
+  if (!home || home.get() == Py_None) {
+    return;
+  }
+  PyObject* node = PyTuple_GET_ITEM(home.get(), 0);
+  const Py_ssize_t offset = integer(PyTuple_GET_ITEM(home.get(), 1));
+  THPObjectPtr made(new_handle(node, offset));
+  if (PyObject_SetAttr(made.get(), py_.n_home, home.get()) != 0 ||
+      PyObject_SetAttr(handle, py_.n_home, Py_None) != 0) {
+    throw python_error();
+  }
+  PyObject*& ready = py_.ready.of(node);
+  if (ready == handle) {
+    Py_DECREF(std::exchange(ready, made.release()));
+    return;
+  }
+  // Of several results: nobody else holds them as one, so that the list or tuple may change.
+  TORCH_CHECK(Py_REFCNT(ready) == 1, "somebody holds a node's results");
+  PyObject** items = PySequence_Fast_ITEMS(ready);
+  Py_DECREF(std::exchange(items[offset], made.release()));
+}
+
+} // namespace
+
+extern "C" PyObject* torchport_flush_start(
+    PyObject* handle, PyObject* trace, PyObject* node, PyObject* data, PyObject* of_release) {
+  HANDLE_TH_ERRORS
+  if (!look(handle, trace, node, data)) {
+    return nullptr;
+  }
+  Py_INCREF(of_release);
+  release = of_release;
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// Of a list of handles those that somebody holds besides the list and their nodes' pools.
+extern "C" PyObject* torchport_alive(PyObject* handles) {
+  HANDLE_TH_ERRORS
+  THPObjectPtr alive(PyList_New(0));
+  for (Py_ssize_t at = 0; alive && at < PyList_GET_SIZE(handles); ++at) {
+    PyObject* handle = PyList_GET_ITEM(handles, at);
+    if (is_held(handle, 1) && PyList_Append(alive.get(), handle) != 0) {
+      return nullptr;
+    }
+  }
+  return alive.release();
+  END_HANDLE_TH_ERRORS
+}
+
+// Adds to a list the handles that somebody holds of those in the pools of the nodes from one up to another; ``collect``.
+extern "C" PyObject* torchport_collect(PyObject* made, PyObject* node, PyObject* swept) {
+  HANDLE_TH_ERRORS
+  for (; node != swept && node != Py_None; node = py_.parent.of(node)) {
+    PyObject* ready = py_.ready.of(node);
+    if (Py_TYPE(ready) == py_.handle) {
+      if (is_held(ready, 0) && PyList_Append(made, ready) != 0) {
+        return nullptr;
+      }
+      continue;
+    }
+    if (ready == Py_None) {
+      continue;
+    }
+    const bool as_one = Py_REFCNT(ready) > 1; // Python code holds the results as one
+    Py_INCREF(ready);
+    THPObjectPtr results(ready);
+    for (Py_ssize_t at = 0; at < PySequence_Fast_GET_SIZE(ready); ++at) {
+      PyObject* handle = PySequence_Fast_GET_ITEM(ready, at);
+      if (handle == Py_None || !(as_one || is_held(handle, 0))) {
+        continue;
+      }
+      if (PyList_Append(made, handle) != 0) {
+        return nullptr;
+      }
+      if (as_one && !THPObjectPtr(PyObject_CallOneArg(release, handle))) {
+        return nullptr;
+      }
+    }
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// Of a list of handles those without value and failure, oldest first; their nodes let go of them.
+extern "C" PyObject* torchport_pending(PyObject* handles) {
+  HANDLE_TH_ERRORS
+  std::vector<std::pair<long long, PyObject*>> found;
+  found.reserve(PyList_GET_SIZE(handles));
+  for (Py_ssize_t at = 0; at < PyList_GET_SIZE(handles); ++at) {
+    PyObject* handle = PyList_GET_ITEM(handles, at);
+    THPObjectPtr value(attribute(handle, py_.n_value)), failure(attribute(handle, py_.n_failure));
+    if (value.get() == Py_None && failure.get() == Py_None) {
+      let_go(handle);
+      found.emplace_back(number_of(handle), handle);
+    }
+  }
+  std::stable_sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+  THPObjectPtr list(PyList_New(static_cast<Py_ssize_t>(found.size())));
+  for (size_t at = 0; list && at < found.size(); ++at) {
+    Py_INCREF(found[at].second);
+    PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(at), found[at].second);
+  }
+  return list.release();
+  END_HANDLE_TH_ERRORS
+}
+
+// The positions of arguments that nobody but their job holds; ``jobs.unshared``.
+extern "C" PyObject* torchport_unshared(PyObject* given, PyObject* args) {
+  HANDLE_TH_ERRORS
+  THPObjectPtr found(PyList_New(0));
+  const Py_ssize_t leaves = PyList_GET_SIZE(given);
+  for (Py_ssize_t at = 0; found && at < PyList_GET_SIZE(args); ++at) {
+    PyObject* data = PyList_GET_ITEM(args, at);
+    if (at < leaves) {
+      PyObject* mine = PyList_GET_ITEM(given, at);
+      if (Py_REFCNT(data) != 2 || py_.exported.of(data) != Py_False || (mine != data && Py_REFCNT(mine) != 1)) {
+        continue;
+      }
+    } else if (Py_REFCNT(data) != 1) {
+      continue;
+    }
+    THPObjectPtr position(PyLong_FromSsize_t(at));
+    if (!position || PyList_Append(found.get(), position.get()) != 0) {
+      return nullptr;
+    }
+  }
+  return found ? PyFrozenSet_New(found.get()) : nullptr;
+  END_HANDLE_TH_ERRORS
+}
+
+// Gives gradients that are views wrappers of their own, where nobody can tell; ``shims.own_gradients``.
+extern "C" PyObject* torchport_own_gradients(PyObject* parameters) {
+  HANDLE_TH_ERRORS
+  namespace functional = at::functionalization::impl;
+  THPObjectPtr items(PySequence_Fast(parameters, "parameters are needed"));
+  for (Py_ssize_t at = 0; items && at < PySequence_Fast_GET_SIZE(items.get()); ++at) {
+    PyObject* item = PySequence_Fast_GET_ITEM(items.get(), at);
+    if (!THPVariable_Check(item)) {
+      continue;
+    }
+    const at::Tensor& parameter = THPVariable_Unpack(item);
+    const at::Tensor& grad = parameter.grad();
+    // A Python object of the gradient's would be a second holder.
+    if (!grad.defined() || grad.use_count() != 1 || grad.requires_grad() || !functional::isFunctionalTensor(grad) ||
+        grad.storage().use_count() != 1) {
+      continue;
+    }
+    at::FunctionalTensorWrapper* wrapper = functional::unsafeGetFunctionalWrapper(grad);
+    wrapper->sync_();
+    THPObjectPtr handle(THPVariable_Wrap(wrapper->value()));
+    if (!handle) {
+      return nullptr;
+    }
+    if (PyType_IsSubtype(Py_TYPE(handle.get()), py_.handle)) {
+      parameter.mutable_grad() = functional::to_functional_tensor(THPVariable_Unpack(handle.get()));
+    }
+  }
+  if (!items) {
+    return nullptr;
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}

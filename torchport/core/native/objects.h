@@ -1,0 +1,94 @@
+// What the C++ libraries know of Python's objects: slots of traces, nodes and values, attributes of handles.
+#pragma once
+#include <Python.h>
+#include <structmember.h>
+
+#include <tuple>
+#include <vector>
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/object_ptr.h>
+
+namespace torchport {
+
+struct Slot {
+  Py_ssize_t offset = 0;
+  PyObject*& of(PyObject* object) const {
+    return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset);
+  }
+};
+
+static struct {
+  PyTypeObject* handle;
+  Slot cursor, numbers, leaves, leaf_numbers, made, base, runtime, fresh, copies; // of a trace
+  Slot ready, parent, children, key, number, fits, records, templates; // of a node
+  Slot info, exported; // of a value
+  PyObject *n_trace, *n_number, *n_value, *n_spec, *n_failure, *n_fresh, *n_home;
+} py_;
+
+inline bool find_slot(PyObject* type, const char* name, Slot& slot) {
+  THPObjectPtr member(PyObject_GetAttrString(type, name));
+  if (!member) {
+    return false;
+  }
+  if (Py_TYPE(member.get()) != &PyMemberDescr_Type) {
+    PyErr_Format(PyExc_TypeError, "%s is no slot", name);
+    return false;
+  }
+  slot.offset = reinterpret_cast<PyMemberDescrObject*>(member.get())->d_member->offset;
+  return true;
+}
+
+// Find out; false with a Python error where something is not as it should be.
+inline bool look(PyObject* handle, PyObject* trace, PyObject* node, PyObject* data) {
+  const std::vector<std::tuple<PyObject*, const char*, Slot*>> slots = {
+      {trace, "cursor", &py_.cursor}, {trace, "numbers", &py_.numbers}, {trace, "leaves", &py_.leaves},
+      {trace, "leaf_numbers", &py_.leaf_numbers}, {trace, "made", &py_.made}, {trace, "base", &py_.base},
+      {trace, "runtime", &py_.runtime}, {trace, "fresh", &py_.fresh}, {trace, "copies", &py_.copies},
+      {node, "ready", &py_.ready}, {node, "parent", &py_.parent},
+      {node, "children", &py_.children}, {node, "key", &py_.key}, {node, "number", &py_.number},
+      {node, "fits", &py_.fits}, {node, "records", &py_.records}, {node, "templates", &py_.templates},
+      {data, "info", &py_.info}, {data, "exported", &py_.exported},
+  };
+  for (const auto& [type, name, slot] : slots) {
+    if (!find_slot(type, name, *slot)) {
+      return false;
+    }
+  }
+  Py_INCREF(handle);
+  py_.handle = reinterpret_cast<PyTypeObject*>(handle);
+  py_.n_trace = PyUnicode_InternFromString("trace");
+  py_.n_number = PyUnicode_InternFromString("number");
+  py_.n_value = PyUnicode_InternFromString("value");
+  py_.n_spec = PyUnicode_InternFromString("spec");
+  py_.n_failure = PyUnicode_InternFromString("failure");
+  py_.n_fresh = PyUnicode_InternFromString("fresh");
+  py_.n_home = PyUnicode_InternFromString("home");
+  return true;
+}
+
+// A handle's attribute, as a new reference; null without a Python error if there is none.
+inline PyObject* attribute(PyObject* handle, PyObject* name) {
+  PyObject* found = PyObject_GenericGetAttr(handle, name);
+  if (found == nullptr) {
+    PyErr_Clear();
+  }
+  return found;
+}
+
+inline long long integer(PyObject* object) {
+  const long long value = PyLong_AsLongLong(object);
+  if (value == -1 && PyErr_Occurred()) {
+    PyErr_Clear();
+    return -2;
+  }
+  return value;
+}
+
+inline long long number_of(PyObject* handle) {
+  THPObjectPtr number(attribute(handle, py_.n_number));
+  return number ? integer(number.get()) : -2;
+}
+
+} // namespace torchport
