@@ -14,7 +14,7 @@ BENCHMARKS = (
     "tracing",
     "flush",
     "steps",
-    "floor",
+    "parts",
     "overlap",
     "memory",
     "compile_door",

@@ -173,7 +173,7 @@ def use_null() -> None:
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is not None:
         native.build_all([compiler])
-    built = native.guard.load() is not None and native.lists.load() is not None
+    built = all(library.load() is not None for library in (native.guard, native.flush, native.follow))
     print(f"torchport's C++ libraries: {'in use' if built else 'not there, Python does their work'}", flush=True)
     torchport.use(NullBackend.name)
 

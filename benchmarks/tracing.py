@@ -1,6 +1,6 @@
 """What tracing costs: microseconds per op in the steady state, against PyTorch's C++ lazy core and CPU eager.
 
-    python -m benchmarks.tracing [--quick] [--batches N] [--only steps|chains|floor]
+    python -m benchmarks.tracing [--quick] [--batches N] [--only steps|chains]
 
 Protocol: 100 ops per step on 4×4 float32; the trace is reset (``port``) or marked and waited for (``lazy``) outside the
 timed region; the engines run in turn, a few steps each, as a program repeats its step with its own data in the caches;
@@ -20,7 +20,7 @@ import torch
 
 import torchport
 
-from .common import LazyCore, Samples, Timed, interleave, new_trace, ratio, ratio_cell, restart, table, timed, use_null
+from .common import LazyCore, Samples, Timed, interleave, ratio, ratio_cell, restart, table, timed, use_null
 from .models import MODELS, training
 
 __all__ = ["CHAINS", "main"]
@@ -211,66 +211,12 @@ def steps(core: LazyCore, batches: int, models: tuple[str, ...] = ("mlp", "resne
         table("Training steps traced only, ms (best / median); eager computes", header, rows)
 
 
-# -- the floor ---------------------------------------------------------------------------------------------------
-def floor(core: LazyCore, batches: int) -> None:
-    """Print what is left when our kernels are replaced by one that returns a tensor it has: PyTorch's own share.
-
-    That is Python's loop, argument parsing, dispatch, functionalization and the call into Python; with autograd also
-    the device guard, which PyTorch calls in Python about five times per operator for devices that Python defines. The
-    operators of the backward pass keep their kernels.
-    """
-    for autograd in (False, True):
-        rows = []
-        for name, chain in CHAINS.items():
-            program = _program(chain, "port", autograd)
-            full = interleave({"port": restart(program)}, batches)["port"]
-            new_trace()
-            library = _trivial_kernels(chain)
-            engines = {"bare": restart(program), "lazy": core.timed(_program(chain, "lazy", autograd))}
-            found = interleave(engines, batches)
-            library._destroy()
-            new_trace()
-            bare = found["bare"]
-            cells = [samples.cell(1e6 / OPS) for samples in (full, bare, found["lazy"])]
-            rows.append([name, *cells, f"{(full.best - bare.best) * 1e6 / OPS:.2f}", ratio_cell(bare, found["lazy"])])
-        what = "forward and backward" if autograd else "forward"
-        table(
-            f"The floor, {what}: a kernel that does nothing, µs per forward op (best / median)",
-            ("chain", "port", "trivial kernel", "lazy", "ours", "trivial ÷ lazy"),
-            rows,
-        )
-
-
-def _trivial_kernels(chain: Chain) -> torch.library.Library:
-    aten = torch.ops.aten
-    used = {
-        add_chain: {aten.add.Tensor: None},
-        mixed: dict.fromkeys((aten.mm.default, aten.mul.Tensor, aten.add.Tensor, aten.relu.default)),
-        scalar_mul: {aten.mul.Tensor: None},
-        views: {aten.t_copy.default: None},
-        view_add: dict.fromkeys((aten.t_copy.default, aten.add.Tensor)),
-        layer_norm: {aten.native_layer_norm.default: ((4, 4), (4, 1), (4, 1))},
-        split_cat: {aten.split_copy.Tensor: [(2, 4), (2, 4)], aten.cat.default: None},
-    }[chain]
-    from torchport.lazy.executor import leaf_from_host
-    from torchport.lazy.runtime import runtimes
-
-    library = torch.library.Library("aten", "IMPL")
-    for op, shapes in used.items():
-        made = [leaf_from_host(runtimes.get(0), torch.zeros(shape)) for shape in shapes or [(4, 4)]]
-        result = made[0] if shapes is None else type(shapes)(made)
-        name = op._schema.name.removeprefix("aten::")
-        name += "" if op._overloadname == "default" else f".{op._overloadname}"
-        library.impl(name, lambda *args, result=result, **kwargs: result, "PrivateUse1", allow_override=True)
-    return library
-
-
 def main(argv: list[str] | None = None) -> None:
     """Print every table."""
     parser = argparse.ArgumentParser(description="µs of tracing per op against PyTorch's C++ lazy core")
     parser.add_argument("--quick", action="store_true", help="fewer batches, the MLP's step only")
     parser.add_argument("--batches", type=int, help="batches per chain (default 60, quick 15)")
-    parser.add_argument("--only", choices=("chains", "steps", "floor"), help="one of the parts")
+    parser.add_argument("--only", choices=("chains", "steps"), help="one of the parts")
     options = parser.parse_args(argv)
     batches = options.batches or (15 if options.quick else 60)
     torch.set_num_threads(1)  # eager computes: on this thread
@@ -282,8 +228,6 @@ def main(argv: list[str] | None = None) -> None:
         print(f"\nSlower than the C++ core's default mode: {', '.join(slower) or 'none'}")
     if options.only in (None, "steps"):
         steps(core, max(5, batches // 3), ("mlp",) if options.quick else ("mlp", "resnet18"))
-    if options.only in (None, "floor"):
-        floor(core, batches)
 
 
 if __name__ == "__main__":

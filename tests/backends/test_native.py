@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import shutil
@@ -17,8 +16,12 @@ import torch
 from torch import nn
 
 import torchport
+from torchport.backend.interface import TensorData
 from torchport.core import native
-from torchport.frontend.device import inplace
+from torchport.core.specs import TensorSpec
+from torchport.frontend.device import shims
+from torchport.frontend.device.native import use_flush
+from torchport.lazy import jobs
 from torchport.lazy import trace as traces
 from torchport.lazy.runtime import threads
 from torchport.lazy.tensor import LazyTensor
@@ -29,24 +32,18 @@ compiles = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler
 
 @pytest.fixture(params=["python", pytest.param("native", marks=compiles)])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Lists of handles and wrappers are handled by one of the two."""
+    """What is done to every handle when a trace ends, and to gradients, is done by one of the two."""
     torchport.use("reference")
     torch.ones(1, device="port")
-    for module, name, python in (
-        (inplace, "_native_inner", inplace._not_built),
-        (inplace, "_native_written", inplace._not_built),
-        (inplace, "_write", inplace._write_each),
-        (traces, "_alive", traces.make_alive_filter()),
-    ):
-        monkeypatch.setattr(module, name, python)
+    monkeypatch.setattr(traces, "_forms", traces.PYTHON)
+    monkeypatch.setattr(jobs, "_unshared", jobs.unshared)
+    monkeypatch.setattr(shims, "_own_gradients", shims.own_gradients)
     if request.param == "native":
         native.build_all([str(COMPILER)])
-        found = native.lists.load()
+        found = native.flush.load()
         assert found is not None, "it was not built: see the log"
-        from torchport.frontend.device.native import _use_lists
-
-        _use_lists(found)
-        assert inplace._write is not inplace._write_each
+        use_flush(found)
+        assert traces._forms is not traces.PYTHON
     yield request.param
     torchport.sync()
 
@@ -126,23 +123,85 @@ def _handles_of(trace: Any) -> list[LazyTensor]:
 def test_both_see_the_same_handles_alive() -> None:
     """Held by Python, by the autograd graph, by a node's pool alone, by nobody."""
     native.build_all([str(COMPILER)])
-    library = native.lists.load()
+    library = native.flush.load()
     assert library is not None
-    alive = library.torchport_alive
-    alive.argtypes, alive.restype = [ctypes.py_object], ctypes.py_object
     torchport.use("reference")
     x = torch.ones(4, device="port", requires_grad=True)
-    for _ in range(3):  # from the second time on nodes hand out what is in their pools
+    use_flush(library)
+    alive = traces._forms.alive
+    for _ in range(4):  # from the second time on nodes hand out what is in their pools
         kept = x * 2
         graph = (kept * 3).exp().sum()
         torch.split(kept.detach() + 1, 2)
         (kept + 1).relu()
         made = _handles_of(threads.of(0))
-        expected = list(map(id, traces.make_alive_filter()(made)))
+        expected = list(map(id, traces.PYTHON.alive(made)))
         assert list(map(id, alive(made))) == expected
         assert 0 < len(expected) < len(made)
         del made, graph, kept
         torchport.sync()
+
+
+def test_results_that_are_held_as_one_or_in_part(form: str) -> None:
+    """By Python code, across flushes, while their node hands out others."""
+    kept: list[Any] = []
+    for step in range(5):
+        x = torch.arange(8.0).to("port") + step
+        parts = torch.split(x * 2, 2)
+        kept.append((parts, torch.split(x + 1, 4)[1], x.sort(descending=True)))
+        torchport.sync()
+    for step, (parts, part, ordered) in enumerate(kept):
+        expected = torch.arange(8.0) + step
+        assert torch.cat([p.cpu() for p in parts]).tolist() == (expected * 2).tolist()
+        assert part.tolist() == (expected + 1)[4:].tolist()
+        assert ordered.values.tolist() == sorted(expected.tolist(), reverse=True)
+        assert ordered.indices.tolist() == list(range(7, -1, -1))
+
+
+def test_only_what_nobody_holds_is_given_away(form: str) -> None:
+    class Value:
+        exported = False
+
+    held, exported, promised, watched = Value(), Value(), Value(), Value()
+    exported.exported = True
+    promise, watched_promise = [promised], [watched]
+    given: list[Any] = [Value(), held, exported, promise, watched_promise]
+    args: list[Any] = [given[0], held, exported, promised, watched, Value()]
+    numbers = args[-1]
+    del exported, promise, promised, watched
+    unshared: Any = jobs.unshared
+    if form == "native":  # which looks at the slots of values, so that it needs real ones
+        device = torchport.get_backend("reference").devices()[0]
+        spec = TensorSpec((), torch.float32, ())
+        made = [TensorData(device, spec, None) for _ in range(5)]
+        made[2].exported = True
+        mine = made[1]
+        promise, watched_promise = [made[3]], [made[4]]
+        given = [made[0], made[1], made[2], promise, watched_promise]
+        args = [*made, TensorData(device, spec, None)]
+        numbers = args[-1]
+        del made, promise
+        unshared = jobs._unshared
+        assert mine is given[1]
+    assert unshared(given, args) == {0, 3}
+    del numbers
+    assert unshared(given, args) == {0, 3, 5}
+
+
+def test_gradients_get_wrappers_of_their_own_where_nobody_can_tell(form: str) -> None:
+    net = nn.Linear(3, 2).to("port")
+    shared, watched = nn.Linear(3, 2).to("port"), nn.Linear(3, 2).to("port")
+    for layer in (net, shared, watched):
+        layer(torch.ones(4, 3, device="port")).sum().backward()
+    seen = watched.weight.grad
+    shared.bias.grad = shared.weight.grad[:, 0]
+    shims._own_gradients([*net.parameters(), *shared.parameters(), *watched.parameters()])
+    assert watched.weight.grad is seen
+    assert net.weight.grad is not None
+    assert net.weight.grad.tolist() == [[4.0] * 3] * 2
+    shared.weight.grad.mul_(2)
+    assert shared.bias.grad.tolist() == [8.0, 8.0]
+    assert shared.weight.grad.tolist() == [[8.0] * 3] * 2
 
 
 GUARD = """

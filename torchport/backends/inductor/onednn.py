@@ -29,7 +29,8 @@ _FEW: Final = 4
 
 def pays() -> bool:
     """Whether products are faster by oneDNN here, and the user has not turned it off."""
-    return machine.avx512_without_mkl() and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    found = torch.backends.mkldnn
+    return machine.avx512_without_mkl() and found.is_available() and bool(found.enabled)
 
 
 def lower(target: Any, args: Any, kwargs: Any) -> Any:

@@ -205,6 +205,7 @@ struct NewLeaf {
 // What a call adds to its trace.
 struct Additions {
   c10::SmallVector<NewLeaf, 4> leaves;
+  c10::SmallVector<NewLeaf, 1> others; // further handles of a leaf's value; ``value`` is the number that they get
   c10::SmallVector<double, 4> numbers;
 };
 
@@ -224,6 +225,38 @@ bool is_new_leaf(PyObject* trace, const at::Tensor& tensor, PyObject* spec, Addi
   return true;
 }
 
+// Whether a tensor is the leaf or value with this number, or will be once what the call adds is added.
+bool has_number(PyObject* trace, const at::Tensor& tensor, long long expected, Additions& added) {
+  NewLeaf other{handle_of(tensor), THPObjectPtr(), false};
+  const long long number = other.handle ? number_of(other.handle.get()) : -2;
+  if (number != -1) {
+    return number == expected;
+  }
+  PyObject* leaves = py_.leaves.of(trace);
+  const long long first = integer(py_.base.of(trace)) + kLeafBase, known = PyList_GET_SIZE(leaves);
+  const long long position = expected - first;
+  if (position < 0 || position >= known + static_cast<long long>(added.leaves.size())) {
+    return false;
+  }
+  if (position >= known) { // the same argument once more
+    return added.leaves[position - known].handle.get() == other.handle.get();
+  }
+  PyObject* held = PyList_GET_ITEM(leaves, position);
+  if (held == other.handle.get()) {
+    return false;
+  }
+  other.value = attribute(other.handle.get(), py_.n_value);
+  THPObjectPtr value(attribute(held, py_.n_value)), spec(attribute(held, py_.n_spec)),
+      mine(attribute(other.handle.get(), py_.n_spec)), fresh(attribute(other.handle.get(), py_.n_fresh));
+  if (!other.value || other.value.get() == Py_None || value.get() != other.value.get() ||
+      spec.get() != mine.get() || fresh.get() != Py_False) {
+    return false;
+  }
+  other.value = PyLong_FromLongLong(expected);
+  added.others.push_back(std::move(other));
+  return true;
+}
+
 bool fits(PyObject* trace, const Record& record, const Expected*& expected, const c10::IValue& given, Additions& added) {
   const Expected& one = *expected++;
   switch (one.kind) {
@@ -235,10 +268,8 @@ bool fits(PyObject* trace, const Record& record, const Expected*& expected, cons
       return ready != nullptr && ready != Py_None &&
           THPVariable_Unpack(ready).unsafeGetTensorImpl() == given.unsafeToTensorImpl();
     }
-    case Kind::Number: {
-      THPObjectPtr handle(given.isTensor() ? handle_of(given.toTensor()).release() : nullptr);
-      return handle && number_of(handle.get()) == one.number;
-    }
+    case Kind::Number:
+      return given.isTensor() && has_number(trace, given.toTensor(), one.number, added);
     case Kind::Leaf:
       return given.isTensor() && is_new_leaf(trace, given.toTensor(), one.object, added);
     case Kind::None:
@@ -322,6 +353,12 @@ void note_fresh(PyObject* trace, Additions& added) {
 
 // As ``trace.leaf`` does; on failure the trace is as it was.
 bool add_leaves(PyObject* trace, Additions& added) {
+  for (NewLeaf& other : added.others) {
+    if (PyObject_SetAttr(other.handle.get(), py_.n_number, other.value.get()) != 0 ||
+        PyList_Append(py_.made.of(trace), other.handle.get()) != 0) {
+      throw python_error();
+    }
+  }
   if (added.leaves.empty()) {
     return true;
   }

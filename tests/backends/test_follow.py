@@ -1,0 +1,360 @@
+"""Known paths are followed without Python, and nobody can tell: values, errors, and what is traced are the same."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import torchport
+from torchport.core import native
+from torchport.lazy import record
+from torchport.lazy.runtime import runtimes, threads
+
+COMPILER = shutil.which(os.environ.get("CXX", "g++"))
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")
+
+Program = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+
+
+@pytest.fixture(autouse=True)
+def _built() -> Iterator[None]:
+    torchport.use("reference")
+    torch.ones(1, device="port")
+    native.build_all([str(COMPILER)])
+    yield
+    torchport.sync()
+
+
+def followed() -> int:
+    """How many operators were traced without Python so far."""
+    library = native.follow.load()
+    assert library is not None, "it was not built: see the log"
+    library.torchport_followed.restype = ctypes.c_ulonglong
+    return library.torchport_followed()
+
+
+def _inputs(seed: int, shape: tuple[int, ...] = (2, 4)) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for _ in range(3)]
+
+
+def _compare(program: Program, seed: int) -> int:
+    """Run a program on both devices with the same fresh values; returns how many operators were followed."""
+    expected = program(_inputs(seed))
+    inputs = [value.to("port") for value in _inputs(seed)]
+    before = followed()
+    got = program(inputs)
+    count = followed() - before
+    for mine, cpu in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine.cpu(), cpu, equal_nan=True)
+    torchport.sync()
+    return count
+
+
+def _in_place(a: list[torch.Tensor]) -> list[torch.Tensor]:
+    a[0].add_(a[1]).mul_(2.0).clamp_(min=-1)
+    a[1].sub_(a[0], alpha=3)
+    a[0].add_(a[0])
+    return a
+
+
+def _views(a: list[torch.Tensor]) -> list[torch.Tensor]:
+    row, column = a[0][0], a[0][:, 1]
+    row.mul_(2)
+    a[0].add_(1)
+    column.zero_()
+    return [*a, row, column]
+
+
+def _lists(a: list[torch.Tensor]) -> list[torch.Tensor]:
+    torch._foreach_mul_(a, 0.5)
+    torch._foreach_addcdiv_(a, a, torch._foreach_exp(a), [0.1, 0.2, 0.3])
+    roots = torch._foreach_sqrt(torch._foreach_abs(a))
+    torch._foreach_add_(a[:2], list(roots[:2]), alpha=2)
+    torch._foreach_add_([a[2], a[2]], 1.0)
+    return [*a, *roots]
+
+
+def _several(a: list[torch.Tensor]) -> list[torch.Tensor]:
+    values, places = a[0].max(1)
+    left, right = a[1].split(2, 1)
+    normal, mean, _ = torch.native_layer_norm(a[2], [4], None, None, 1e-5)
+    return [values, places, torch.cat([right, left]), normal, mean]
+
+
+def _numbers(a: list[torch.Tensor]) -> list[torch.Tensor]:
+    step = float(a[2].sum())
+    ints = a[0].long()
+    x = a[0] * step + torch.full_like(a[0], step)
+    return [x, torch.full_like(x, 0.0), a[1] * 3, ints * 2, ints * 2.5, a[0] > step, torch.lerp(a[0], a[1], 0.25)]
+
+
+def _gradients(a: list[torch.Tensor]) -> list[torch.Tensor]:
+    w = a[1].detach().requires_grad_()
+    ((a[0] @ w.t()).relu() * 2.0).sum().backward()
+    assert w.grad is not None
+    return [w.grad, w.detach() - 0.1 * w.grad]
+
+
+def _aliases(a: list[torch.Tensor]) -> list[torch.Tensor]:
+    same = a[0].detach()
+    return [a[0] * a[0], same + a[0], torch.where(a[0] > 0, a[0], same), torch.stack([a[1], a[1].detach()])]
+
+
+PROGRAMS: dict[str, Program] = {
+    "in place": _in_place,
+    "views": _views,
+    "lists": _lists,
+    "several results": _several,
+    "numbers": _numbers,
+    "gradients": _gradients,
+    "aliases": _aliases,
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_values_are_those_of_the_cpu_and_most_operators_are_followed(name: str) -> None:
+    counts = [_compare(PROGRAMS[name], seed) for seed in range(6)]
+    # Python records in the first run; in the second it finds each operator known, which is remembered then.
+    assert counts[-1] > 3
+    assert counts[-1] >= counts[2]
+
+
+def test_programs_in_changing_order_from_the_same_place() -> None:
+    order = random.Random(0).choices(list(PROGRAMS), k=60)
+    assert sum(_compare(PROGRAMS[name], seed) for seed, name in enumerate(order)) > 100
+
+
+INF, NAN = float("inf"), float("nan")
+NUMBERS: list[Any] = [0, 1, 2, -1, True, False, 0.0, -0.0, 1.0, 0.5, 2.0, 1e10, INF, -INF, NAN]
+WITH_NUMBER: list[Callable[[torch.Tensor, Any], torch.Tensor]] = [
+    lambda x, n: x + n,
+    lambda x, n: x * n,
+    lambda x, n: n - x,
+    lambda x, n: x / n,
+    lambda x, n: torch.full_like(x, n),
+    lambda x, n: x == n,
+    lambda x, n: x.clone().fill_(n),
+    lambda x, n: x.clone().add_(n) if x.is_floating_point() or not isinstance(n, float) else x,
+    lambda x, n: torch.clamp(x, max=n),
+    lambda x, n: x + torch.tensor(n),
+    lambda x, n: torch.add(x, x, alpha=n) if x.is_floating_point() or isinstance(n, int) else x,
+    lambda x, n: torch.nn.functional.pad(x, (1, 0), value=float(n)) if x.is_floating_point() else x,
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.integers(0, len(WITH_NUMBER) - 1),
+    st.sampled_from([torch.float32, torch.int64, torch.float64, torch.bool]),
+    st.lists(st.sampled_from(NUMBERS), min_size=4, max_size=10),
+)
+def test_numbers_of_every_kind_one_after_the_other(which: int, dtype: torch.dtype, values: list[Any]) -> None:
+    def outcome(device: str, number: Any) -> Any:
+        x = torch.tensor([[0, 1], [2, 3]]).to(dtype).to(device)
+        try:
+            result = WITH_NUMBER[which](x, number)
+            return result.dtype, result.shape, result.tolist()
+        except (RuntimeError, TypeError, OverflowError):  # some only when the value is read
+            return "refused"
+
+    for number in values:
+        assert str(outcome("port", number)) == str(outcome("cpu", number)), (which, dtype, number)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(0, 5), st.randoms(use_true_random=False))
+def test_random_programs_and_their_variants(steps: list[int], changed: int, rng: random.Random) -> None:
+    def program(steps: list[int]) -> Program:
+        def run(a: list[torch.Tensor]) -> list[torch.Tensor]:
+            values = list(a)
+            for at, step in enumerate(steps):
+                x, y = values[at % len(values)], values[(at * 7 + step) % len(values)]
+                number = float(a[1].flatten()[0])
+                if step == 0:
+                    x.add_(y)
+                elif step == 1:
+                    x[0].mul_(1.5)
+                elif step == 2:
+                    torch._foreach_add_([x, y] if x is not y else [x], number)
+                elif step == 3:
+                    values.append(x.t().contiguous().t())
+                elif step == 4:
+                    values.append(torch.cat([x[:1], y[1:]]))
+                elif step == 5:
+                    values.append(x.detach())
+                elif step == 6:
+                    values += list(x.sort(1)[:1])
+                elif step == 7:
+                    values.append(x * number)
+                elif step == 8:
+                    values.append(torch.sigmoid(x) - 1)
+                else:
+                    x.copy_(y)
+            return values
+
+        return run
+
+    other = [(step + changed) % 10 if at == len(steps) // 2 else step for at, step in enumerate(steps)]
+    for seed in range(7):
+        _compare(program(rng.choice([steps, steps, other])), seed)
+
+
+@pytest.mark.parametrize("bound", [None, 7])
+def test_a_list_written_where_the_trace_looks_around(monkeypatch: pytest.MonkeyPatch, bound: int | None) -> None:
+    """A write to a view traces operators; a checkpoint or flush at one of them finds what is not written yet."""
+    monkeypatch.setattr(record, "CHECKPOINT_EVERY", 7)
+
+    def program(device: str, pad: int, seed: int, in_place: bool) -> list[torch.Tensor]:
+        bases = [value.to(device) + 0 for value in _inputs(seed, (2, 2))]
+        for base in bases:
+            base.cpu()
+        x = bases[2] * 1.0
+        for _ in range(pad):
+            x = x * 1.5
+        views = [bases[0][1], bases[1]]
+        if in_place:
+            torch._foreach_add_(views, 1.5)
+        else:
+            views = list(torch._foreach_add(views, 1.5))
+        x.cpu()
+        return [(views[1] * 2).cpu(), x.cpu(), views[0].cpu()]
+
+    before = torchport.config.max_trace_ops
+    object.__setattr__(torchport.config, "max_trace_ops", bound or before)  # less than users may set
+    try:
+        for pad in range(7):
+            for seed, in_place in enumerate([False, False, False, True, True, True, False, True]):
+                expected = program("cpu", pad, seed, in_place)
+                for mine, cpu in zip(program("port", pad, seed, in_place), expected, strict=True):
+                    torch.testing.assert_close(mine, cpu)
+    finally:
+        torchport.config.max_trace_ops = before
+
+
+def test_new_batches_are_followed_as_well() -> None:
+    w = _inputs(0)[0].to("port") + 0
+    w.cpu()
+    counts = []
+    for seed in range(70):
+        batch = _inputs(seed)[1].to("port")
+        before = followed()
+        result = (batch * w + 1).relu()
+        counts.append(followed() - before)
+        torch.testing.assert_close(result.cpu(), (_inputs(seed)[1] * _inputs(0)[0] + 1).relu())
+    assert counts[2:] == [3] * 68
+
+
+def test_a_new_batch_ends_the_work_on_the_former_one() -> None:
+    def flushes() -> int:
+        return torchport.metrics.snapshot()["counters"].get("Flush: copy", 0)
+
+    w = _inputs(0)[0].to("port") + 0
+    w.cpu()
+    kept = []
+    before = flushes()
+    with torch.no_grad():
+        for seed in range(6):
+            kept.append((_inputs(seed)[1].to("port") * w).relu())
+    assert flushes() - before == 5
+    for seed, result in enumerate(kept):
+        torch.testing.assert_close(result.cpu(), (_inputs(seed)[1] * _inputs(0)[0]).relu())
+
+
+def test_a_trie_that_starts_anew_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torchport.config.override(max_trace_nodes=20):
+        for seed in range(40):
+            _compare(PROGRAMS[random.Random(seed).choice(list(PROGRAMS))], seed)
+    runtimes.get(0).forget_decisions()
+    assert _compare(_in_place, 1) == 0
+    assert [_compare(_in_place, seed) > 0 for seed in range(3)] == [False, True, True]
+
+
+def test_eager_mode_does_not_follow() -> None:
+    for seed in range(3):
+        _compare(_in_place, seed)
+    with torchport.mode("eager"):
+        assert _compare(_in_place, 4) == 0
+    assert _compare(_in_place, 5) > 0
+
+
+def test_two_threads_follow_paths_of_their_own() -> None:
+    shared = _inputs(7)[0].to("port") + 0
+    errors: list[BaseException] = []
+
+    def work(which: str) -> None:
+        try:
+            for seed in range(15):
+                expected = PROGRAMS[which]([value.clone() for value in _inputs(seed)])
+                got = PROGRAMS[which]([value.to("port") for value in _inputs(seed)])
+                torch.testing.assert_close((shared + seed).cpu(), _inputs(7)[0] + seed)
+                for mine, cpu in zip(got, expected, strict=True):
+                    torch.testing.assert_close(mine.cpu(), cpu)
+        except BaseException as error:
+            errors.append(error)
+
+    workers = [threading.Thread(target=work, args=(name,)) for name in ("lists", "views", "several results")]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not errors, errors[0]
+
+
+def test_mistakes_are_told_as_before() -> None:
+    a, b = (value.to("port") for value in _inputs(0)[:2])
+    for _ in range(4):
+        (a + b).sum().item()
+    with pytest.raises(RuntimeError, match="size"):
+        a + torch.ones(3, device="port")
+    with pytest.raises(torchport.DeviceMismatch):
+        a + torch.ones(2, 4)
+    with pytest.raises(RuntimeError):
+        a.add_(torch.ones(3, device="port"))
+    torch.testing.assert_close((a + b).cpu(), sum(_inputs(0)[:2]))
+    assert threads.trace.cursor is threads.trace.root
+
+
+WHAT_IS_TRACED = """
+import torch, torchport
+torchport.use("reference")
+torch.manual_seed(0)
+layers = torch.nn.Linear(4, 8), torch.nn.LayerNorm(8), torch.nn.GELU(), torch.nn.Linear(8, 2)
+net = torch.nn.Sequential(*layers).to("port")
+optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+for step in range(5):
+    optimizer.zero_grad()
+    loss = net(torch.full((3, 4), float(step)).to("port")).square().mean()
+    loss.backward()
+    optimizer.step()
+    print(round(loss.item(), 5))
+with torch.no_grad():
+    for step in range(4):
+        net(torch.full((3, 4), float(step)).to("port"))
+counters = torchport.metrics.snapshot()["counters"]
+print({name: counters.get(name) for name in ("Flush", "TracedOps", "UncachedCompile", "Execute", "Flush: copy")})
+"""
+
+
+def test_what_is_traced_and_computed_is_the_same() -> None:
+    said = []
+    for wanted in ("0", "1"):
+        environment = {**os.environ, "TORCHPORT_NATIVE": wanted}
+        program = [sys.executable, "-W", "ignore", "-c", WHAT_IS_TRACED]
+        done = subprocess.run(program, capture_output=True, text=True, check=False, env=environment)
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout)
+    assert said[0] == said[1]
