@@ -225,9 +225,7 @@ def test_a_finalizer_that_reads_in_the_middle_of_an_operator(device: torch.devic
         expected = float(step)
         for k in range(12):
             x, expected = x * 0.5 + k, expected * 0.5 + k
-            counted: list[Any] = [[] for _ in range(often)]  # operators along known paths make little that counts
             both = torch.stack([x, x]).sum(0)
-            del counted
             if k % 5 == 0:
                 Reader(both + 1, read)
         assert x.tolist() == pytest.approx([expected] * 3)
@@ -240,5 +238,5 @@ def test_a_finalizer_that_reads_in_the_middle_of_an_operator(device: torch.devic
     finally:
         gc.set_threshold(*before)
     gc.collect()
-    assert len(read) > 40
+    assert len(read) > 100  # of 120
     assert gc.isenabled()

@@ -22,6 +22,8 @@ __all__ = ["is_busy", "may_collect", "refuse_computing", "running", "without_col
 class _Running(threading.local):
     here = False
     """Whether the garbage collector runs on the calling thread."""
+    busy = False
+    """Whether it came by while the thread recorded, compiled or computed."""
 
 
 running: Final = _Running()
@@ -64,8 +66,8 @@ def is_busy() -> bool:
 
 
 def refuse_computing() -> None:
-    """Raise :class:`ExecutionError` in a finalizer that runs while this thread computes or compiles."""
-    if running.here and is_busy():
+    """Raise :class:`ExecutionError` in a finalizer that interrupts this thread while it computes or compiles."""
+    if running.here and running.busy:
         raise ExecutionError(
             "a finalizer (__del__) ran while a graph was being compiled, and cannot compute values then; "
             "read values before the object that holds them goes"

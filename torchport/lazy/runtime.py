@@ -278,7 +278,7 @@ class _ThreadTraces(threading.local):
         """Finalizers are about to run, maybe in the middle of a kernel: what they do goes to traces of their own."""
         mine = self.__dict__  # one look-up: a collection is frequent, a finalizer that computes is rare
         if mine.get("_set_aside", mine) is None:
-            finalizers.running.here = True
+            finalizers.running.here, finalizers.running.busy = True, finalizers.is_busy()
             mine["_set_aside"] = mine.pop("trace", None), mine["_by_index"], mine["_of_other_mode"]
             mine["_by_index"], mine["_of_other_mode"] = mine["_of_finalizers"]
 
