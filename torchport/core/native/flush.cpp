@@ -89,7 +89,8 @@ extern "C" PyObject* torchport_alive(PyObject* handles) {
   END_HANDLE_TH_ERRORS
 }
 
-// Adds to a list the handles that somebody holds of those in the pools of the nodes from one up to another; ``collect``.
+// Adds to a list the handles that somebody holds of those in the pools of the nodes from one up to another;
+// ``trace.collect``.
 extern "C" PyObject* torchport_collect(PyObject* made, PyObject* node, PyObject* swept) {
   HANDLE_TH_ERRORS
   for (; node != swept && node != Py_None; node = py_.parent.of(node)) {
