@@ -189,13 +189,20 @@ def test_only_what_nobody_holds_is_given_away(form: str) -> None:
 
 
 def test_gradients_get_wrappers_of_their_own_where_nobody_can_tell(form: str) -> None:
-    net = nn.Linear(3, 2).to("port")
+    net, touched = nn.Linear(3, 2).to("port"), nn.Linear(3, 2).to("port")
     shared, watched = nn.Linear(3, 2).to("port"), nn.Linear(3, 2).to("port")
-    for layer in (net, shared, watched):
+    for layer in (net, shared, watched, touched):
         layer(torch.ones(4, 3, device="port")).sum().backward()
     seen = watched.weight.grad
+    storage_of: Any = torch._C.TensorBase.untyped_storage  # type: ignore[attr-defined]
+    assert touched.weight.grad is not None
+    former = touched.weight.grad._cdata
+    storage_of(touched.weight.grad)  # the gradient and its storage keep their Python objects from now on
     shared.bias.grad = shared.weight.grad[:, 0]
-    shims._own_gradients([*net.parameters(), *shared.parameters(), *watched.parameters()])
+    for layer in (net, shared, watched, touched):
+        shims._own_gradients(list(layer.parameters()))
+    assert touched.weight.grad._cdata != former
+    assert watched.weight.grad is not None
     assert watched.weight.grad is seen
     assert net.weight.grad is not None
     assert net.weight.grad.tolist() == [[4.0] * 3] * 2

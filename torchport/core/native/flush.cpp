@@ -6,6 +6,7 @@
 #include <vector>
 
 #include <ATen/FunctionalTensorWrapper.h>
+#include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/variable.h>
 
 namespace {
@@ -59,6 +60,16 @@ void let_go(PyObject* handle) {
   TORCH_CHECK(Py_REFCNT(ready) == 1, "somebody holds a node's results");
   PyObject** items = PySequence_Fast_ITEMS(ready);
   Py_DECREF(std::exchange(items[offset], made.release()));
+}
+
+// Whether something has one holder, not counting the Python object that it keeps once it was seen by Python.
+template <class Held, class Wrap>
+bool is_alone(const Held& held, Wrap wrap) {
+  if (held.use_count() != 2) {
+    return held.use_count() == 1;
+  }
+  THPObjectPtr seen(wrap());
+  return seen && Py_REFCNT(seen.get()) == 2 && held.use_count() == 2; // its own reference, and ours
 }
 
 } // namespace
@@ -183,9 +194,9 @@ extern "C" PyObject* torchport_own_gradients(PyObject* parameters) {
     }
     const at::Tensor& parameter = THPVariable_Unpack(item);
     const at::Tensor& grad = parameter.grad();
-    // A Python object of the gradient's would be a second holder.
-    if (!grad.defined() || grad.use_count() != 1 || grad.requires_grad() || !functional::isFunctionalTensor(grad) ||
-        grad.storage().use_count() != 1) {
+    if (!grad.defined() || grad.requires_grad() || !functional::isFunctionalTensor(grad) ||
+        !is_alone(grad, [&] { return THPVariable_Wrap(grad); }) ||
+        !is_alone(grad.storage(), [&] { return THPStorage_Wrap(grad.storage()); })) {
       continue;
     }
     at::FunctionalTensorWrapper* wrapper = functional::unsafeGetFunctionalWrapper(grad);
