@@ -88,9 +88,13 @@ def test_all_others_stay_where_they_are(name: str) -> None:
 
 
 @pytest.mark.usefixtures("such_a_processor")
-def test_who_turns_onednn_off_does_not_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-    calls, _ = compiled(PRODUCTS["mm"], *LARGE)
+def test_who_turns_onednn_off_does_not_get_it() -> None:
+    # PyTorch's context manager warns of TF32 here, and its setter is refused once its test tools are imported.
+    torch._C._set_mkldnn_enabled(False)  # type: ignore[attr-defined]
+    try:
+        calls, _ = compiled(PRODUCTS["mm"], *LARGE)
+    finally:
+        torch._C._set_mkldnn_enabled(True)  # type: ignore[attr-defined]
     assert calls == 0
 
 

@@ -282,8 +282,8 @@ def release_all(handles: Iterable[LazyTensor]) -> None:
         node.ready = node.container(results)
 
 
-def collect(made: list[LazyTensor], node: Node, swept: Node) -> None:
-    """Add the handles in the pools of the nodes from one up to another, without the latter: at least those held.
+def sweep(made: list[LazyTensor], node: Node, swept: Node) -> None:
+    """Keep of a list the handles that are held, and add those of the nodes from one up to another, without the latter.
 
     Results that Python code holds as one leave their pool: the list or tuple itself would tell nothing of each.
     """
@@ -300,6 +300,8 @@ def collect(made: list[LazyTensor], node: Node, swept: Node) -> None:
                         release(handle)
         assert node.parent is not None
         node = node.parent
+    ready = results = handle = None  # each name would count as a holder
+    made[:] = PYTHON.alive(made)
 
 
 def pending(handles: Iterable[LazyTensor]) -> list[LazyTensor]:
@@ -310,15 +312,24 @@ def pending(handles: Iterable[LazyTensor]) -> list[LazyTensor]:
     return found
 
 
+def forget(handles: Iterable[LazyTensor]) -> None:
+    """Have handles belong to no trace; those that are in their nodes' pools leave them."""
+    for handle in handles:
+        if handle.home is not None:
+            fill_pool(*handle.home)
+        handle.number = NONE
+
+
 class Forms(NamedTuple):
     """What is done to every handle when a trace ends: here, or in C++ (:data:`torchport.core.native.flush`)."""
 
     alive: Callable[[list[LazyTensor]], list[LazyTensor]]
-    collect: Callable[[list[LazyTensor], Node, Node], None]
+    sweep: Callable[[list[LazyTensor], Node, Node], None]
     pending: Callable[[list[LazyTensor]], list[LazyTensor]]
+    forget: Callable[[list[LazyTensor]], None]
 
 
-PYTHON: Final = Forms(make_alive_filter(), collect, pending)
+PYTHON: Final = Forms(make_alive_filter(), sweep, pending, forget)
 _forms = PYTHON
 
 
@@ -385,12 +396,8 @@ class Trace:
         """Begin an empty trace. Handles of the former one belong to no trace from now on."""
         if self.swept is not self.cursor:  # a flush has looked already
             self.sweep()
-        for handle in self.made:
-            if handle.home is not None:
-                fill_pool(*handle.home)
-            handle.number = NONE
-        for handle in self.leaves:
-            handle.number = NONE
+        _forms.forget(self.made)
+        _forms.forget(self.leaves)
         for handle in self.computed:
             if self.holds(handle.number):
                 handle.number = NONE
@@ -413,10 +420,8 @@ class Trace:
 
     def sweep(self) -> None:
         """Look which handles are still held, of the nodes since the last sweep and of those that were held then."""
-        made = self.made
-        _forms.collect(made, self.cursor, self.swept)
+        _forms.sweep(self.made, self.cursor, self.swept)
         self.swept = self.cursor
-        made[:] = _forms.alive(made)
 
     def live(self) -> list[LazyTensor]:
         """The handles that somebody holds and that have no value yet, oldest first; their nodes let go of them."""
@@ -425,7 +430,7 @@ class Trace:
 
 
 _CONTAINER_ALONE: Final = 4
-"""What ``sys.getrefcount`` says in :func:`collect` of results that only their node holds: node, two names, call."""
+"""What ``sys.getrefcount`` says in :func:`sweep` of results that only their node holds: node, two names, call."""
 
 _number_of: Final = operator.attrgetter("number")
 

@@ -156,8 +156,8 @@ guard: Final = NativeLibrary(_FOLDER / "guard.cpp", ("c10",))
 """The device guard: ``torchport_use_guard()``."""
 
 flush: Final = NativeLibrary(_FOLDER / "flush.cpp", ("torch_python", "torch_cpu", "c10"))
-"""Handles of a trace that ends, and gradients: ``torchport_alive``, ``_collect``, ``_pending``, ``_unshared`` and
-``_own_gradients``, once ``_flush_start`` was called."""
+"""Handles of a trace that ends, and gradients: ``torchport_alive``, ``_sweep``, ``_pending``, ``_forget``,
+``_unshared`` and ``_own_gradients``, once ``_flush_start`` was called."""
 
 follow: Final = NativeLibrary(_FOLDER / "follow.cpp", ("torch_python", "torch_cpu", "torch", "c10"))
 """Kernels along known paths: ``torchport_follow`` and ``_follow_same_value``, once ``_follow_start`` was called, and

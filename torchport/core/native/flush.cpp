@@ -25,6 +25,11 @@ bool is_held(PyObject* handle, Py_ssize_t counted) {
   return holders > 0 || THPVariable_Unpack(handle).use_count() > 1;
 }
 
+// The same of a handle that is in its node's pool, and that nothing else counted holds.
+bool is_held_besides_pool(PyObject* handle) {
+  return Py_REFCNT(handle) > 1 || THPVariable_Unpack(handle).use_count() > 1;
+}
+
 // A handle of a node's result that is in no pool; ``trace.new_handle``.
 PyObject* new_handle(PyObject* node, Py_ssize_t offset) {
   PyObject* templates = py_.templates.of(node);
@@ -100,14 +105,24 @@ extern "C" PyObject* torchport_alive(PyObject* handles) {
   END_HANDLE_TH_ERRORS
 }
 
-// Adds to a list the handles that somebody holds of those in the pools of the nodes from one up to another;
-// ``trace.collect``.
-extern "C" PyObject* torchport_collect(PyObject* made, PyObject* node, PyObject* swept) {
+// Keeps of a list the handles that somebody holds besides it and their nodes' pools, and adds those of the pools of the
+// nodes from one up to another; ``trace.sweep``.
+extern "C" PyObject* torchport_sweep(PyObject* made, PyObject* node, PyObject* swept) {
   HANDLE_TH_ERRORS
+  THPObjectPtr before(PyList_GetSlice(made, 0, PyList_GET_SIZE(made)));
+  if (!before || PyList_SetSlice(made, 0, PyList_GET_SIZE(made), nullptr) != 0) {
+    return nullptr;
+  }
+  for (Py_ssize_t at = 0; at < PyList_GET_SIZE(before.get()); ++at) {
+    PyObject* handle = PyList_GET_ITEM(before.get(), at);
+    if (is_held(handle, 1) && PyList_Append(made, handle) != 0) {
+      return nullptr;
+    }
+  }
   for (; node != swept && node != Py_None; node = py_.parent.of(node)) {
     PyObject* ready = py_.ready.of(node);
     if (Py_TYPE(ready) == py_.handle) {
-      if (is_held(ready, 0) && PyList_Append(made, ready) != 0) {
+      if (is_held_besides_pool(ready) && PyList_Append(made, ready) != 0) {
         return nullptr;
       }
       continue;
@@ -120,7 +135,7 @@ extern "C" PyObject* torchport_collect(PyObject* made, PyObject* node, PyObject*
     THPObjectPtr results(ready);
     for (Py_ssize_t at = 0; at < PySequence_Fast_GET_SIZE(ready); ++at) {
       PyObject* handle = PySequence_Fast_GET_ITEM(ready, at);
-      if (handle == Py_None || !(as_one || is_held(handle, 0))) {
+      if (handle == Py_None || !(as_one || is_held_besides_pool(handle))) {
         continue;
       }
       if (PyList_Append(made, handle) != 0) {
@@ -155,6 +170,24 @@ extern "C" PyObject* torchport_pending(PyObject* handles) {
     PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(at), found[at].second);
   }
   return list.release();
+  END_HANDLE_TH_ERRORS
+}
+
+// Has handles belong to no trace; those that are in their nodes' pools leave them. ``trace.forget``.
+extern "C" PyObject* torchport_forget(PyObject* handles) {
+  HANDLE_TH_ERRORS
+  THPObjectPtr none(PyLong_FromLong(-1));
+  for (Py_ssize_t at = 0; none && at < PyList_GET_SIZE(handles); ++at) {
+    PyObject* handle = PyList_GET_ITEM(handles, at);
+    let_go(handle);
+    if (PyObject_SetAttr(handle, py_.n_number, none.get()) != 0) {
+      return nullptr;
+    }
+  }
+  if (!none) {
+    return nullptr;
+  }
+  Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
 
