@@ -292,6 +292,8 @@ def test_a_result_that_is_asked_for_on_the_cpu(device: torch.device) -> None:
         torch.linspace(x[0, 0], x[0, 1], 4, device="cpu"),
         torch.linspace(0.0, x[0, 1], 4, device="cpu"),
     ]
+    for uninitialised in (made[4], made[7]):  # whatever was in memory, which may be no number
+        uninitialised.zero_()
     for tensor in made:
         assert tensor.device.type == "cpu"
         before = torch.tensor(tensor.tolist())

@@ -11,8 +11,10 @@ import os
 import shlex
 import shutil
 import sys
+import traceback
 import zlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import torch
@@ -136,6 +138,12 @@ def _supports(node: fx.Node) -> Support:
     return Support.yes()
 
 
+def _where(error: BaseException) -> str:
+    """The innermost lines that an error came through."""
+    frames = traceback.extract_tb(error.__traceback__)[-3:]
+    return ", ".join(f"{Path(frame.filename).name}:{frame.lineno} ({frame.line})" for frame in frames)
+
+
 class InductorBackend(Backend):
     """AOTInductor on CPU. Compile spec ``inductor.options``: a JSON object that patches ``torch._inductor.config``."""
 
@@ -185,7 +193,8 @@ class InductorBackend(Backend):
         except (CompileError, ConfigError):
             raise
         except Exception as error:
-            raise CompileError(f"Inductor cannot compile this graph: {type(error).__name__}: {error}") from error
+            said = str(error) or _where(error)  # many of Inductor's assertions have no words
+            raise CompileError(f"Inductor cannot compile this graph: {type(error).__name__}: {said}") from error
         source = zlib.compress("\n".join([made.wrapper.text, *made.kernels]).encode(), 6)
         artifact = container.Artifact(
             library=library,

@@ -28,7 +28,10 @@ _FEW: Final = 4
 
 
 def pays() -> bool:
-    """Whether products are faster by oneDNN here, and the user has not turned it off."""
+    """Whether products are faster by oneDNN here, and the user has not turned it off.
+
+    It is asked when something is compiled; what was compiled before stays as it is.
+    """
     found = torch.backends.mkldnn
     return machine.avx512_without_mkl() and found.is_available() and bool(found.enabled)
 
