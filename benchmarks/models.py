@@ -70,16 +70,21 @@ def _noise(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
 
-def mlp() -> Example:
+def mlp(width: int = 64, rows: int = 16) -> Example:
     """Eight times linear, GELU, layer norm, of width 64; 16 rows."""
-    layers = [layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64))]
+    layers = [layer for _ in range(8) for layer in (nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width))]
     model = nn.Sequential(*layers)
     return Example(
         model,
-        {"x": _noise(16, 64)},
+        {"x": _noise(rows, width)},
         lambda m, b: m(b["x"]),
         lambda m, b: m(b["x"]).square().mean(),
     )
+
+
+def narrow() -> Example:
+    """The MLP of width 1, one row: as many operators, and nothing to compute."""
+    return mlp(1, 1)
 
 
 def wide() -> Example:
@@ -174,6 +179,7 @@ def minilm() -> Example:
 
 _BUILDERS: dict[str, Callable[[], Example]] = {
     "mlp": mlp,
+    "narrow": narrow,
     "wide": wide,
     "resnet18": resnet18,
     "bert": bert,

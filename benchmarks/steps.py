@@ -185,7 +185,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--processor-time", action="store_true", help="count that instead of wall time")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # one model and mode, in this process
     options = parser.parse_args(argv)
-    models = options.models or (["mlp", "minilm"] if options.quick else list(MODELS))
+    models = options.models or (["mlp", "minilm"] if options.quick else [name for name in MODELS if name != "narrow"])
     batches = options.batches or (20 if options.quick else 40)
     backends = options.backends or available()
     if options.here:
