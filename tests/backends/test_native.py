@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import shutil
@@ -156,6 +157,19 @@ def test_results_that_are_held_as_one_or_in_part(form: str) -> None:
         assert part.tolist() == (expected + 1)[4:].tolist()
         assert ordered.values.tolist() == sorted(expected.tolist(), reverse=True)
         assert ordered.indices.tolist() == list(range(7, -1, -1))
+
+
+def test_results_that_a_profiler_holds(form: str) -> None:
+    """Whoever asks the collector for all objects holds every node's results as one."""
+    for step in range(4):
+        x = torch.arange(6.0).to("port") + step
+        values, places = x.view(2, 3).max(1)
+        parts = torch.split(x, 3)
+        everything = gc.get_objects()
+        torchport.sync()
+        del everything
+        assert (values.tolist(), places.tolist()) == ([step + 2.0, step + 5.0], [2, 2])
+        assert [part.tolist() for part in parts] == [[step + 0.0, step + 1, step + 2], [step + 3.0, step + 4, step + 5]]
 
 
 def test_only_what_nobody_holds_is_given_away(form: str) -> None:

@@ -61,8 +61,15 @@ void let_go(PyObject* handle) {
     Py_DECREF(std::exchange(ready, made.release()));
     return;
   }
-  // Of several results: nobody else holds them as one, so that the list or tuple may change.
-  TORCH_CHECK(Py_REFCNT(ready) == 1, "somebody holds a node's results");
+  // Of several results: if nobody else holds them as one, the list or tuple may change.
+  if (Py_REFCNT(ready) != 1) {
+    THPObjectPtr list(PySequence_List(ready));
+    PyObject* copy = list ? PyObject_CallOneArg(reinterpret_cast<PyObject*>(Py_TYPE(ready)), list.get()) : nullptr;
+    if (copy == nullptr) {
+      throw python_error();
+    }
+    Py_DECREF(std::exchange(ready, copy));
+  }
   PyObject** items = PySequence_Fast_ITEMS(ready);
   Py_DECREF(std::exchange(items[offset], made.release()));
 }
