@@ -466,3 +466,20 @@ def test_complex_numbers_on_the_device(fn: Any) -> None:
     device = torchport.use("inductor")
     for got, expected in zip(fn(*(arg.to(device) for arg in args)), fn(*args), strict=True):
         torch.testing.assert_close(got.cpu(), expected)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_write_to_all_of_a_tensor_by_a_view(index: int) -> None:
+    """Both results are one buffer of the compiled code's."""
+    device = torchport.device("inductor") if index else torch.device("port", 0)
+    torchport.use("inductor")
+    for step in range(3):
+        x = (torch.arange(12.0).reshape(3, 4) + step).to(device)
+        view = x[:]
+        view.add_(1)
+        torchport.sync()
+        expected = torch.arange(12.0).reshape(3, 4) + step + 1
+        torch.testing.assert_close(x.cpu(), expected)
+        torch.testing.assert_close(view.cpu(), expected)
+        x.mul_(2)
+        torch.testing.assert_close(view.cpu(), expected * 2)

@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -60,11 +61,15 @@ extern "C" PyObject* torchport_call(
   if (failed) {
     Py_RETURN_NONE;
   }
+  // The code gives one handle for outputs that are the same buffer.
   PyObject* list = PyList_New(outputs);
   for (int64_t i = 0; list != nullptr && i < outputs; ++i) {
-    auto* tensor = static_cast<at::Tensor*>(results[i]);
-    PyList_SET_ITEM(list, i, THPVariable_Wrap(std::move(*tensor)));
-    delete tensor;
+    PyList_SET_ITEM(list, i, THPVariable_Wrap(*static_cast<at::Tensor*>(results[i])));
+  }
+  std::sort(results.begin(), results.end());
+  results.erase(std::unique(results.begin(), results.end()), results.end());
+  for (void* result : results) {
+    delete static_cast<at::Tensor*>(result);
   }
   return list;
 }
