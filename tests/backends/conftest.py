@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-pytest.register_assert_rewrite("everyday_support", "fakes")
+pytest.register_assert_rewrite("everyday_support", "fakes", "native_support")
 
 from everyday_support import DEVICE, ON_PORT  # noqa: E402  (after the line above, so that its assertions explain)
 

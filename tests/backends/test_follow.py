@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import random
-import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,14 +12,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from native_support import COMPILER, compiles, said_without_and_with
 
 import torchport
 from torchport.core import native
 from torchport.lazy import record
 from torchport.lazy.runtime import runtimes, threads
 
-COMPILER = shutil.which(os.environ.get("CXX", "g++"))
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")
+pytestmark = compiles
 
 Program = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
@@ -350,11 +346,5 @@ print({name: counters.get(name) for name in ("Flush", "TracedOps", "UncachedComp
 
 
 def test_what_is_traced_and_computed_is_the_same() -> None:
-    said = []
-    for wanted in ("0", "1"):
-        environment = {**os.environ, "TORCHPORT_NATIVE": wanted}
-        program = [sys.executable, "-W", "ignore", "-c", WHAT_IS_TRACED]
-        done = subprocess.run(program, capture_output=True, text=True, check=False, env=environment)
-        assert done.returncode == 0, done.stderr
-        said.append(done.stdout)
-    assert said[0] == said[1]
+    without, with_them = said_without_and_with(WHAT_IS_TRACED)
+    assert without == with_them

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from native_support import COMPILER, compiles, said_without_and_with
 from torch import nn
 
 import torchport
@@ -26,9 +25,6 @@ from torchport.lazy import jobs
 from torchport.lazy import trace as traces
 from torchport.lazy.runtime import threads
 from torchport.lazy.tensor import LazyTensor
-
-COMPILER = shutil.which(os.environ.get("CXX", "g++"))
-compiles = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")
 
 
 @pytest.fixture(params=["python", pytest.param("native", marks=compiles)])
@@ -245,13 +241,7 @@ y = torch.ones(2, device=torchport.device("reference"), requires_grad=True)
 @compiles
 def test_the_guards_answer_the_same() -> None:
     native.build_all([str(COMPILER)])
-    said = []
-    for wanted in ("0", "1"):
-        environment = {**os.environ, "TORCHPORT_NATIVE": wanted}
-        program = [sys.executable, "-W", "ignore", "-c", GUARD]
-        done = subprocess.run(program, capture_output=True, text=True, check=False, env=environment)
-        assert done.returncode == 0, done.stderr
-        said.append(done.stdout.splitlines())
+    said = said_without_and_with(GUARD)
     assert [lines.pop(0) for lines in said] == ["False", "True"]
     assert said[0] == said[1]
 

@@ -263,7 +263,7 @@ def release(handle: LazyTensor) -> None:
         fill_pool(*handle.home)
 
 
-def release_all(handles: Iterable[LazyTensor]) -> None:
+def _release_all(handles: Iterable[LazyTensor]) -> None:
     """:func:`release` for many: where a node has several results, its pool is made anew once and not for each."""
     pools: dict[Node, list[Any]] = {}
     for handle in handles:
@@ -307,7 +307,7 @@ def sweep(made: list[LazyTensor], node: Node, swept: Node) -> None:
 def pending(handles: Iterable[LazyTensor]) -> list[LazyTensor]:
     """Those without value and failure, oldest first; their nodes let go of them."""
     found = [handle for handle in handles if handle.value is None and handle.failure is None]
-    release_all(found)
+    _release_all(found)
     found.sort(key=_number_of)
     return found
 

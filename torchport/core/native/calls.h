@@ -20,14 +20,13 @@ namespace {
 using namespace torchport;
 using Values = c10::ArrayRef<c10::IValue>;
 
-constexpr long long kLeafBase = 1LL << 30; // trace.LEAF
-constexpr long long kSpan = 1LL << 32; // trace.SPAN
 constexpr size_t kMostRecords = 8; // at one node
 
 // -- Python's side ----------------------------------------------------------------------------------------------
 PyObject* threads; // the traces of the calling thread
 PyTypeObject* trace_type;
 PyObject* copies_under_grad; // trace.COPIES_UNDER_GRAD
+long long leaf_base, span; // trace.LEAF, trace.SPAN
 PyObject* varying; // what stands in a key for a number that may vary
 
 struct Gil {
@@ -64,7 +63,7 @@ THPObjectPtr handle_of(const at::Tensor& tensor) {
 
 bool holds(PyObject* trace, long long number) {
   const long long base = integer(py_.base.of(trace));
-  return base <= number && number < base + kSpan;
+  return base <= number && number < base + span;
 }
 
 PyObject* result_at(PyObject* node, uint32_t offset, bool many) {
@@ -199,10 +198,16 @@ struct NewLeaf {
   bool fresh; // from the host, and no trace has used it yet
 };
 
+// A further handle of a leaf's value, and the leaf's number.
+struct Alias {
+  THPObjectPtr handle;
+  THPObjectPtr number;
+};
+
 // What a call adds to its trace.
 struct Additions {
   c10::SmallVector<NewLeaf, 4> leaves;
-  c10::SmallVector<NewLeaf, 1> others; // further handles of a leaf's value; ``value`` is the number that they get
+  c10::SmallVector<Alias, 1> aliases;
   c10::SmallVector<double, 4> numbers;
 };
 
@@ -224,33 +229,29 @@ bool is_new_leaf(PyObject* trace, const at::Tensor& tensor, PyObject* spec, Addi
 
 // Whether a tensor is the leaf or value with this number, or will be once what the call adds is added.
 bool has_number(PyObject* trace, const at::Tensor& tensor, long long expected, Additions& added) {
-  NewLeaf other{handle_of(tensor), THPObjectPtr(), false};
-  const long long number = other.handle ? number_of(other.handle.get()) : -2;
+  THPObjectPtr handle = handle_of(tensor);
+  const long long number = handle ? number_of(handle.get()) : -2;
   if (number != -1) {
     return number == expected;
   }
   PyObject* leaves = py_.leaves.of(trace);
-  const long long first = integer(py_.base.of(trace)) + kLeafBase, known = PyList_GET_SIZE(leaves);
-  const long long position = expected - first;
+  const long long known = PyList_GET_SIZE(leaves);
+  const long long position = expected - integer(py_.base.of(trace)) - leaf_base;
   if (position < 0 || position >= known + static_cast<long long>(added.leaves.size())) {
     return false;
   }
   if (position >= known) { // the same argument once more
-    return added.leaves[position - known].handle.get() == other.handle.get();
+    return added.leaves[position - known].handle.get() == handle.get();
   }
-  PyObject* held = PyList_GET_ITEM(leaves, position);
-  if (held == other.handle.get()) {
+  PyObject* leaf = PyList_GET_ITEM(leaves, position);
+  THPObjectPtr value(attribute(leaf, py_.n_value)), spec(attribute(leaf, py_.n_spec));
+  THPObjectPtr mine(attribute(handle.get(), py_.n_value)), like(attribute(handle.get(), py_.n_spec)),
+      fresh(attribute(handle.get(), py_.n_fresh));
+  if (leaf == handle.get() || !value || value.get() == Py_None || mine.get() != value.get() ||
+      like.get() != spec.get() || fresh.get() != Py_False) {
     return false;
   }
-  other.value = attribute(other.handle.get(), py_.n_value);
-  THPObjectPtr value(attribute(held, py_.n_value)), spec(attribute(held, py_.n_spec)),
-      mine(attribute(other.handle.get(), py_.n_spec)), fresh(attribute(other.handle.get(), py_.n_fresh));
-  if (!other.value || other.value.get() == Py_None || value.get() != other.value.get() ||
-      spec.get() != mine.get() || fresh.get() != Py_False) {
-    return false;
-  }
-  other.value = PyLong_FromLongLong(expected);
-  added.others.push_back(std::move(other));
+  added.aliases.push_back({std::move(handle), THPObjectPtr(PyLong_FromLongLong(expected))});
   return true;
 }
 
@@ -352,18 +353,12 @@ void note_fresh(PyObject* trace, Additions& added) {
 
 // As ``trace.leaf`` does; on failure the trace is as it was.
 bool add_leaves(PyObject* trace, Additions& added) {
-  for (NewLeaf& other : added.others) {
-    if (PyObject_SetAttr(other.handle.get(), py_.n_number, other.value.get()) != 0 ||
-        PyList_Append(py_.made.of(trace), other.handle.get()) != 0) {
-      throw python_error();
-    }
-  }
   if (added.leaves.empty()) {
     return true;
   }
   PyObject *leaves = py_.leaves.of(trace), *known = py_.leaf_numbers.of(trace);
   const Py_ssize_t before = PyList_GET_SIZE(leaves);
-  const long long first = integer(py_.base.of(trace)) + kLeafBase + before;
+  const long long first = integer(py_.base.of(trace)) + leaf_base + before;
   size_t done = 0;
   for (NewLeaf& leaf : added.leaves) {
     THPObjectPtr number(PyLong_FromLongLong(first + static_cast<long long>(done)));
@@ -397,14 +392,22 @@ bool add_leaves(PyObject* trace, Additions& added) {
   return false;
 }
 
-bool add_numbers(PyObject* trace, const Additions& added) {
+void add_aliases(PyObject* trace, Additions& added) {
+  for (Alias& alias : added.aliases) {
+    if (!alias.number || PyObject_SetAttr(alias.handle.get(), py_.n_number, alias.number.get()) != 0 ||
+        PyList_Append(py_.made.of(trace), alias.handle.get()) != 0) {
+      throw python_error();
+    }
+  }
+}
+
+void add_numbers(PyObject* trace, const Additions& added) {
   for (const double value : added.numbers) {
     THPObjectPtr number(PyFloat_FromDouble(value));
     if (!number || PyList_Append(py_.numbers.of(trace), number.get()) != 0) {
       throw python_error();
     }
   }
-  return true;
 }
 
 } // namespace

@@ -69,9 +69,11 @@ struct Kernel {
       if (!fit) {
         continue;
       }
-      if (!add_leaves(trace, added) || !add_numbers(trace, added)) {
+      if (!add_leaves(trace, added)) {
         return nullptr;
       }
+      add_aliases(trace, added);
+      add_numbers(trace, added);
       set(py_.cursor.of(trace), child);
       ++followed;
       return child;
@@ -431,7 +433,7 @@ struct Quiet final : c10::WarningHandler { // PyTorch warns of kernels that repl
 // Before anything else: what the kernels need to know of Python's side.
 extern "C" PyObject* torchport_follow_start(
     PyObject* handle, PyObject* trace, PyObject* node, PyObject* data, PyObject* of_threads, PyObject* token,
-    PyObject* copies) {
+    PyObject* copies, PyObject* first_leaf, PyObject* numbers_of_a_trace) {
   HANDLE_TH_ERRORS
   if (!look(handle, trace, node, data) || PyType_Ready(&records_type) != 0) {
     return nullptr;
@@ -443,6 +445,8 @@ extern "C" PyObject* torchport_follow_start(
   threads = of_threads;
   varying = token;
   copies_under_grad = copies;
+  leaf_base = integer(first_leaf);
+  span = integer(numbers_of_a_trace);
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }

@@ -47,12 +47,12 @@ def use_flush(library: ctypes.PyDLL) -> None:
 
 
 def _use_follow(library: ctypes.PyDLL, kernels: Sequence[Kernel], forms: Mapping[Any, Any]) -> None:
-    (start,) = _functions(library, follow_start=7)
+    (start,) = _functions(library, follow_start=9)
     follow, same_value = library.torchport_follow, library.torchport_follow_same_value
     follow.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_longlong, ctypes.c_char_p]
     same_value.argtypes = [ctypes.c_char_p]
     follow.restype = same_value.restype = ctypes.py_object
-    start(*_OBJECTS, threads, trace.FLOAT, trace.COPIES_UNDER_GRAD)
+    start(*_OBJECTS, threads, trace.FLOAT, trace.COPIES_UNDER_GRAD, trace.LEAF, trace.SPAN)
     for kernel in kernels:
         kinds = letters(kernel)
         if kinds is None:

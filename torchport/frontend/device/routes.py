@@ -70,18 +70,19 @@ def _route(registrar: BackendRegistrar, op: torch._ops.OpOverload, functionality
 
 def _registrar_for(args: Sequence[Any], kwargs: Mapping[str, Any]) -> BackendRegistrar | None:
     """The registrar of the backend that the first tensor of this device lives on."""
-    first = args[0] if args else None  # mostly it is that, and a tree takes longer than the rest
-    for value in (first,) if isinstance(first, torch.Tensor) and _is_ours(first) else tree_leaves((args, kwargs)):
-        if isinstance(value, torch.Tensor) and _is_ours(value):
-            return runtimes.get(value.device.index or 0).kernels
+    first = args[0] if args else None
+    if not _is_ours(first):  # mostly it is, and looking at all takes longer than the rest
+        first = next(filter(_is_ours, tree_leaves((args, kwargs))), None)
+    if first is not None:
+        return runtimes.get(first.device.index or 0).kernels
     device = kwargs.get("device")
     if isinstance(device, torch.device) and device.type == DEVICE_TYPE:
         return runtimes.get(device.index or 0).kernels
     return None
 
 
-def _is_ours(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == DEVICE_TYPE
+def _is_ours(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == DEVICE_TYPE
 
 
 def _autograd_router(op: torch._ops.OpOverload) -> Callable[..., Any]:
