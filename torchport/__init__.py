@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         InitContext,
         KernelRegistrar,
         Processed,
+        Started,
         Support,
         TensorData,
     )
@@ -62,7 +63,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "torchport.backend.interface": (
         "ArrayData Backend BackendData BackendDevice Computation ExecutionContext FreeableBuffer InitContext "
-        "KernelRegistrar Processed Support TensorData"
+        "KernelRegistrar Processed Started Support TensorData"
     ),
     "torchport.backend.lowering_context": "Call Lowering LoweringContext LoweringTable",
     "torchport.backend.normal_form": "verify_graph",

@@ -341,9 +341,9 @@ class Timed(fakes.Fake):
 
 @pytest.mark.parametrize("long", [False, True], ids=["short", "long"])
 def test_only_long_computations_are_worth_a_thread(monkeypatch: pytest.MonkeyPatch, long: bool) -> None:
-    from torchport.lazy import jobs
+    from torchport.lazy import worker
 
-    monkeypatch.setattr(jobs, "SHORT", 0.001 if long else 1e9)
+    monkeypatch.setattr(worker, "SHORT", 0.001 if long else 1e9)
     backend = Timed.install(seconds=0.01)
     net = nn.Linear(3, 1).to(backend.device)
     opt = torch.optim.SGD(net.parameters(), lr=0.1)

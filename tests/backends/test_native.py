@@ -168,34 +168,34 @@ def test_results_that_a_profiler_holds(form: str) -> None:
         assert [part.tolist() for part in parts] == [[step + 0.0, step + 1, step + 2], [step + 3.0, step + 4, step + 5]]
 
 
-def test_only_what_nobody_holds_is_given_away(form: str) -> None:
-    class Value:
-        exported = False
+def _promise_of(data: TensorData, job: list[jobs.Pending] | None = None) -> jobs.Pending:
+    """A promise that has been kept, or that ``job`` is to keep."""
+    promise = jobs.Pending.__new__(jobs.Pending)
+    promise.data, promise.job = data, job  # type: ignore[assignment]
+    if job is not None:
+        job.append(promise)
+    return promise
 
-    held, exported, promised, watched = Value(), Value(), Value(), Value()
+
+def test_only_what_nobody_holds_is_given_away(form: str) -> None:
+    device = torchport.get_backend("reference").devices()[0]
+    spec = TensorSpec((), torch.float32, ())
+    made = [TensorData(device, spec, None) for _ in range(8)]
+    held, exported = made[1:3]
     exported.exported = True
-    promise, watched_promise = [promised], [watched]
-    given: list[Any] = [Value(), held, exported, promise, watched_promise]
-    args: list[Any] = [given[0], held, exported, promised, watched, Value()]
+    to_be_kept: list[jobs.Pending] = []
+    watched, watched_to_be_kept = _promise_of(made[4]), _promise_of(made[6], to_be_kept)
+    promises = [_promise_of(made[3]), watched, _promise_of(made[5], to_be_kept), watched_to_be_kept]
+    given: list[Any] = [*made[:3], *promises]
+    args: list[Any] = made
     numbers = args[-1]
-    del exported, promise, promised, watched
-    unshared: Any = jobs.unshared
-    if form == "native":  # which looks at the slots of values, so that it needs real ones
-        device = torchport.get_backend("reference").devices()[0]
-        spec = TensorSpec((), torch.float32, ())
-        made = [TensorData(device, spec, None) for _ in range(5)]
-        made[2].exported = True
-        mine = made[1]
-        promise, watched_promise = [made[3]], [made[4]]
-        given = [made[0], made[1], made[2], promise, watched_promise]
-        args = [*made, TensorData(device, spec, None)]
-        numbers = args[-1]
-        del made, promise
-        unshared = jobs._unshared
-        assert mine is given[1]
-    assert unshared(given, args) == {0, 3}
-    del numbers
+    del exported, promises, made
+    unshared: Any = jobs._unshared if form == "native" else jobs.unshared
     assert unshared(given, args) == {0, 3, 5}
+    del numbers
+    assert unshared(given, args) == {0, 3, 5, 7}
+    del held, watched, watched_to_be_kept
+    assert unshared(given, args) == {0, 1, 3, 4, 5, 6, 7}
 
 
 def test_gradients_get_wrappers_of_their_own_where_nobody_can_tell(form: str) -> None:

@@ -33,6 +33,7 @@ __all__ = [
     "InitContext",
     "KernelRegistrar",
     "Processed",
+    "Started",
     "Support",
     "TemporaryMemory",
     "TensorData",
@@ -272,6 +273,21 @@ class ExecutionContext:
     temporary: TemporaryMemory = field(default_factory=TemporaryMemory)
 
 
+@dataclass(slots=True)
+class Started:
+    """A computation that :meth:`Backend.start` has begun.
+
+    ``results`` are placeholders, one per output, in order: :attr:`BackendData.has_value` is false until the computation
+    has succeeded. ``done`` says, without waiting, whether it has ended, well or not. ``wait`` returns once it has: the
+    seconds that it took, or raises what ``execute`` would have raised. Both may be called more than once, by several
+    threads; ``wait`` leaves Python's global lock to others and lets an interrupt through.
+    """
+
+    results: Sequence[BackendData]
+    done: Callable[[], bool]
+    wait: Callable[[], float]
+
+
 @dataclass(slots=True, eq=False)
 class Computation:
     """A compiled graph, ready to run (``torch::lazy::Computation``): specs of inputs and results, and the handle."""
@@ -429,6 +445,24 @@ class Backend(ABC):
     @abstractmethod
     def execute(self, handle: Any, args: Sequence[BackendData], context: ExecutionContext) -> Sequence[BackendData]:
         """Run the computation. Returns new values, one per output, in order; never changes its arguments."""
+
+    def computes_aside(self) -> bool:
+        """Whether it pays now to compute while the program goes on: not where that would use every core of the host.
+
+        Asked before a computation is started or given to a thread; :attr:`torchport.config.execution` overrides it.
+        """
+        return True
+
+    def start(self, handle: Any, args: Sequence[BackendData], context: ExecutionContext) -> Started | None:
+        """Begin what :meth:`execute` does and return at once; ``None``, nothing done, where it has to be ``execute``.
+
+        For a backend with a queue of its own: a driver's stream, or a thread that runs without Python. ``args`` may be
+        results of what was started before and has not ended. Computations run in the order in which they were started,
+        so a donated argument is free once those before have ended. One whose argument did not come to have a value is
+        not run: it fails, and its donated arguments keep their values (:attr:`restores_donated`). Only what has been
+        through :meth:`execute` once is started; other computations may go through it meanwhile.
+        """
+        return None
 
     def execute_on_host(
         self, handle: Any, tensors: list[torch.Tensor], specs: Sequence[TensorSpec], context: ExecutionContext

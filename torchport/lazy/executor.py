@@ -182,12 +182,19 @@ def _start(job: Job, owners: Sequence[Sequence[LazyTensor]], kind: str) -> Torch
     plan, worker = job.plan, job.runtime.worker
     if plan is None:
         return _isolate(job, owners)
-    if kind != "eager" and worker.takes(job, kind in NOW):
-        if not job.pendings:
-            job.promise(owners, plan.select(job.wanted, plan.specs))
-        worker.submit(job)
-        return None
     try:
+        if kind != "eager":
+            now = kind in NOW
+            if worker.may_start(job, now):
+                if not job.pendings:
+                    job.promise(owners, plan.select(job.wanted, plan.specs))
+                if worker.start(job):
+                    return None
+            if worker.takes(job, now):
+                if not job.pendings:
+                    job.promise(owners, plan.select(job.wanted, plan.specs))
+                worker.submit(job)
+                return None
         results = job.run()
     except TorchportError as error:
         job.fail(error)

@@ -1,9 +1,8 @@
-"""Running plans: at once, or in order on the device's own thread while the program goes on tracing.
+"""Running plans: at once, or while the program goes on tracing (:mod:`.worker`).
 
 A :class:`Job` is one run of a plan on values it has taken hold of, so that nothing traced later can change it. Values
 that are on their way are :class:`Pending`; whoever needs one waits. When a job has failed, the first thread that asks
-for one of its values, or that traces on, runs its operators one by one (:mod:`.isolate`): the worker itself never
-compiles and never takes the lock that recording and flushing hold.
+for one of its values, or that traces on, runs its operators one by one (:mod:`.isolate`).
 """
 
 from __future__ import annotations
@@ -11,11 +10,8 @@ from __future__ import annotations
 import contextlib
 import enum
 import math
-import os
 import sys
 import threading
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
@@ -23,13 +19,11 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from ..backend.compiler import check_results
-from ..backend.interface import Backend, BackendData, BackendDevice
+from ..backend.interface import BackendData, Started
 from ..core import metrics
-from ..core.config import config
 from ..core.errors import ExecutionError, TorchportError
 from ..core.specs import TensorSpec
 from .plans import Plan
-from .torch_state import default_state
 from .trace import Node, alive, lock
 
 if TYPE_CHECKING:
@@ -37,21 +31,26 @@ if TYPE_CHECKING:
     from .tensor import LazyTensor
     from .trace import Trace
 
-__all__ = ["Job", "Pending", "Worker", "has_failed", "likely_donated", "on_worker", "resolve", "worker_of", "workers"]
+__all__ = ["Job", "Pending", "State", "has_failed", "here", "likely_donated", "on_worker", "resolve", "unshared"]
 
-SHORT: Final = 0.005
-"""Seconds under which a computation runs on the calling thread if the device is idle. The other thread may have to wait
-for the interpreter as long as Python's switch interval, which this is; on two busy cores a step with a computation of
-0.4 ms took 3.6 ms longer when it was handed over."""
+here: Final = threading.local()
+"""``worker`` is there on a device's own thread."""
 
-QUEUED_AT_MOST: Final = 2
-"""Computations that may wait behind the running one; each holds its inputs in memory."""
+
+def on_worker() -> bool:
+    """Whether the calling thread is a device's own."""
+    return getattr(here, "worker", None) is not None
 
 
 class State(enum.Enum):
-    """Where a job stands. ``HELD`` jobs run on the thread that first needs one of their values."""
+    """Where a job stands.
+
+    ``HELD`` jobs run on the thread that first needs one of their values; ``STARTED`` ones run on the backend's own
+    queue (:meth:`.Backend.start`), ``QUEUED`` and ``RUNNING`` ones on the device's own thread.
+    """
 
     HELD = enum.auto()
+    STARTED = enum.auto()
     QUEUED = enum.auto()
     RUNNING = enum.auto()
     DONE = enum.auto()
@@ -59,20 +58,26 @@ class State(enum.Enum):
 
 
 class Pending(BackendData):
-    """A value that a job will bring: a placeholder of no backend's making, which any backend's value can replace."""
+    """A value that a job will bring: a placeholder of no backend's making, which any backend's value can replace.
+
+    Once the job has been started ``data`` is the backend's placeholder; the value is there when ``job`` is gone.
+    """
 
     __slots__ = ("data", "error", "job")
 
     def __init__(self, job: Job, spec: TensorSpec) -> None:
-        super().__init__(job.runtime.device, spec)
-        self.info = job.runtime
+        # As BackendData's: a training step makes hundreds.
+        self.info = runtime = job.runtime
+        self.device = runtime.device
+        self.spec = spec
+        self.exported = False
         self.job: Job | None = job
         self.data: BackendData | None = None
         self.error: TorchportError | None = None
 
     @property
     def has_value(self) -> bool:
-        return self.data is not None
+        return self.job is None and self.data is not None and self.data.has_value
 
     def result(self) -> BackendData:
         """The value; waits for it. Raises the error its computation ended in."""
@@ -80,6 +85,8 @@ class Pending(BackendData):
         if job is not None:
             job.finish()
         if self.error is not None:
+            from .worker import note_seen
+
             note_seen(self.error)
             raise self.error
         assert self.data is not None
@@ -88,7 +95,7 @@ class Pending(BackendData):
     def settle(self, outcome: BackendData | TorchportError) -> None:
         """What the job brought."""
         if isinstance(outcome, TorchportError):
-            self.error = outcome
+            self.error, self.data = outcome, None
             self.info = None  # so that an operator that is given the value looks at it again
         else:
             self.data = outcome
@@ -140,9 +147,10 @@ def unshared(given: Sequence[Any], args: Sequence[Any]) -> frozenset[int]:
     numbers. Nothing else of the job may hold them meanwhile.
     """
     counts, held = _counts(args), _counts(given)
-    # Besides ``args``, the job's own list holds a leaf, or a promise does that only that list holds; packs are its own.
+    # Besides ``args``, the job's own list holds a leaf, or a promise does that only that list holds and the job that is
+    # to keep it; packs are its own.
     leaves = [
-        counts[at] == _ALONE + 1 and not data.exported and (mine is data or held[at] == _ALONE)
+        counts[at] == _ALONE + 1 and not data.exported and (mine is data or held[at] == _ALONE + (mine.job is not None))
         for at, (mine, data) in enumerate(zip(given, args, strict=False))
     ]
     packs = [counts[at] == _ALONE for at in range(len(leaves), len(args))]
@@ -205,6 +213,7 @@ class Job:
         "pendings",
         "plan",
         "runtime",
+        "started",
         "state",
         "threads",
         "wanted",
@@ -234,6 +243,8 @@ class Job:
         self.pendings: list[Pending] = []
         self.error: TorchportError | None = None
         self.state = State.HELD
+        self.started: Started | None = None
+        """What the backend said when it was started; its results are in the pending values."""
         self.threads = 0
 
     @classmethod
@@ -257,7 +268,8 @@ class Job:
         assert plan is not None
         assert computation is not None
         backend = computation.backend
-        args = self._arguments(plan)
+        args = [a.result() if a.__class__ is Pending else a for a in self.args]
+        self._add_packs(plan, args)
         with contextlib.nullcontext() if self.beside else runtime.worker.running, computation.lock:
             context = computation.context
             if backend.donation:
@@ -270,17 +282,10 @@ class Job:
                     check_results(results, plan.specs)
                     plan.checked = True
             except Exception as error:
-                raise ExecutionError(
-                    f"backend {backend.name!r} failed to execute: {type(error).__name__}: {error}",
-                    op=f"a computation of {computation.graph_ops} operators",
-                ) from error
+                raise self._failed(error) from error
             plan.seconds = perf_counter() - start
-        metrics.count("Execute")
-        metrics.metrics.add_time("ExecuteTime", plan.seconds)
-        if on_worker():
-            metrics.metrics.add_time("AsyncExecuteTime", plan.seconds)
-        if self.donated:
-            metrics.count("Donated", len(self.donated))
+        self._count()
+        self._add_time(plan.seconds, aside=on_worker())
         for result in results:
             result.info = runtime
         return results
@@ -289,9 +294,8 @@ class Job:
         """Whether no argument is still on its way."""
         return all(a.__class__ is not Pending or a.has_value for a in self.args)
 
-    def _arguments(self, plan: Plan) -> list[Any]:
-        """The arguments of ``execute``, waited for. Raises the error that one of them ended in."""
-        args = [a.result() if a.__class__ is Pending else a for a in self.args]
+    def _add_packs(self, plan: Plan, args: list[Any]) -> None:
+        """Add to the values of the plan's leaves the packs of numbers: together what ``execute`` gets."""
         backend, device = self.runtime.backend, self.runtime.device
         for positions, source, dtype in (
             (plan.singles, self.numbers, torch.float32),
@@ -301,7 +305,79 @@ class Job:
             if positions:
                 packed = torch.tensor([source[at] for at in positions], dtype=dtype)
                 args.append(backend.to_device(packed, device))
-        return args
+
+    def _failed(self, error: Exception) -> ExecutionError:
+        computation = self.computation
+        assert computation is not None
+        return ExecutionError(
+            f"backend {computation.backend.name!r} failed to execute: {type(error).__name__}: {error}",
+            op=f"a computation of {computation.graph_ops} operators",
+        )
+
+    def _count(self) -> None:
+        metrics.count("Execute")
+        if self.donated:
+            metrics.count("Donated", len(self.donated))
+
+    def _add_time(self, seconds: float, aside: bool) -> None:
+        metrics.metrics.add_time("ExecuteTime", seconds)
+        if aside:
+            metrics.metrics.add_time("AsyncExecuteTime", seconds)
+
+    # -- on the backend's own queue --------------------------------------------------------------------------
+    def start(self) -> bool:
+        """Have the backend begin, if it can, what promises were made of. Raises :class:`ExecutionError`."""
+        plan, computation = self.plan, self.computation
+        assert plan is not None
+        assert computation is not None
+        backend = computation.backend
+        args = [a.data if a.__class__ is Pending else a for a in self.args]
+        if None in args:  # to be run on the thread, or failed
+            return False
+        self._add_packs(plan, args)
+        context = computation.context
+        with self.runtime.worker.running:
+            if backend.donation:
+                self.donated = _unshared(self.args, args)
+                context = plan.context(self.donated, context)
+            try:
+                started = backend.start(computation.handle, args, context)
+            except Exception as error:
+                raise self._failed(error) from error
+            if started is None:
+                self.donated = frozenset()
+                return False
+        results, started.results = started.results, ()  # nothing but the promises is to hold them
+        for pending, result in zip(self.pendings, plan.select(self.wanted, results), strict=True):
+            pending.data, result.info = result, self.runtime
+        self.started, self.state = started, State.STARTED
+        self._count()
+        metrics.count("AsyncExecute")
+        return True
+
+    def collect(self) -> None:
+        """Wait for what was started; an error is kept for whoever needs a value. Two threads may do so at once."""
+        started = self.started
+        assert started is not None
+        try:
+            seconds = started.wait()
+        except Exception as error:
+            if self.state is State.STARTED:
+                failed = self._failed(error)
+                failed.__cause__ = error
+                self.fail(failed)
+                self.runtime.worker.failed.append(self)
+            return
+        # Each of these does no harm when another thread does it, too.
+        first = self.state is State.STARTED
+        for pending in self.pendings:
+            pending.job = None
+        self.state = State.DONE
+        self.pendings, self.args = [], []
+        if first:
+            assert self.plan is not None
+            self.plan.seconds = seconds
+            self._add_time(seconds, aside=True)
 
     # -- promises --------------------------------------------------------------------------------------------
     def promise(self, owners: Iterable[Sequence[LazyTensor]], specs: Iterable[TensorSpec]) -> None:
@@ -351,6 +427,9 @@ class Job:
         from .isolate import isolate
 
         while self.pendings and self.state is not State.DONE:
+            if self.state is State.STARTED:
+                self.runtime.worker.collect(self)
+                continue
             if self.state in (State.QUEUED, State.RUNNING):
                 self.runtime.worker.wait_for(self)
                 continue
@@ -359,217 +438,3 @@ class Job:
                     self.attempt()
                 if self.state is State.FAILED and self.pendings:
                     isolate(self)
-
-
-# -- the device's own thread ---------------------------------------------------------------------------------------
-class Worker:
-    """Runs one device's jobs in order on a thread of its own, which starts with the first of them."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.running = threading.RLock()
-        """Held while a computation runs, on whichever thread: one at a time."""
-        self._queue: deque[Job] = deque()
-        self._changed = threading.Condition(threading.Lock())
-        self._current: Job | None = None
-        self._thread: threading.Thread | None = None
-        self._stopping = False
-        self.failed: list[Job] = []
-        """Jobs that failed on the worker and whose values nobody has asked for."""
-        self.unseen: list[TorchportError] = []
-        """What such jobs ended in, if it was not raised yet."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether a job runs or waits."""
-        return self._current is not None or bool(self._queue)
-
-    def takes(self, job: Job, wanted_now: bool) -> bool:
-        """Whether a run of a plan goes to the worker, rather than be done at once on the calling thread."""
-        plan, backend = job.plan, job.runtime.backend
-        assert plan is not None
-        if config.execution != "auto":
-            return config.execution == "worker" and not self._stopping
-        if not backend.releases_gil or self._stopping:
-            return False
-        # Before its first run nobody knows how long a plan takes.
-        short = not plan.checked or plan.seconds <= SHORT
-        if self.busy:
-            job.beside = wanted_now and backend.concurrent and plan.checked and short and job.has_arguments()
-            return not job.beside
-        return not (wanted_now or short)
-
-    def submit(self, job: Job) -> None:
-        """Queue a job."""
-        job.state = State.QUEUED
-        job.threads = torch.get_num_threads()
-        with self._changed:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name=f"torchport {self.name}", daemon=True)
-                self._thread.start()
-            self._queue.append(job)
-            self._changed.notify_all()
-        metrics.count("AsyncExecute")
-
-    def wait_for_room(self) -> None:
-        """Return when few enough jobs wait: the program must not run ahead of the device without bound."""
-        if len(self._queue) > QUEUED_AT_MOST and not on_worker():
-            with metrics.metrics.timer("QueueWaitTime"), self._changed:
-                while len(self._queue) > QUEUED_AT_MOST:
-                    self._changed.wait()
-
-    def wait_for(self, job: Job) -> None:
-        """Return when a queued job has ended. Raises :class:`ExecutionError` on the worker itself."""
-        if on_worker():
-            raise ExecutionError("a finalizer on the device's own thread cannot wait for values that the thread brings")
-        self._wait(lambda: job.state in (State.QUEUED, State.RUNNING))
-
-    def drain(self) -> None:
-        """Return when every job has ended."""
-        if self.busy and not on_worker():
-            self._wait(lambda: self.busy)
-
-    def _wait(self, unfinished: Callable[[], bool]) -> None:
-        """Wait; what the worker has not begun meanwhile is done here, since handing it over would take longer."""
-        while unfinished():
-            with self._changed:
-                job = self._take()
-                if job is None and unfinished():
-                    with metrics.metrics.timer("DeviceWaitTime"):
-                        self._changed.wait()
-            if job is not None:
-                with default_state():
-                    self._perform(job)
-                del job
-
-    def settle_failures(self) -> None:
-        """Find out which values the failed jobs could bring; their errors are kept until somebody has seen them."""
-        failed, self.failed = self.failed, []
-        for job in failed:
-            if job.pendings:
-                job.finish()
-                if job.error is not None:
-                    self.unseen = [*self.unseen[-15:], job.error]
-
-    def take_unseen(self) -> TorchportError | None:
-        """The first error that nobody has seen; all are forgotten."""
-        self.settle_failures()
-        errors, self.unseen = self.unseen, []
-        return errors[0] if errors else None
-
-    def stop(self) -> None:
-        """End the thread once every job is done; later jobs run on the thread that flushes."""
-        self.drain()
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
-        if self._thread is not None and not on_worker():
-            self._thread.join(5)
-
-    def _work(self) -> None:
-        _here.worker = self
-        with torch.no_grad():
-            while True:
-                with self._changed:
-                    while (job := self._take()) is None:
-                        if self._stopping and not self._queue:
-                            return
-                        self._changed.wait()
-                if torch.get_num_threads() != job.threads:
-                    torch.set_num_threads(job.threads)
-                self._perform(job)
-                del job
-
-    def _take(self) -> Job | None:
-        """The next job, if none is running. Call it with the condition held."""
-        if self._current is not None or not self._queue:
-            return None
-        job = self._current = self._queue.popleft()
-        job.state = State.RUNNING
-        self._changed.notify_all()
-        return job
-
-    def _perform(self, job: Job) -> None:
-        try:
-            job.attempt()
-        except BaseException as error:
-            if not on_worker():
-                if job.state is State.RUNNING:
-                    job.state = State.HELD
-                raise
-            job.fail(ExecutionError(f"the device's thread was interrupted: {type(error).__name__}: {error}"))
-        finally:
-            with self._changed:
-                self._current = None
-                if job.state is State.FAILED:
-                    self.failed.append(job)
-                self._changed.notify_all()
-
-    # -- fork ------------------------------------------------------------------------------------------------
-    def after_fork_in_child(self) -> None:
-        """The thread is gone: what it had to do is done by whoever needs a value."""
-        unfinished = [*([self._current] if self._current is not None else []), *self._queue]
-        for job in unfinished:
-            if job.state in (State.QUEUED, State.RUNNING):
-                job.state = State.HELD
-        self._queue.clear()
-        self._current = self._thread = None
-        self._changed = threading.Condition(threading.Lock())
-        self.running = threading.RLock()
-
-
-def note_seen(error: TorchportError) -> None:
-    """An error is about to be raised where the user sees it."""
-    for worker in workers():
-        if worker.unseen:
-            worker.unseen = [other for other in worker.unseen if other is not error]
-
-
-_here = threading.local()
-_workers: Final[weakref.WeakKeyDictionary[Backend, dict[BackendDevice, Worker]]] = weakref.WeakKeyDictionary()
-
-
-def on_worker() -> bool:
-    """Whether the calling thread is a device's own."""
-    return getattr(_here, "worker", None) is not None
-
-
-def worker_of(backend: Backend, device: BackendDevice) -> Worker:
-    """The worker of a backend's device: one for all device indices that stand for it."""
-    with lock:
-        of_backend = _workers.setdefault(backend, {})
-        if device not in of_backend:
-            of_backend[device] = Worker(f"{backend.name} {device}")
-        return of_backend[device]
-
-
-def workers() -> list[Worker]:
-    """Every worker."""
-    return [worker for of_backend in list(_workers.values()) for worker in list(of_backend.values())]
-
-
-# A fork copies the memory but no thread: a computation in the middle of its work would be lost, so the fork waits.
-_paused: Final[list[Worker]] = []
-
-
-def _before_fork() -> None:
-    _paused[:] = [] if on_worker() else [worker for worker in workers() if worker.running.acquire(timeout=60)]
-
-
-def _after_fork_in_parent() -> None:
-    for worker in _paused:
-        worker.running.release()
-    _paused.clear()
-
-
-def _after_fork_in_child() -> None:
-    for worker in workers():
-        worker.after_fork_in_child()
-    _paused.clear()
-    if not lock._is_owned():  # type: ignore[attr-defined]
-        lock._at_fork_reinit()  # type: ignore[attr-defined]  # as the standard library does with its own locks
-
-
-os.register_at_fork(
-    before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
-)  # fmt: skip

@@ -25,9 +25,9 @@ from . import closures, finalizers
 from .eager import EagerTrace
 from .executor import flush, is_known
 from .graph import build_graph
-from .jobs import worker_of, workers
 from .kernels import registrar_of
 from .trace import Node, Trace, lock
+from .worker import worker_of, workers
 
 __all__ = ["DeviceRuntime", "Runtimes", "runtimes"]
 

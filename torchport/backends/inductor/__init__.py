@@ -31,6 +31,7 @@ from torchport.backend.interface import (
     InitContext,
     KernelRegistrar,
     Processed,
+    Started,
     Support,
     TensorData,
 )
@@ -39,7 +40,7 @@ from torchport.core import native
 from torchport.core.errors import CompileError, ConfigError, ExecutionError
 from torchport.core.specs import CompileSpecs, TensorSpec
 
-from . import container, machine
+from . import container, machine, queue
 from .library import Library
 
 __all__ = ["InductorBackend"]
@@ -151,6 +152,7 @@ class InductorBackend(Backend):
     releases_gil = True
     concurrent = True
     donation = True
+    restores_donated = True
     version = f"2-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
 
     compile_options: ClassVar[Mapping[str, str]] = {
@@ -174,8 +176,11 @@ class InductorBackend(Backend):
         return _supports(node)
 
     def to_device(self, tensor: torch.Tensor, device: BackendDevice) -> BackendData:
-        # Compiled code reads memory as it is: lazy conjugates and negatives must be real first.
-        plain = tensor.detach().resolve_conj().resolve_neg()
+        # Compiled code reads memory as it is: lazy conjugates and negatives must be real first. Mostly they are.
+        as_it_is = tensor.__class__ is torch.Tensor and not (
+            tensor.requires_grad or tensor.is_conj() or tensor.is_neg()
+        )
+        plain = tensor if as_it_is else tensor.detach().resolve_conj().resolve_neg()
         return TensorData(device, TensorSpec.of(plain), plain)
 
     def borrow(self, tensor: torch.Tensor, spec: TensorSpec, device: BackendDevice) -> BackendData:
@@ -227,6 +232,12 @@ class InductorBackend(Backend):
         results = handle.run(tensors, given=True, donated=context.donated)
         device = context.device
         return [TensorData(device, spec, result) for spec, result in zip(handle.outputs, results, strict=True)]
+
+    def computes_aside(self) -> bool:
+        return machine.has_room()
+
+    def start(self, handle: Library, args: Sequence[BackendData], context: ExecutionContext) -> Started | None:
+        return queue.start(handle, args, context) if handle.starts else None
 
     def execute_on_host(
         self, handle: Library, tensors: list[torch.Tensor], specs: Sequence[TensorSpec], context: ExecutionContext

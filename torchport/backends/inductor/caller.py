@@ -6,16 +6,17 @@ Where it is not there, as on a machine without a compiler, :mod:`.library` makes
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from torchport.core.native import NativeLibrary
 from torchport.core.specs import TensorSpec
 
-__all__ = ["expected_layout", "load"]
+__all__ = ["Caller", "layouts", "load"]
 
 _DTYPE_CODES: Final = {
     dtype: code
@@ -32,20 +33,48 @@ _DTYPE_CODES: Final = {
 library: Final = NativeLibrary(Path(__file__).with_suffix(".cpp"), ("torch_python", "torch_cpu", "torch", "c10"))
 
 
-def load() -> Callable[..., Any] | None:
-    """``(run, container, list of tensors, expected layout, number of outputs, let go) → results``, or ``None``."""
+class Caller:
+    """The functions of ``caller.cpp``, by their names without ``torchport_``.
+
+    ``open``: (run, destroy, last error, operator's last error, container, layouts, their length, number of inputs, of
+    outputs) → a library; ``close`` frees its container. ``call``: (library, list of tensors, whether to empty it) →
+    results, the position of an input that is not as expected, or what went wrong. ``start``: (library, tensors and
+    slots, positions of those donated, overwritten and of results to copy, number of threads) → (what says how it goes,
+    slots of the results).
+    """
+
+    def __init__(self, library: ctypes.PyDLL) -> None:
+        pointer, obj, count = ctypes.c_void_p, ctypes.py_object, ctypes.c_int64
+        for name, result, arguments in (
+            ("open", pointer, [*[pointer] * 6, *[count] * 3]),
+            ("close", obj, [pointer]),
+            ("call", obj, [pointer, obj, ctypes.c_int]),
+            ("start", obj, [pointer, obj, obj, obj, obj, ctypes.c_int]),
+            ("caller_start", obj, []),
+        ):
+            function = getattr(library, f"torchport_{name}")
+            function.restype, function.argtypes = result, arguments
+            setattr(self, name, function)
+        self.caller_start()
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
+@functools.cache
+def _caller(library: ctypes.PyDLL) -> Caller:
+    return Caller(library)
+
+
+def load() -> Caller | None:
+    """The functions, if the library is there."""
     found = library.load()
-    if found is None:
-        return None
-    function = found.torchport_call
-    pointer = ctypes.c_void_p
-    function.argtypes = [pointer, pointer, ctypes.py_object, pointer, ctypes.c_int64, ctypes.c_int]
-    function.restype = ctypes.py_object
-    return function
+    return None if found is None else _caller(found)
 
 
-def expected_layout(specs: Sequence[TensorSpec]) -> Any | None:
-    """What ``caller.cpp`` compares inputs with, as an array of int64; ``None`` for a dtype it does not know."""
+def layouts(specs: Iterable[TensorSpec]) -> Any | None:
+    """What ``caller.cpp`` compares tensors with, as an array of int64; ``None`` for a dtype it does not know."""
     numbers: list[int] = []
     for spec in specs:
         if spec.dtype not in _DTYPE_CODES:

@@ -20,7 +20,7 @@ from torchport.core.specs import TensorSpec
 from . import caller, machine, torch_api
 from .container import Artifact
 
-__all__ = ["Library"]
+__all__ = ["Library", "plain_message"]
 
 _pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer_of.restype = ctypes.c_void_p
@@ -30,20 +30,17 @@ _capsule_of.restype = ctypes.py_object
 _capsule_of.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
 
-_last_error = torch_api.last_error
-
-
 def _message(dll: ctypes.CDLL) -> str:
     """Why the last call into the library failed: an operator's own words if it was an operator, else the library's."""
     text = ctypes.c_char_p()
     dll.AOTInductorGetLastError(ctypes.byref(text))
     message = (text.value or b"no message").decode(errors="replace")
-    if "API call failed at" in message:
-        message = _last_error() or message
-    return _plain(message)
+    if "API call failed at" in message and torch_api.last_error is not None:
+        message = (torch_api.last_error() or b"").decode(errors="replace") or message
+    return plain_message(message)
 
 
-def _plain(message: str) -> str:
+def plain_message(message: str) -> str:
     """A C++ error message without the function and file it starts with and the stack trace it ends in."""
     return re.sub(r"^\w+, \S+:\d+, ", "", message.split("\nException raised from ")[0])
 
@@ -61,7 +58,8 @@ class Library:
         self._always = artifact.borrowed
         self._overwritten = artifact.overwritten
         self._runner: Any = None
-        self._fast: Any = None
+        self._caller: caller.Caller | None = None
+        self._code: int | None = None
         self._container = ctypes.c_void_p()
         with tempfile.TemporaryDirectory(prefix="torchport-inductor-", ignore_cleanup_errors=True) as private:
             path = Path(private) / "model.so"
@@ -88,9 +86,15 @@ class Library:
         self._run.restype = ctypes.c_int32
         self._input_array = ctypes.c_void_p * len(self.inputs)
         self._output_array = ctypes.c_void_p * len(self.outputs)
-        self._layout = caller.expected_layout(self.inputs)
-        self._fast = caller.load() if self._layout is not None else None
-        self._run_address = ctypes.cast(self._run, ctypes.c_void_p).value
+        layouts = caller.layouts((*self.inputs, *self.outputs))
+        self._caller = caller.load()
+        if layouts is None or self._caller is None:
+            return
+        close, last_error = self._dll.AOTInductorModelContainerDelete, self._dll.AOTInductorGetLastError
+        functions: tuple[Any, ...] = (self._run, close, last_error, torch_api.last_error)
+        addresses = [ctypes.cast(function, ctypes.c_void_p) for function in functions]
+        counts = (len(layouts), len(self.inputs), len(self.outputs))
+        self._code = self._caller.open(*addresses, self._container, layouts, *counts)
 
     def _checked(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors, as the code expects them: it does not check, and reads whatever memory it is given."""
@@ -118,14 +122,27 @@ class Library:
 
     def _call_fast(self, tensors: list[torch.Tensor], let_go: bool) -> list[torch.Tensor] | None:
         """What :meth:`_call` does, by ``caller.cpp``; ``None`` if a tensor is not quite as the code expects it."""
-        assert self._fast is not None
+        assert self._caller is not None
         with self._lock:
             if not self._container:
                 return None
-            results = self._fast(self._run_address, self._container, tensors, self._layout, len(self.outputs), let_go)
-            if results is None:
-                raise ExecutionError(f"the compiled computation failed: {_message(self._dll)}")
+            results = self._caller.call(self._code, tensors, let_go)
+        if results.__class__ is str:
+            raise ExecutionError(f"the compiled computation failed: {plain_message(results)}")
         return None if results.__class__ is int else results
+
+    def start(self, given: list[Any], donated: Set[int]) -> tuple[Any, list[Any]]:
+        """Have the code run on a thread without Python: what says how that went, and slots (:class:`.caller.Caller`).
+
+        ``given`` are tensors and slots, those ``donated`` are nobody else's.
+        """
+        assert self._caller is not None
+        return self._caller.start(self._code, given, donated, self._overwritten, self._copies, torch.get_num_threads())
+
+    @property
+    def starts(self) -> bool:
+        """Whether :meth:`start` is possible: not before the first :meth:`run`."""
+        return self._code is not None and self._copies is not None
 
     def run(
         self, tensors: list[torch.Tensor], given: bool = False, donated: Set[int] = frozenset()
@@ -138,7 +155,7 @@ class Library:
         for position in self._overwritten:
             if position not in donated and position < len(tensors):
                 tensors[position] = tensors[position].clone()
-        if self._fast is not None and len(tensors) == len(self.inputs):
+        if self._code is not None and len(tensors) == len(self.inputs):
             # In a thread that has not run torch yet OpenMP would use every core: this call gives it torch's number.
             torch.get_num_threads()
             results = self._call_fast(tensors, given and self._copies is not None)
@@ -158,7 +175,7 @@ class Library:
             except RuntimeError as error:
                 if isinstance(error, ExecutionError):
                     raise
-                raise ExecutionError(f"the compiled computation failed: {_plain(str(error))}") from error
+                raise ExecutionError(f"the compiled computation failed: {plain_message(str(error))}") from error
         return self._own(inputs, results)
 
     def _own(self, inputs: Sequence[torch.Tensor], results: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -192,7 +209,11 @@ class Library:
         with self._lock:
             self._runner = None
             if self._container:
-                self._dll.AOTInductorModelContainerDelete(self._container)
+                if self._caller is not None and self._code is not None:
+                    self._caller.close(self._code)
+                    self._code = None
+                else:
+                    self._dll.AOTInductorModelContainerDelete(self._container)
                 self._container = ctypes.c_void_p()
                 _ctypes.dlclose(self._dll._handle)
 

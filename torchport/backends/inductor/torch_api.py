@@ -74,13 +74,15 @@ take_tensors: Callable[[list[Any]], list[torch.Tensor]] = _aoti.alloc_tensors_by
 """Tensors from handles (capsules), which are consumed."""
 
 
-def last_error() -> str:
-    """What the operator that failed last in this thread said, without a stack trace; empty if torch cannot tell."""
+def _last_error() -> Any:
     function = getattr(ctypes.CDLL(_C.__file__), "torch_exception_get_what_without_backtrace", None)
-    if function is None:
-        return ""
-    function.restype = ctypes.c_char_p
-    return (function() or b"").decode(errors="replace")
+    if function is not None:
+        function.restype = ctypes.c_char_p
+    return function
+
+
+last_error: Final[Callable[[], bytes | None] | None] = _last_error()
+"""What the operator that failed last in this thread said, without a stack trace; a C function, if torch has it."""
 
 
 def mode_options(mode: str) -> Mapping[str, Any]:

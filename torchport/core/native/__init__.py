@@ -101,7 +101,7 @@ class NativeLibrary:
         with tempfile.TemporaryDirectory(dir=folder, prefix="build-", ignore_cleanup_errors=True) as private:
             made = Path(private) / self.path.name
             command = [
-                *compiler, "-O2", "-std=c++20", "-shared", "-fPIC", "-w",
+                *compiler, "-O2", "-std=c++20", "-shared", "-fPIC", "-pthread", "-w",
                 f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
                 *(f"-I{folder}" for folder in includes),
                 str(self.source), "-o", str(made), f"-L{torch_home / 'lib'}",

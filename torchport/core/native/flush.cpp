@@ -14,6 +14,7 @@ namespace {
 using namespace torchport;
 
 PyObject* release; // trace.release
+Slot job_of_promise; // of a value that a job will bring
 
 // Whether somebody holds a handle besides those counted and, where it has a home, its node's pool.
 bool is_held(PyObject* handle, Py_ssize_t counted) {
@@ -87,9 +88,9 @@ bool is_alone(const Held& held, Wrap wrap) {
 } // namespace
 
 extern "C" PyObject* torchport_flush_start(
-    PyObject* handle, PyObject* trace, PyObject* node, PyObject* data, PyObject* of_release) {
+    PyObject* handle, PyObject* trace, PyObject* node, PyObject* data, PyObject* promise, PyObject* of_release) {
   HANDLE_TH_ERRORS
-  if (!look(handle, trace, node, data)) {
+  if (!look(handle, trace, node, data) || !find_slot(promise, "job", job_of_promise)) {
     return nullptr;
   }
   Py_INCREF(of_release);
@@ -206,8 +207,9 @@ extern "C" PyObject* torchport_unshared(PyObject* given, PyObject* args) {
   for (Py_ssize_t at = 0; found && at < PyList_GET_SIZE(args); ++at) {
     PyObject* data = PyList_GET_ITEM(args, at);
     if (at < leaves) {
-      PyObject* mine = PyList_GET_ITEM(given, at);
-      if (Py_REFCNT(data) != 2 || py_.exported.of(data) != Py_False || (mine != data && Py_REFCNT(mine) != 1)) {
+      PyObject* mine = PyList_GET_ITEM(given, at); // a promise is held by the job that is to keep it, too
+      const auto holders = [mine] { return job_of_promise.of(mine) == Py_None ? 1 : 2; };
+      if (Py_REFCNT(data) != 2 || py_.exported.of(data) != Py_False || (mine != data && Py_REFCNT(mine) != holders())) {
         continue;
       }
     } else if (Py_REFCNT(data) != 1) {

@@ -38,9 +38,9 @@ def _functions(library: ctypes.PyDLL, **arguments: int) -> list[Any]:
 
 def use_flush(library: ctypes.PyDLL) -> None:
     """Do what is done to many values at once with the functions of :data:`torchport.core.native.flush`."""
-    start, alive, sweep, pending = _functions(library, flush_start=5, alive=1, sweep=3, pending=1)
+    start, alive, sweep, pending = _functions(library, flush_start=6, alive=1, sweep=3, pending=1)
     forget, unshared, own_gradients = _functions(library, forget=1, unshared=2, own_gradients=1)
-    start(*_OBJECTS, trace.release)
+    start(*_OBJECTS, jobs.Pending, trace.release)
     trace.use(trace.Forms(alive, sweep, pending, forget))
     jobs.use_native(unshared)
     shims.use_native(own_gradients)

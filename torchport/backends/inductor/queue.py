@@ -1,0 +1,77 @@
+"""Computations on a thread that needs no Python: what is traced meanwhile and what is computed do not wait for a lock.
+
+The thread is ``caller.cpp``'s. Results stay where it has put them, in slots, and go from there to the next computation;
+Python's tensors are made of those that somebody looks at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torchport.backend.interface import BackendData, BackendDevice, ExecutionContext, Started, TensorData
+from torchport.core.errors import ExecutionError
+from torchport.core.specs import TensorSpec
+
+from .library import Library, plain_message
+
+__all__ = ["SlotData", "start"]
+
+
+class SlotData(TensorData):
+    """A value in a slot of ``caller.cpp``'s; ``tensor`` makes a tensor of it."""
+
+    __slots__ = ("_made", "slot")
+
+    def __init__(self, device: BackendDevice, spec: TensorSpec, slot: Any) -> None:
+        # As TensorData's: a training step makes hundreds.
+        self.device = device
+        self.spec = spec
+        self.info = None
+        self.exported = False
+        self.slot = slot
+        self._made: torch.Tensor | None = None
+
+    @property
+    def tensor(self) -> torch.Tensor | None:  # type: ignore[override]
+        """The value as a tensor; ``None`` before it is there, and once it was donated."""
+        if self._made is None and self.slot is not None:
+            self._made = self.slot.tensor()
+        return self._made
+
+    @tensor.setter
+    def tensor(self, tensor: torch.Tensor | None) -> None:
+        self._made, self.slot = tensor, None
+
+    @property
+    def has_value(self) -> bool:
+        return self._made is not None or (self.slot is not None and self.slot.has_tensor())
+
+
+def start(handle: Library, args: Sequence[BackendData], context: ExecutionContext) -> Started:
+    """What :meth:`.Backend.start` does for a library. Raises :class:`ExecutionError`, with nothing done."""
+    given: list[Any] = []
+    for data in args:
+        place = data.slot if data.__class__ is SlotData else None  # type: ignore[attr-defined]
+        if place is None and (place := data.tensor) is None:  # type: ignore[attr-defined]
+            raise ExecutionError("an argument has no value: it was donated")
+        given.append(place)
+    running, slots = handle.start(given, context.donated)
+    donated = [(at, args[at]) for at in context.donated]
+    for _, data in donated:
+        data.tensor = None  # type: ignore[attr-defined]
+    device = context.device
+    results = [SlotData(device, spec, slot) for spec, slot in zip(handle.outputs, slots, strict=True)]
+
+    def wait() -> float:
+        said = running.wait()
+        if said.__class__ is float:
+            return said
+        for at, data in donated:
+            if data.tensor is None:  # type: ignore[attr-defined]
+                data.tensor = running.not_given(at)  # type: ignore[attr-defined]
+        raise ExecutionError(f"the compiled computation failed: {plain_message(said)}")
+
+    return Started(results, running.done, wait)
