@@ -199,7 +199,7 @@ def test_the_reference_names_what_there_is() -> None:
 _OPERATOR = re.compile(r"torch\.ops\.\w+\.\w+(\.(?!_handle)\w+)?")
 _NOT_PYTORCH = {
     ("backends.inductor.library", "_handle"),  # of ctypes.CDLL
-    *(("lazy.jobs", name) for name in ("_at_fork_reinit", "_is_owned")),  # of threading.RLock
+    *(("lazy.worker", name) for name in ("_at_fork_reinit", "_is_owned")),  # of threading.RLock
     ("lazy.finalizers", "_is_owned"),  # the same
     ("testing.worker", "_resource_tracker"),  # of multiprocessing
     ("testing.worker", "_fd"),

@@ -65,7 +65,10 @@ class Worker:
     @property
     def busy(self) -> bool:
         """Whether a job runs or waits."""
-        return self._current is not None or bool(self._queue) or self._runs_started()
+        return self._thread_is_busy() or self._runs_started()
+
+    def _thread_is_busy(self) -> bool:
+        return self._current is not None or bool(self._queue)
 
     def takes(self, job: Job, wanted_now: bool) -> bool:
         """Whether a run of a plan goes to the thread, rather than be done at once on the calling one."""
@@ -109,10 +112,15 @@ class Worker:
         """Whether it pays to have the backend start a job, if it can."""
         plan = job.plan
         assert plan is not None
-        if not self.starts or not plan.checked or self._stopping or self._current is not None or self._queue:
+        if not self.starts or not plan.checked or self._stopping:
             return False
         if config.execution != "auto":
-            return config.execution == "worker"
+            if config.execution == "inline" or on_worker():
+                return False
+            self._wait(self._thread_is_busy)
+            return True
+        if self._thread_is_busy():
+            return False
         if self._runs_started():
             return not (wanted_now and self._is_short(job) and self._can_run_beside(job))
         return not wanted_now and plan.seconds > LITTLE and job.runtime.backend.computes_aside()
@@ -179,7 +187,7 @@ class Worker:
             return
         self.collect_started()
         if self.busy:
-            self._wait(lambda: self.busy)
+            self._wait(self._thread_is_busy)
 
     def _wait(self, unfinished: Callable[[], bool]) -> None:
         """Wait; what the worker has not begun meanwhile is done here, since handing it over would take longer."""

@@ -1,0 +1,259 @@
+"""Compiled code on a thread that needs no Python: the same results, errors that come back, and nothing held longer."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from everyday_support import counted
+from native_support import COMPILER, compiles
+from torch import nn
+
+import torchport
+from torchport.backends.inductor import InductorBackend, caller, machine
+from torchport.backends.inductor.queue import SlotData
+from torchport.core import native
+from torchport.lazy.jobs import resolve
+from torchport.lazy.trace import unwrap
+
+pytestmark = [
+    pytest.mark.skipif(not InductorBackend().is_available(), reason=InductorBackend().unavailable_reason()),
+    compiles,
+]
+
+
+@pytest.fixture(autouse=True)
+def device() -> Iterator[torch.device]:
+    native.build_all([str(COMPILER)])
+    assert caller.load() is not None
+    with torchport.config.override(execution="worker"):
+        yield torchport.use("inductor")
+        torchport.sync()
+
+
+def data_of(tensor: torch.Tensor) -> Any:
+    return resolve(unwrap(tensor))  # type: ignore[arg-type]
+
+
+def on_the_queue(fn: Callable[[], Any]) -> Any:
+    """What a function gives once all it computes has been through ``execute`` before. Some of it was started."""
+    fn()
+    torchport.sync()
+    with counted() as counts:
+        found = fn()
+    assert counts["AsyncExecute"]
+    return found
+
+
+def train(device: torch.device, steps: int = 6) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 1)).to(device)
+    opt = torch.optim.AdamW(net.parameters(), lr=0.01)
+    kept = []
+    for step in range(steps):
+        x = (torch.arange(128.0).reshape(16, 8) / 64 - step).to(device)
+        loss = (net(x) - x.sum(1, keepdim=True)).pow(2).mean()
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        kept.append(loss.detach())
+        if step == 2:
+            kept += [p.detach().clone() for p in net.parameters()]  # not to be written over
+        if step == 3:
+            assert loss.item() > 0
+    return [value.cpu() for value in (*kept, *net.state_dict().values())]
+
+
+def test_training_gives_the_same(device: torch.device) -> None:
+    got = on_the_queue(lambda: train(device))
+    with torchport.config.override(execution="inline"):
+        expected = train(device)
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
+def test_random_programs_give_the_same(device: torch.device, seed: int) -> None:
+    """Writes, views, values that are kept, dropped, read, and started one after the other."""
+
+    def program() -> list[torch.Tensor]:
+        pick = random.Random(seed)
+        values = [(torch.arange(12.0).reshape(3, 4) * k - 5).to(device) for k in range(3)]
+        found = []
+        for _ in range(30):
+            at, other = pick.randrange(3), pick.randrange(3)
+            match pick.randrange(8):
+                case 0:
+                    values[at] = values[at] * 0.5 + values[other]
+                case 1:
+                    values[at].add_(values[other], alpha=0.25)
+                case 2:
+                    values[at][1:].mul_(0.5)
+                case 3:
+                    values[at] = values[other].t().contiguous().t()
+                case 4:
+                    values[at] = values[other].clone()
+                case 5:
+                    found.append(values[at])
+                    values[at] = values[at] + 1
+                case 6:
+                    found.append(values[at].sum().cpu())
+                case _:
+                    values[at] = values[at].cumsum(pick.randrange(2)) / 4
+            if pick.random() < 0.4:
+                torchport.sync(wait=False)
+        return [value.cpu() for value in (*found, *values)]
+
+    got = on_the_queue(program)
+    with torchport.config.override(execution="inline"):
+        expected = program()
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_results_go_on_without_python_seeing_them(device: torch.device) -> None:
+    def chain() -> torch.Tensor:
+        value = torch.ones(4, 4).to(device)
+        for _ in range(3):
+            value = value * 2
+            torchport.sync(wait=False)
+        return value
+
+    value = on_the_queue(chain)
+    data = data_of(value)
+    assert isinstance(data, SlotData)
+    assert data._made is None
+    assert data.has_value
+    assert value.tolist() == [[8.0] * 4] * 4
+    assert data.tensor is data.tensor
+
+
+def test_the_thread_does_not_wait_for_python(device: torch.device) -> None:
+    """A program that never lets go of Python's lock sees its computation end all the same."""
+    x = torch.ones(64, 64).to(device)
+
+    def step() -> torch.Tensor:
+        value = (x @ x).relu() + 1
+        torchport.sync(wait=False)
+        return value
+
+    on_the_queue(step)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1_000)
+    try:
+        pending: Any = unwrap(step()).value  # type: ignore[union-attr]
+        done = pending.job.started.done
+        deadline = time.monotonic() + 60
+        while not done() and time.monotonic() < deadline:
+            pass
+        assert done()
+    finally:
+        sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("mode", ["autocast", "inference", "device", "functional"])
+def test_a_thread_that_waits_computes_in_no_mode_of_its_own(device: torch.device, mode: str) -> None:
+    """What the queue has not begun is computed by whoever waits."""
+    x = (torch.arange(4096.0).reshape(64, 64) / 512).to(device)
+
+    def step() -> torch.Tensor:
+        value = x @ x
+        for _ in range(2):
+            value = value @ x / 100
+            torchport.sync(wait=False)
+        return value
+
+    expected = on_the_queue(step).cpu()
+    for _ in range(20):
+        if mode == "functional":
+            found = torch.func.vmap(lambda scale: step() * scale)(torch.ones(1).to(device))[0]
+            assert torch.equal(found.cpu(), expected)
+            continue
+        modes: dict[str, Any] = {
+            "autocast": torch.autocast("cpu", torch.bfloat16),
+            "inference": torch.inference_mode(),
+            "device": torch.device("meta"),
+        }
+        value = step()
+        with modes[mode]:
+            found = value.cpu()
+        assert torch.equal(found, expected)
+
+
+# -- failures ------------------------------------------------------------------------------------------------------
+def look_up(device: torch.device, index: int) -> tuple[torch.Tensor, ...]:
+    """An embedding, what comes of it, and what does not."""
+    table = torch.arange(40.0).reshape(10, 4).to(device)
+    at = torch.full((3,), index).to(device)
+    other = torch.full((3, 4), 2.0).to(device)
+    found = nn.functional.embedding(at, table)
+    torchport.sync(wait=False)
+    found, other = found * 2 + 1, other * 3
+    torchport.sync(wait=False)
+    return found, other
+
+
+def test_an_error_of_the_code_comes_to_whoever_uses_the_value(device: torch.device) -> None:
+    on_the_queue(lambda: [value.cpu() for value in look_up(device, 1)])
+    with counted() as counts:
+        found, other = look_up(device, 100)
+        assert other.tolist() == [[6.0] * 4] * 3
+        with pytest.raises(torchport.ExecutionError, match="index") as caught:
+            found.tolist()
+        assert "embedding" in str(caught.value)
+        assert "test_inductor_queue.py" in str(caught.value)
+    assert counts["AsyncExecute"]
+    found, other = look_up(device, 2)
+    assert found[0].tolist() == [17.0, 19.0, 21.0, 23.0]
+
+
+# -- memory --------------------------------------------------------------------------------------------------------
+def test_what_is_given_away_is_gone_and_what_is_not_is_kept(device: torch.device) -> None:
+    def chain(keep: int | None = None) -> tuple[list[Any], list[weakref.ref[SlotData]]]:
+        value, kept, seen = torch.ones(4, 4).to(device), [], []
+        for at in range(6):
+            value = value * 2
+            torchport.sync(wait=False)
+            seen.append(weakref.ref(unwrap(value).value.data))  # type: ignore[union-attr]
+            if at == keep:
+                kept.append(value)
+        return [*kept, value], seen
+
+    known, _ = chain()
+    torchport.sync()
+    del known
+    for keep in (None, 2):
+        values, seen = chain(keep)
+        torchport.sync()
+        assert [at for at, place in enumerate(seen) if place() is not None] == [*([] if keep is None else [keep]), 5]
+        assert [value[0, 0].item() for value in values] == [*([] if keep is None else [8.0]), 64.0]
+
+
+# -- where it pays -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("cores", [1, 64])
+def test_computations_that_use_every_core_are_not_started(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, cores: int
+) -> None:
+    from torchport.lazy import worker
+
+    monkeypatch.setattr(worker, "LITTLE", 0.0)
+    monkeypatch.setattr(worker, "SHORT", 0.0)
+    monkeypatch.setattr(machine, "_cores", lambda: cores)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    x = torch.ones(3).to(device)
+
+    def step() -> torch.Tensor:
+        value = x + 1
+        torchport.sync(wait=False)
+        return value
+
+    step()
+    with torchport.config.override(execution="auto"), counted() as counts:
+        assert step().tolist() == [2.0] * 3
+    assert counts["AsyncExecute"] == (1 if cores == 64 else 0)
