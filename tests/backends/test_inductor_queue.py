@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -233,6 +234,99 @@ def test_what_is_given_away_is_gone_and_what_is_not_is_kept(device: torch.device
         torchport.sync()
         assert [at for at, place in enumerate(seen) if place() is not None] == [*([] if keep is None else [keep]), 5]
         assert [value[0, 0].item() for value in values] == [*([] if keep is None else [8.0]), 64.0]
+
+
+def test_memory_is_given_back_without_another_flush(device: torch.device) -> None:
+    x = torch.ones(64, 64).to(device)
+
+    def step() -> torch.Tensor:
+        value = x * 3 + 1
+        torchport.sync(wait=False)
+        return value
+
+    on_the_queue(step)
+    value = step()
+    place = weakref.ref(unwrap(value).value.data)  # type: ignore[union-attr]
+    del value
+    deadline = time.monotonic() + 60
+    while place() is not None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert place() is None
+
+
+def test_what_the_host_has_is_never_memory_that_the_code_uses(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled code makes copies on write real; two threads that do so at once would free the memory twice."""
+    from torchport.lazy import worker
+
+    monkeypatch.setattr(worker, "LITTLE", 0.0)
+    monkeypatch.setattr(machine, "_cores", lambda: 64)
+    is_cow: Any = torch._C._is_cow_tensor  # type: ignore[attr-defined]
+    source = torch.arange(200_000.0)
+    expected, x = source + 1, source.to(device)
+    with torchport.config.override(execution="auto"):
+        for at in range(100):
+            value = x + 1
+            held = value.cpu()
+            assert is_cow(held)
+            summed = (value * 2 + 1).sum()
+            torchport.sync(wait=False)  # on the queue
+            assert not is_cow(data_of(value).tensor)
+            again = value.cpu()
+            assert value[:8].sum().item() == 36  # at once, beside it
+            if at % 2:
+                assert summed.item() == pytest.approx((expected * 2 + 1).sum().item(), rel=1e-5)
+            junk = [torch.full((200_000,), 7.0) for _ in range(2)]
+            assert torch.equal(held, expected)
+            held.add_(1)
+            again.add_(1)
+            assert torch.equal(value.cpu(), expected)
+            del junk
+
+
+def test_threads_with_hooks_wait(device: torch.device) -> None:
+    """A thread's hooks are Python objects: they must not be touched with the queue's lock held."""
+    ended = []
+
+    def loop(number: int) -> None:
+        x = torch.ones(300).to(device)
+        for _ in range(150):
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+                first, second = x * number, x + number
+                torchport.sync(wait=False)
+                first, second = first * second, second * 2
+                torchport.sync(wait=False)
+                assert (first + second)[0].item() == number * (1 + number) + (1 + number) * 2
+        ended.append(number)
+
+    threads = [threading.Thread(target=loop, args=(number,), daemon=True) for number in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert sorted(ended) == [1, 2, 3]
+
+
+def test_a_read_leaves_the_number_of_threads_alone(device: torch.device) -> None:
+    x = torch.ones(300).to(device)
+
+    def step() -> torch.Tensor:
+        value = x * 2 + 1
+        torchport.sync(wait=False)
+        return value
+
+    on_the_queue(step)
+    before = torch.get_num_threads()
+    try:
+        for _ in range(50):
+            torch.set_num_threads(2)
+            value = step()
+            torch.set_num_threads(1)
+            assert value[0].item() == 3
+            assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
 
 
 # -- where it pays -------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from torch import nn
 import torchport
 from torchport import BackendData, ExecutionContext, Started, TensorData
 from torchport.backends.inductor import InductorBackend
+from torchport.lazy.trace import unwrap
 
 pytestmark = needs_counters
 
@@ -203,6 +204,21 @@ def test_a_short_computation_need_not_queue_behind_one_it_does_not_use(queued: Q
         threading.Timer(0.2, queued.gate.set).start()
         assert (y * mask.sum()).sum().item() == 12
     assert queued.gate.is_set()
+
+
+def test_a_backend_may_say_that_something_has_ended(queued: Queued) -> None:
+    from torchport.backend.interface import ended
+
+    x = torch.ones(3).to(queued.device)
+    known(lambda: x + 1)
+    y = x + 1
+    torchport.sync(wait=False)
+    promise: Any = unwrap(y).value  # type: ignore[union-attr]
+    queued.pool.submit(lambda: None).result()
+    assert not promise.has_value
+    ended()
+    assert promise.has_value
+    assert y.tolist() == [2.0] * 3
 
 
 def test_the_program_cannot_run_far_ahead(queued: Queued) -> None:

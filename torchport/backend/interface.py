@@ -12,7 +12,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 from ..core.specs import CompileSpecs, TensorSpec
 from .arrays import array_to_tensor, tensor_to_array
@@ -38,6 +38,7 @@ __all__ = [
     "TemporaryMemory",
     "TensorData",
     "Tracer",
+    "ended",
 ]
 
 
@@ -286,6 +287,20 @@ class Started:
     results: Sequence[BackendData]
     done: Callable[[], bool]
     wait: Callable[[], float]
+
+
+collectors: Final[list[Callable[[], object]]] = []
+"""Called by :func:`ended`."""
+
+
+def ended() -> None:
+    """Say that something which was started has ended. A backend need not: then it is noticed at the next flush.
+
+    Until then the memory of its arguments and results is kept. Call it on a thread of Python's that has nothing else to
+    do, or have the main thread call it (``Py_AddPendingCall``).
+    """
+    for collect in collectors:
+        collect()
 
 
 @dataclass(slots=True, eq=False)

@@ -412,6 +412,8 @@ class Job:
 
     def interrupted(self, error: BaseException) -> None:
         """Note that a run did not end: it can be repeated, unless inputs were given away and did not come back."""
+        if self.state is State.STARTED:
+            return
         given = [self.args[at] for at in self.donated if at < len(self.args)]
         kept = self.runtime.backend.restores_donated and all(value.has_value for value in given)
         if self.donated and not kept:

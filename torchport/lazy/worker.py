@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from typing import Final
 
 import torch
 
-from ..backend.interface import Backend, BackendDevice
+from ..backend.interface import Backend, BackendDevice, collectors
 from ..core import metrics
 from ..core.config import config
 from ..core.errors import ExecutionError, TorchportError
@@ -65,7 +66,7 @@ class Worker:
     @property
     def busy(self) -> bool:
         """Whether a job runs or waits."""
-        return self._thread_is_busy() or self._runs_started()
+        return self._thread_is_busy() or self.collect_ended()
 
     def _thread_is_busy(self) -> bool:
         return self._current is not None or bool(self._queue)
@@ -103,10 +104,14 @@ class Worker:
     # -- the backend's own queue -----------------------------------------------------------------------------
     def start(self, job: Job) -> bool:
         """Have the backend start a job that has made its promises, if it can. Raises :class:`ExecutionError`."""
-        if not job.start():
-            return False
-        self._started.append(job)
-        return True
+        self._started.append(job)  # first, so that an interrupt cannot come between
+        begun = False
+        try:
+            begun = job.start()
+        finally:
+            if not begun and job.state is not State.STARTED:
+                self._started.remove(job)
+        return begun
 
     def may_start(self, job: Job, wanted_now: bool) -> bool:
         """Whether it pays to have the backend start a job, if it can."""
@@ -121,23 +126,25 @@ class Worker:
             return True
         if self._thread_is_busy():
             return False
-        if self._runs_started():
+        if self.collect_ended():
             return not (wanted_now and self._is_short(job) and self._can_run_beside(job))
         return not wanted_now and plan.seconds > LITTLE and job.runtime.backend.computes_aside()
 
-    def _runs_started(self) -> bool:
-        """Whether something that was started has not ended; what has is collected."""
+    def collect_ended(self) -> bool:
+        """Collect what was started and has ended; whether there is something left."""
         while self._started:
             with contextlib.suppress(IndexError):  # another thread collects, too
                 job = self._started[0]
-                if job.started is not None and not job.started.done():
+                if job.started is None or not job.started.done():
                     return True
                 self.collect(job)
         return False
 
     def collect(self, job: Job) -> None:
         """Wait for a job that was started. Its error is kept for whoever needs a value."""
-        assert job.started is not None
+        if job.started is None:  # another thread is about to start it
+            time.sleep(0)
+            return
         if job.started.done():
             job.collect()
         else:
@@ -307,6 +314,14 @@ def worker_of(backend: Backend, device: BackendDevice) -> Worker:
 def workers() -> list[Worker]:
     """Every worker."""
     return [worker for of_backend in list(_workers.values()) for worker in list(of_backend.values())]
+
+
+def _collect_ended() -> None:
+    for worker in workers():
+        worker.collect_ended()
+
+
+collectors.append(_collect_ended)
 
 
 # A fork copies the memory but no thread: a computation in the middle of its work would be lost, so the fork waits.

@@ -183,6 +183,12 @@ class InductorBackend(Backend):
         plain = tensor if as_it_is else tensor.detach().resolve_conj().resolve_neg()
         return TensorData(device, TensorSpec.of(plain), plain)
 
+    def from_device(self, data: BackendData) -> torch.Tensor:
+        found = queue.on_host(data) if isinstance(data, TensorData) else None
+        if found is None:
+            raise TypeError(f"expected TensorData with a value, got {type(data).__name__}")
+        return found
+
     def borrow(self, tensor: torch.Tensor, spec: TensorSpec, device: BackendDevice) -> BackendData:
         # Compiled code reads its inputs, during the call only.
         return self.to_device(tensor, device) if spec.dtype.is_complex else TensorData(device, spec, tensor)

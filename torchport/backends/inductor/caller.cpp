@@ -1,274 +1,8 @@
 // Calls compiled libraries with tensors: at once, without Python's global lock while the code runs, or in order on a
 // thread that needs no Python. Per tensor this costs a tenth of what ctypes and capsules cost.
-//
-// The thread must never wait for Python's lock, which a program that traces gives up every few milliseconds. PyTorch
-// takes it when the last but one holder of a tensor lets go that Python has looked at. So what the thread holds are
-// tensors that Python has never seen: results of its own, and shallow copies.
-#include <Python.h>
-
-#include <ATen/Functions.h>
-#include <ATen/Parallel.h>
-#include <ATen/ThreadLocalState.h>
-#include <ATen/core/Tensor.h>
-#include <pthread.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/utils/object_ptr.h>
-
-#include <algorithm>
-#include <atomic>
-#include <chrono>
-#include <condition_variable>
-#include <cstdint>
-#include <deque>
-#include <memory>
-#include <mutex>
-#include <string>
-#include <thread>
-#include <vector>
+#include "queue.h"
 
 namespace {
-
-using Run = int32_t (*)(void*, void**, size_t, void**, size_t, void*, void*);
-using Destroy = int32_t (*)(void*);
-using LastError = int32_t (*)(const char**); // of the library
-using OperatorError = const char* (*)(); // of PyTorch
-using Clock = std::chrono::steady_clock;
-
-// A tensor's dtype, number of dimensions, sizes and strides, one after the other.
-struct Layout {
-  const int64_t* at;
-  int64_t dtype() const { return at[0]; }
-  int64_t dims() const { return at[1]; }
-  at::IntArrayRef sizes() const { return {at + 2, static_cast<size_t>(dims())}; }
-  at::IntArrayRef strides() const { return {at + 2 + dims(), static_cast<size_t>(dims())}; }
-  Layout next() const { return {at + 2 + 2 * dims()}; }
-};
-
-bool has_values_of(const at::Tensor& tensor, Layout expected) {
-  return tensor.defined() && tensor.is_cpu() && tensor.layout() == at::kStrided && !tensor.is_conj() &&
-      !tensor.is_neg() && !tensor.unsafeGetTensorImpl()->is_python_dispatch() &&
-      static_cast<int64_t>(tensor.scalar_type()) == expected.dtype() && tensor.sizes() == expected.sizes();
-}
-
-bool has_strides_of(const at::Tensor& tensor, Layout expected) {
-  for (int64_t d = 0; d < expected.dims(); ++d) {
-    if (tensor.size(d) != 1 && tensor.stride(d) != expected.strides()[d]) {
-      return false;
-    }
-  }
-  return true;
-}
-
-at::Tensor copy_with(const at::Tensor& tensor, Layout expected) {
-  return at::empty_strided(expected.sizes(), expected.strides(), tensor.options()).copy_(tensor);
-}
-
-// The same memory as another tensor, which Python does not know.
-at::Tensor shallow_copy(const at::Tensor& tensor) {
-  c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-  return at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), false));
-}
-
-// A compiled library.
-struct Code {
-  Run run;
-  Destroy destroy;
-  LastError last_error;
-  OperatorError operator_error;
-  void* container; // null once closed
-  std::vector<int64_t> layouts; // of inputs and outputs
-  size_t inputs, outputs;
-  std::mutex running;
-
-  Layout first() const { return {layouts.data()}; }
-
-  // What went wrong in the last call of this thread.
-  std::string error() const {
-    const char* said = nullptr;
-    last_error(&said);
-    std::string message = said == nullptr ? "no message" : said;
-    if (operator_error != nullptr && message.find("API call failed at") != std::string::npos) {
-      const char* own = operator_error();
-      message = own == nullptr || *own == 0 ? message : own;
-    }
-    return message;
-  }
-
-  // Whether it ran. Takes the inputs; the code frees each after its last use, if nobody else holds it.
-  bool call(std::vector<at::Tensor>& given, std::vector<at::Tensor>& results, std::string& said) {
-    std::lock_guard<std::mutex> alone(running);
-    if (container == nullptr) {
-      said = "it was destroyed";
-      return false;
-    }
-    std::vector<void*> handles, outcomes(outputs, nullptr);
-    for (at::Tensor& tensor : given) {
-      handles.push_back(new at::Tensor(std::move(tensor)));
-    }
-    given.clear();
-    if (run(container, handles.data(), handles.size(), outcomes.data(), outputs, nullptr, nullptr) != 0) {
-      said = error();
-      return false;
-    }
-    for (void* outcome : outcomes) {
-      results.push_back(*static_cast<at::Tensor*>(outcome));
-    }
-    // The code gives one handle for outputs that are the same buffer.
-    std::sort(outcomes.begin(), outcomes.end());
-    outcomes.erase(std::unique(outcomes.begin(), outcomes.end()), outcomes.end());
-    for (void* outcome : outcomes) {
-      delete static_cast<at::Tensor*>(outcome);
-    }
-    return true;
-  }
-};
-
-// -- the thread -------------------------------------------------------------------------------------------------
-// Where a tensor is, or will be once the run has ended whose result it is.
-struct Box {
-  at::Tensor tensor;
-};
-
-enum class Outcome { none, well, failed, not_run };
-
-struct Task;
-
-// A place, and the run that fills it; without one the tensor is there.
-struct Place {
-  std::shared_ptr<Box> box;
-  std::shared_ptr<Task> from;
-};
-
-bool has_tensor(const Place& place);
-
-struct Input : Place {
-  bool donated;
-};
-
-// One run. Its inputs and outputs are the thread's until it has an outcome.
-struct Task {
-  std::shared_ptr<Code> code;
-  std::vector<Input> inputs;
-  std::vector<std::shared_ptr<Box>> outputs;
-  std::vector<bool> overwritten, borrowed; // which inputs the code writes to; which outputs must be copied
-  int threads;
-  std::string error;
-  double seconds = 0;
-  std::atomic<Outcome> outcome{Outcome::none};
-
-  Outcome perform() {
-    if (at::get_num_threads() != threads) {
-      at::set_num_threads(threads);
-    }
-    Layout layout = code->first();
-    for (size_t at = 0; at < inputs.size(); ++at, layout = layout.next()) {
-      if (!has_tensor(inputs[at])) {
-        error = "an argument has no value, because its own computation failed";
-        return Outcome::not_run;
-      }
-      if (!has_values_of(inputs[at].box->tensor, layout)) {
-        error = "input " + std::to_string(at) + " is not as it should be";
-        return Outcome::not_run;
-      }
-    }
-    const auto start = Clock::now();
-    std::vector<at::Tensor> given, results;
-    layout = code->first();
-    for (size_t at = 0; at < inputs.size(); ++at, layout = layout.next()) {
-      const at::Tensor& tensor = inputs[at].box->tensor;
-      if (!has_strides_of(tensor, layout) || (overwritten[at] && !inputs[at].donated)) {
-        given.push_back(copy_with(tensor, layout));
-      } else {
-        given.push_back(inputs[at].donated ? std::move(inputs[at].box->tensor) : tensor);
-      }
-    }
-    const bool ran = code->call(given, results, error);
-    for (size_t at = 0; ran && at < results.size(); ++at, layout = layout.next()) {
-      const bool as_it_is = !borrowed[at] && has_strides_of(results[at], layout);
-      outputs[at]->tensor = as_it_is ? std::move(results[at]) : copy_with(results[at], layout);
-    }
-    seconds = std::chrono::duration<double>(Clock::now() - start).count();
-    return ran ? Outcome::well : Outcome::failed;
-  }
-};
-
-bool has_tensor(const Place& place) {
-  return place.box && (!place.from || place.from->outcome.load() == Outcome::well) && place.box->tensor.defined();
-}
-
-// What is to run, in order, and the thread. Never destroyed: the thread may wait in it when the process ends.
-struct Queue {
-  std::mutex mutex;
-  std::condition_variable changed, ended;
-  std::deque<std::shared_ptr<Task>> tasks;
-  bool runs = false, has_thread = false;
-  std::unique_ptr<at::ThreadLocalState> plain; // of a thread that has done nothing but this
-
-  void add(std::shared_ptr<Task> task) {
-    {
-      std::lock_guard<std::mutex> hold(mutex);
-      tasks.push_back(std::move(task));
-      if (!has_thread) {
-        std::thread([this] { work(); }).detach();
-        has_thread = true;
-      }
-    }
-    changed.notify_one();
-  }
-
-  // Run the next task, which must be there, while nothing runs.
-  void run_next(std::unique_lock<std::mutex>& hold) {
-    std::shared_ptr<Task> task = std::move(tasks.front());
-    tasks.pop_front();
-    runs = true;
-    hold.unlock();
-    Outcome outcome = Outcome::failed;
-    try {
-      outcome = task->perform();
-    } catch (const std::exception& raised) {
-      task->error = raised.what();
-    }
-    if (outcome != Outcome::not_run) { // else what was donated is given back
-      task->inputs.clear();
-    }
-    task->outputs.clear();
-    hold.lock();
-    runs = false;
-    task->outcome.store(outcome);
-    ended.notify_all();
-    if (!tasks.empty()) {
-      changed.notify_one();
-    }
-  }
-
-  void work() {
-    pthread_setname_np(pthread_self(), "torchport");
-    at::NoGradGuard no_gradients;
-    std::unique_lock<std::mutex> hold(mutex);
-    plain = std::make_unique<at::ThreadLocalState>();
-    for (;;) {
-      changed.wait(hold, [this] { return !runs && !tasks.empty(); });
-      run_next(hold);
-    }
-  }
-
-  // Whether a task has ended, after a while. What the thread has not begun is done here: waking it takes longer.
-  bool wait(const Task& task) {
-    const auto has_ended = [&task] { return task.outcome.load() != Outcome::none; };
-    std::unique_lock<std::mutex> hold(mutex);
-    while (!has_ended() && !runs && !tasks.empty() && plain) {
-      at::ThreadLocalStateGuard guard(*plain);
-      run_next(hold);
-    }
-    return ended.wait_for(hold, std::chrono::milliseconds(100), has_ended);
-  }
-};
-
-Queue* queue = new Queue;
-
-// A fork waits until nothing runs; the child has no thread.
-const int at_fork = pthread_atfork(nullptr, nullptr, [] { queue = new Queue; });
 
 // -- Python's side ----------------------------------------------------------------------------------------------
 // The place of a tensor that Python need not look at.
@@ -341,9 +75,16 @@ PyObject* started_wait(PyObject* self, PyObject*) {
   Task& task = task_of(self);
   bool ended = task.outcome.load() != Outcome::none;
   while (!ended) {
+    // Made and undone with Python's lock, which the state may need: it has the program's Python hooks.
+    const at::ThreadLocalState* plain = queue->plain.load();
+    std::optional<at::ThreadLocalStateGuard> guard;
+    if (plain != nullptr) {
+      guard.emplace(*plain);
+    }
     Py_BEGIN_ALLOW_THREADS
-    ended = queue->wait(task);
+    ended = queue->wait(task, plain != nullptr);
     Py_END_ALLOW_THREADS
+    guard.reset();
     if (!ended && PyErr_CheckSignals() != 0) {
       return nullptr;
     }
@@ -406,8 +147,9 @@ std::vector<bool> flags(PyObject* positions, size_t count) {
 
 } // namespace
 
-// Once, before anything else.
-extern "C" PyObject* torchport_caller_start() {
+// Once, before anything else. ``ended``: called on the main thread when a run has ended.
+extern "C" PyObject* torchport_caller_start(PyObject* ended) {
+  when_ended = Py_NewRef(ended);
   return make_types() ? Py_NewRef(Py_True) : nullptr;
 }
 
@@ -441,6 +183,7 @@ extern "C" PyObject* torchport_call(void* opened, PyObject* inputs, int let_go) 
   HANDLE_TH_ERRORS
   const std::shared_ptr<Code> code = *static_cast<std::shared_ptr<Code>*>(opened);
   std::vector<at::Tensor> given, results;
+  Uses used;
   Layout layout = code->first();
   const Py_ssize_t count = PyList_GET_SIZE(inputs);
   for (Py_ssize_t i = 0; i < count; ++i, layout = layout.next()) {
@@ -450,6 +193,7 @@ extern "C" PyObject* torchport_call(void* opened, PyObject* inputs, int let_go) 
       return PyLong_FromSsize_t(i);
     }
     given.push_back(THPVariable_Unpack(item));
+    used.add(given.back());
   }
   if (let_go && PyList_SetSlice(inputs, 0, count, nullptr) != 0) {
     PyErr_Clear();
@@ -470,6 +214,28 @@ extern "C" PyObject* torchport_call(void* opened, PyObject* inputs, int let_go) 
   END_HANDLE_TH_ERRORS
 }
 
+// A tensor of the host's with the value at a slot or of a tensor: copied when somebody writes to it, or at once.
+extern "C" PyObject* torchport_host_copy(PyObject* value) {
+  HANDLE_TH_ERRORS
+  const bool in_slot = Py_TYPE(value) == &slot_type;
+  TORCH_CHECK_TYPE(in_slot || THPVariable_Check(value), "a tensor or a slot is needed");
+  if (in_slot && !has_tensor(place_of(value))) {
+    Py_RETURN_NONE;
+  }
+  const at::Tensor& tensor = in_slot ? place_of(value).box->tensor : THPVariable_Unpack(value);
+  at::NoGradGuard no_gradients;
+  c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
+  std::unique_lock<std::mutex> hold(uses_mutex);
+  const bool used = (in_slot && place_of(value).box->uses.load() != 0) || uses.count(storage) != 0;
+  if (!used && tensor.numel() >= kLazyFrom &&
+      (is_copied_on_write(tensor) || c10::impl::cow::has_simple_data_ptr(*storage))) {
+    return THPVariable_Wrap(at::_lazy_clone(tensor));
+  }
+  hold.unlock();
+  return THPVariable_Wrap(tensor.clone());
+  END_HANDLE_TH_ERRORS
+}
+
 // Has the thread run a library: what says how it went, and the slots of the results. ``inputs``: tensors and slots;
 // ``donated``, ``overwritten``, ``borrowed``: positions.
 extern "C" PyObject* torchport_start(
@@ -486,12 +252,19 @@ extern "C" PyObject* torchport_start(
   for (size_t i = 0; i < code->inputs; ++i) {
     PyObject* item = PyList_GET_ITEM(inputs, static_cast<Py_ssize_t>(i));
     if (Py_TYPE(item) == &slot_type) {
-      task->inputs.push_back({place_of(item), given_up[i]});
+      const Place& place = place_of(item);
+      if (has_tensor(place)) {
+        task->uses->add(place.box->tensor);
+      }
+      task->inputs.push_back({place, given_up[i]});
     } else {
       TORCH_CHECK_TYPE(THPVariable_Check(item), "a tensor or a slot is needed");
-      auto box = std::make_shared<Box>(Box{shallow_copy(THPVariable_Unpack(item))});
+      auto box = std::make_shared<Box>();
+      box->tensor = shallow_copy(THPVariable_Unpack(item));
+      task->uses->add(box->tensor);
       task->inputs.push_back({{std::move(box), nullptr}, given_up[i]});
     }
+    ++task->inputs.back().box->uses;
   }
   THPObjectPtr slots(PyList_New(static_cast<Py_ssize_t>(code->outputs)));
   for (size_t i = 0; slots && i < code->outputs; ++i) {

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from torchport.backend.interface import ended
 from torchport.core.native import NativeLibrary
 from torchport.core.specs import TensorSpec
 
@@ -40,7 +41,7 @@ class Caller:
     outputs) → a library; ``close`` frees its container. ``call``: (library, list of tensors, whether to empty it) →
     results, the position of an input that is not as expected, or what went wrong. ``start``: (library, tensors and
     slots, positions of those donated, overwritten and of results to copy, number of threads) → (what says how it goes,
-    slots of the results).
+    slots of the results). ``host_copy``: of a tensor or slot, what the host may have.
     """
 
     def __init__(self, library: ctypes.PyDLL) -> None:
@@ -50,12 +51,13 @@ class Caller:
             ("close", obj, [pointer]),
             ("call", obj, [pointer, obj, ctypes.c_int]),
             ("start", obj, [pointer, obj, obj, obj, obj, ctypes.c_int]),
-            ("caller_start", obj, []),
+            ("host_copy", obj, [obj]),
+            ("caller_start", obj, [obj]),
         ):
             function = getattr(library, f"torchport_{name}")
             function.restype, function.argtypes = result, arguments
             setattr(self, name, function)
-        self.caller_start()
+        self.caller_start(ended)
 
     if TYPE_CHECKING:
 

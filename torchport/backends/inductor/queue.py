@@ -15,9 +15,10 @@ from torchport.backend.interface import BackendData, BackendDevice, ExecutionCon
 from torchport.core.errors import ExecutionError
 from torchport.core.specs import TensorSpec
 
+from . import caller
 from .library import Library, plain_message
 
-__all__ = ["SlotData", "start"]
+__all__ = ["SlotData", "on_host", "start"]
 
 
 class SlotData(TensorData):
@@ -48,6 +49,15 @@ class SlotData(TensorData):
     @property
     def has_value(self) -> bool:
         return self._made is not None or (self.slot is not None and self.slot.has_tensor())
+
+
+def on_host(data: TensorData) -> torch.Tensor | None:
+    """A value for the host, which no computation's memory changes under and that changes no computation's memory."""
+    place = data.slot if data.__class__ is SlotData else None  # type: ignore[attr-defined]
+    functions = caller.load()
+    if place is None:
+        place = data.tensor
+    return place if functions is None or place is None else functions.host_copy(place)
 
 
 def start(handle: Library, args: Sequence[BackendData], context: ExecutionContext) -> Started:
