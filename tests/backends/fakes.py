@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -46,6 +47,19 @@ class Fake(ReferenceBackend):
             backend.device = torch.device("port", index)
         _FIRST[number % FRESH] = kind.name
         return backend
+
+
+def stays_near(gate: threading.Event, run: Callable[[], None], done: list[int]) -> None:
+    """A program on a thread of its own, which notes the steps it has done, does not run far ahead of a closed gate."""
+    thread = threading.Thread(target=run)
+    thread.start()
+    deadline = time.monotonic() + 60
+    while (gate.is_set() or len(done) < 3) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    time.sleep(0.1)
+    assert len(done) <= 4, "one runs, two wait, and one more was handed over"
+    gate.set()
+    thread.join(60)
 
 
 class CountingBackend(Fake):

@@ -192,16 +192,7 @@ def test_the_program_cannot_run_far_ahead(gated: Gated) -> None:
             done.append(step)
         done.append(int(value[0].item()))
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    assert gated.started.acquire(timeout=60)
-    deadline = time.monotonic() + 60
-    while len(done) < 3 and time.monotonic() < deadline:
-        time.sleep(0.005)
-    time.sleep(0.1)
-    assert len(done) <= 4, "one runs, two wait, and one more was handed over"
-    gated.gate.set()
-    thread.join(60)
+    fakes.stays_near(gated.gate, run, done)
     assert done[-1] == 1 + sum(range(12))
 
 

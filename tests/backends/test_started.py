@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -239,17 +238,7 @@ def test_the_program_cannot_run_far_ahead(queued: Queued) -> None:
         queued.gate.clear()
         done.append(int(ahead()[0].item()))
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    deadline = time.monotonic() + 60
-    while queued.gate.is_set() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    while len(done) < 3 and time.monotonic() < deadline:
-        time.sleep(0.005)
-    time.sleep(0.1)
-    assert len(done) <= 4, "one runs, two wait, and one more was begun"
-    queued.gate.set()
-    thread.join(60)
+    fakes.stays_near(queued.gate, run, done)
     assert done[-1] == 1 + sum(range(8))
 
 

@@ -1,6 +1,6 @@
 """Computations on a thread that needs no Python: what is traced meanwhile and what is computed do not wait for a lock.
 
-The thread is ``caller.cpp``'s. Results stay where it has put them, in slots, and go from there to the next computation;
+The thread is in ``queue.h``. Results stay where it has put them, in slots, and go from there to the next computation;
 Python's tensors are made of those that somebody looks at.
 """
 
@@ -53,11 +53,13 @@ class SlotData(TensorData):
 
 def on_host(data: TensorData) -> torch.Tensor | None:
     """A value for the host, which no computation's memory changes under and that changes no computation's memory."""
-    place = data.slot if data.__class__ is SlotData else None  # type: ignore[attr-defined]
     functions = caller.load()
-    if place is None:
-        place = data.tensor
-    return place if functions is None or place is None else functions.host_copy(place)
+    if functions is None:  # nobody says which memory is in use
+        return None if data.tensor is None else data.tensor.clone()
+    place = data.slot if data.__class__ is SlotData else None  # type: ignore[attr-defined]
+    if place is None and (place := data.tensor) is None:
+        return None
+    return functions.host_copy(place)
 
 
 def start(handle: Library, args: Sequence[BackendData], context: ExecutionContext) -> Started:
