@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import torchport
+from torchport import native
 from torchport.backend.interface import (
     Backend,
     BackendData,
@@ -23,7 +24,6 @@ from torchport.backend.interface import (
     Processed,
     TensorData,
 )
-from torchport.core import native
 from torchport.core.specs import CompileSpecs, TensorSpec
 
 __all__ = [
@@ -180,7 +180,7 @@ def use_null() -> None:
 
 def new_trace() -> None:
     """Begin an empty trace on ``port:0``; values that are pending are given up."""
-    from torchport.lazy.runtime import threads
+    from torchport.trace.threads import threads
 
     threads.trace.restart()
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from torchport.core import dispatch
-from torchport.core.dispatch import Dispatcher, DispatchKeySet
+from torchport import dispatch
+from torchport.dispatch import Dispatcher, DispatchKeySet
 
 REPEATS = 5
 BACKENDS = 200

@@ -55,7 +55,7 @@ class _Clock:
 
 def _watched(clock: _Clock) -> None:
     """Have every flush and every call of compiled code counted from now on."""
-    from torchport.lazy import executor
+    from torchport.run import flush as executor
 
     backend: Any = torchport.get_backend(BACKEND)
     backend.execute = clock.around("code", backend.execute)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from . import aot, runtime
+    from . import aot, dispatch, runtime
     from .backend.interface import (
         ArrayData,
         Backend,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .backend.lowering_context import Call, Lowering, LoweringContext, LoweringTable
     from .backend.normal_form import verify_graph
     from .backend.registry import BackendInfo, Registry, registry
-    from .core import dispatch, errors, metrics
+    from .core import errors, metrics
     from .core.config import config
     from .core.errors import (
         AmbiguousKernel,
@@ -57,8 +57,8 @@ if TYPE_CHECKING:
     from .debug.dumps import dump, dump_trie
     from .debug.explain import explain
     from .frontend.device.api import device, donate, get_backend, list_backends, mode, register, sync, use
-    from .lazy.closures import step_closure
-    from .lazy.reasons import CompileReason
+    from .run.reasons import CompileReason
+    from .run.step_closures import step_closure
 
 _HOMES = {
     "torchport.backend.interface": (
@@ -79,13 +79,13 @@ _HOMES = {
     "torchport.debug.dumps": "dump dump_trie",
     "torchport.debug.explain": "explain",
     "torchport.frontend.device.api": "device donate get_backend list_backends mode register sync use",
-    "torchport.lazy.closures": "step_closure",
-    "torchport.lazy.reasons": "CompileReason",
+    "torchport.run.step_closures": "step_closure",
+    "torchport.run.reasons": "CompileReason",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 _MODULES = {
     "aot": "torchport.aot",
-    "dispatch": "torchport.core.dispatch",
+    "dispatch": "torchport.dispatch",
     "errors": "torchport.core.errors",
     "metrics": "torchport.core.metrics",
     "runtime": "torchport.runtime",
@@ -112,7 +112,7 @@ def __dir__() -> list[str]:
 def _autoload() -> None:
     """Called by ``import torch`` (entry point group ``torch.backends``); must never make that import fail."""
     try:
-        from .frontend.device.register import register_device
+        from .frontend.device.register import register_device  # on demand: importing torchport imports nothing else
 
         register_device()
     except Exception as error:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import shlex
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from . import __version__
 from .core.errors import TorchportError
@@ -24,6 +28,11 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise _UsageError(f"{message} (see {self.prog} --help)")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        out = file if file is not None else sys.stderr
+        if message and out is not None:  # pyright: ignore[reportUnnecessaryComparison]
+            out.write(message)  # argparse's own would not say that nothing could be written
 
 
 def _positive(text: str) -> int:
@@ -52,6 +61,11 @@ def _parser() -> argparse.ArgumentParser:
     backends = commands.add_parser("backends", help="which backends are installed, and why one cannot run")
     backends.set_defaults(run=_backends)
 
+    doctor = commands.add_parser(
+        "doctor", help="versions, backends, compilers, and what other libraries have to be told"
+    )
+    doctor.set_defaults(run=_doctor)
+
     inspect = commands.add_parser("inspect", help="what is in a program file: methods, delegates, sizes, versions")
     inspect.add_argument("file", metavar="FILE.pt2")
     inspect.add_argument("--header", action="store_true", help="compare the document's checksum only, not all data's")
@@ -67,20 +81,20 @@ def _parser() -> argparse.ArgumentParser:
     new.add_argument("--dir", metavar="DIR", help="the folder to make (default: torchport-NAME)")
     new.set_defaults(run=_new)
 
-    from .testing.command import add_commands
+    from .testing.command import add_commands  # on demand: a command pays for what it uses
 
     add_commands(commands)
     return parser
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from .demo.main import run_demo
+    from .demo.main import run_demo  # on demand: a command pays for what it uses
 
     return run_demo(backends=arguments.backends, only=arguments.only, quick=arguments.quick, steps=arguments.steps)
 
 
 def _backends(arguments: argparse.Namespace) -> int:
-    from .backend.registry import registry
+    from .backend.registry import registry  # on demand: a command pays for what it uses
 
     rows = registry.list()
     if not rows:
@@ -92,22 +106,29 @@ def _backends(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _doctor(arguments: argparse.Namespace) -> int:
+    from .debug.doctor import report  # on demand: a command pays for what it uses
+
+    print(report())
+    return 0
+
+
 def _inspect(arguments: argparse.Namespace) -> int:
-    from .program.inspect import describe
+    from .program.inspect import describe  # on demand: a command pays for what it uses
 
     print(describe(arguments.file, "header" if arguments.header else "full"))
     return 0
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    from .debug.explain import explain_cli
+    from .debug.explain import explain_cli  # on demand: a command pays for what it uses
 
     print(explain_cli(arguments.op, arguments.device))
     return 0
 
 
 def _new(arguments: argparse.Namespace) -> int:
-    from .scaffold import new_package
+    from .scaffold import new_package  # on demand: a command pays for what it uses
 
     folder = new_package(arguments.name, Path(arguments.dir) if arguments.dir else None)
     print(f"{folder} is there. Next:\n")
@@ -115,21 +136,76 @@ def _new(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0, or 2 for an error, which is told in one line."""
+class _Terminated(KeyboardInterrupt):
+    """The process was asked to end (SIGTERM): what Ctrl-C cleans up is cleaned up."""
+
+
+@contextlib.contextmanager
+def _ending_in_order() -> Iterator[None]:
+    """Have SIGTERM raise :class:`_Terminated`, so that worker processes and temporary files go, too."""
+
+    def terminate(number: int, frame: object) -> None:
+        raise _Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    """Do what the command line says. What was printed has been written when this returns."""
     try:
         arguments = _parser().parse_args(argv)
         return arguments.run(arguments)
+    finally:
+        if sys.stdout is not None:  # pyright: ignore[reportUnnecessaryComparison]  # it was closed by the caller
+            sys.stdout.flush()
+
+
+def _tell(message: str) -> None:
+    """Say why the command ends, in one line."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # there may be nobody to tell
+        print(f"torchport: {' '.join(message.split())}", file=sys.stderr, flush=True)
+
+
+def _give_up_output() -> None:
+    """Have Python's end not try again to write what could not be written."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code.
+
+    0, or 1 where a command found failures; 2 for an error, which is told in one line; 130 after Ctrl-C and 143 after
+    SIGTERM; 141, as of a process that SIGPIPE ended, where the reader of the output has gone.
+    """
+    try:
+        with _ending_in_order():
+            return _run(argv)
     except (_UsageError, TorchportError, ModuleNotFoundError) as error:
-        print(f"torchport: {' '.join(str(error).split())}", file=sys.stderr)
+        _tell(str(error))
         return 2
+    except _Terminated:
+        _tell("terminated")
+        return 128 + signal.SIGTERM
     except KeyboardInterrupt:
-        print("torchport: interrupted", file=sys.stderr)
-        return 130
+        _tell("interrupted")
+        return 128 + signal.SIGINT
     except BrokenPipeError:
-        # The reader of our output (head, less) has gone; closing stderr keeps the interpreter quiet about it.
-        sys.stderr.close()
-        return 0
+        _give_up_output()
+        return 141
+    except OSError as error:
+        _tell(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
+        _give_up_output()
+        return 2
 
 
 if __name__ == "__main__":

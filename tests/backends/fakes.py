@@ -14,9 +14,17 @@ import torch
 from torch import fx
 
 import torchport
-from torchport import BackendData, BackendDevice, CompileSpecs, ExecutionContext, Processed, Support, TensorData
+from torchport import (
+    BackendData,
+    BackendDevice,
+    CompileSpecs,
+    ExecutionContext,
+    Processed,
+    Support,
+    TensorData,
+)
 from torchport.backends.reference import ReferenceBackend
-from torchport.lazy.runtime import rebind
+from torchport.run.runtime import rebind
 
 _numbers = itertools.count()
 FRESH = 32

@@ -320,7 +320,14 @@ def test_a_program_that_needs_no_torch_imports_none(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     loaded = done.stdout
-    for name in ("torch", "torchport.aot", "torchport.frontend", "torchport.lazy", "torchport.backends.reference"):
+    for name in (
+        "torch",
+        "torchport.aot",
+        "torchport.frontend",
+        "torchport.trace",
+        "torchport.run",
+        "torchport.backends.reference",
+    ):
         assert f"'{name}'" not in loaded
 
 

@@ -529,7 +529,14 @@ def test_a_program_that_needs_no_torch_imports_none(tmp_path: Path) -> None:
     code = RUN.format(path=str(tmp_path / "sum.pt2"))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    for name in ("torch", "torchport.aot", "torchport.frontend", "torchport.lazy", "torchport.backend.masking"):
+    for name in (
+        "torch",
+        "torchport.aot",
+        "torchport.frontend",
+        "torchport.trace",
+        "torchport.run",
+        "torchport.backend.masking",
+    ):
         assert f"'{name}'" not in done.stdout
 
 

@@ -12,11 +12,7 @@ from torch import fx, nn
 
 from torchport import aot
 from torchport.aot import DelegationSpec, OpList, Partitioner, PartitionResult, Pattern, Supported, WholeProgram
-from torchport.core.errors import (
-    ConfigError,
-    GraphError,
-    UnsupportedOp,
-)
+from torchport.core.errors import ConfigError, GraphError, UnsupportedOp
 from torchport.core.specs import CompileSpecs
 
 aten = torch.ops.aten

@@ -16,11 +16,7 @@ from torchport import aot, runtime
 from torchport.aot import OpList, Partitioner
 from torchport.backend.interface import FreeableBuffer, InitContext, Processed
 from torchport.backends.reference import ReferenceBackend
-from torchport.core.errors import (
-    CompileError,
-    ErrorCode,
-    ProgramError,
-)
+from torchport.core.errors import CompileError, ErrorCode, ProgramError
 from torchport.core.specs import CompileSpecs
 
 aten = torch.ops.aten

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import torchport
+from torchport import dispatch
 from torchport.backend.interface import TensorData
-from torchport.core import dispatch
+from torchport.backend.registrar import registrar_of
 from torchport.core.specs import TensorSpec
-from torchport.lazy.kernels import registrar_of
 
 aten = torch.ops.aten
 

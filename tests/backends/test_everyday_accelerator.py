@@ -29,7 +29,7 @@ def test_a_program_for_any_accelerator(device: torch.device) -> None:
 
 
 def test_memory_figures_are_the_backends(device: torch.device) -> None:
-    from torchport.lazy.runtime import runtimes
+    from torchport.run.runtime import runtimes
 
     runtime = runtimes.get(0)
     known = runtime.backend.memory_info(runtime.device)
@@ -76,15 +76,33 @@ def test_a_data_loader_with_a_worker_that_pins_memory() -> None:
 
 
 BEFORE_USE = """
+import warnings
 import torch
 from torch.utils.data import DataLoader
 assert [b.tolist() for b in DataLoader([1.0, 2.0], pin_memory=True)] == [[1.0], [2.0]]
-assert torch.ones(2).pin_memory().tolist() == [1.0, 1.0]
+x = torch.arange(6.0).reshape(2, 3).t()
+pinned = x.pin_memory()
+assert pinned.is_pinned() and pinned[1:].is_pinned() and pinned.untyped_storage().is_pinned() and not x.is_pinned()
+assert pinned.tolist() == x.tolist() and pinned.stride() == x.stride() and pinned.data_ptr() != x.data_ptr()
+assert pinned.pin_memory() is pinned and not pinned.clone().is_pinned()
+x.zero_()
+assert pinned.sum() == 15
+assert torch.UntypedStorage(8).pin_memory().is_pinned() and not torch.UntypedStorage(8).is_pinned()
+weight = torch.nn.Parameter(torch.ones(2))
+weight.pin_memory().sum().backward()
+assert weight.grad.tolist() == [1.0, 1.0]
+assert torch.eye(2).to_sparse().pin_memory().to_dense().tolist() == torch.eye(2).tolist()
+assert [b.is_pinned() for b in DataLoader([1.0, 2.0], pin_memory=True)] == [True, True]
 torch.accelerator.empty_cache()
 torch.accelerator.empty_host_cache()
 torch.accelerator.synchronize()
 assert torch.accelerator.memory_allocated() == 0
 assert not torch.port.is_initialized()
+with warnings.catch_warnings(record=True) as warned:  # Dynamo looks at functions of Python behind a graph break
+    warnings.simplefilter("always")
+    compiled = torch.compile(lambda x: x + torch.accelerator.memory_allocated() + x.is_pinned(), backend="eager")
+    assert compiled(torch.ones(2)).tolist() == [1.0, 1.0]
+assert not warned, [str(warning.message) for warning in warned]
 """
 
 

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from native_support import COMPILER, compiles, said_without_and_with
 
 import torchport
-from torchport.core import native
-from torchport.lazy import record
-from torchport.lazy.runtime import runtimes, threads
+from torchport import native
+from torchport.run.runtime import runtimes
+from torchport.trace import record
+from torchport.trace.threads import threads
 
 pytestmark = compiles
 

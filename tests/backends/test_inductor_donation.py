@@ -15,7 +15,7 @@ from torchport.backend.interface import BackendData, ExecutionContext, FreeableB
 from torchport.backend.serialize import decode, encode, fingerprint
 from torchport.backends.inductor import InductorBackend, container
 from torchport.core.specs import CompileSpecs, TensorSpec
-from torchport.lazy import jobs
+from torchport.run import donation
 
 backend = InductorBackend()
 pytestmark = pytest.mark.skipif(not backend.is_available(), reason=backend.unavailable_reason())
@@ -114,7 +114,7 @@ def test_what_reads_an_element_elsewhere_reads_it_before_it_is_overwritten(fn: A
 # -- on the device -----------------------------------------------------------------------------------------------------
 @pytest.fixture
 def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "LARGE", 0)
+    monkeypatch.setattr(donation, "LARGE", 0)
     torchport.use("inductor")
 
 
@@ -162,14 +162,14 @@ def test_only_large_values_that_nobody_holds_are_guessed() -> None:
     torchport.use("inductor")
     small, large, held = torch.ones(4).to("port"), torch.ones(1024, 512).to("port"), torch.ones(1024, 512).to("port")
     guesses: list[frozenset[int]] = []
-    original = jobs.likely_donated
+    original = donation.likely_donated
 
     def noted(trace: Any) -> frozenset[int]:
         guesses.append(original(trace))
         return guesses[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchport.lazy.executor.likely_donated", noted)
+        patch.setattr("torchport.run.flush.likely_donated", noted)
         small, large, result = small + 1, large + 1, held * 2
         torchport.sync()
         small, large, result = small * 3, large * 3, held * 3

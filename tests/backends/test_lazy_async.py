@@ -332,7 +332,7 @@ class Timed(fakes.Fake):
 
 @pytest.mark.parametrize("long", [False, True], ids=["short", "long"])
 def test_only_long_computations_are_worth_a_thread(monkeypatch: pytest.MonkeyPatch, long: bool) -> None:
-    from torchport.lazy import worker
+    from torchport.run import queue as worker
 
     monkeypatch.setattr(worker, "SHORT", 0.001 if long else 1e9)
     backend = Timed.install(seconds=0.01)
@@ -449,7 +449,7 @@ def test_a_forked_child_has_the_values_that_were_in_flight() -> None:
 FORK_BESIDE_THREADS = """
 import os, threading, time
 import torch, torchport
-from torchport.lazy.trace import lock
+from torchport.trace.trace import lock
 ready, done = threading.Event(), threading.Event()
 def other():
     kept = torch.ones(3, device="port") + 1

@@ -18,9 +18,9 @@ from torch import nn
 import torchport
 from torchport.backend import infer
 from torchport.backend.compiler import computations
-from torchport.lazy import tensor
-from torchport.lazy.history import history
-from torchport.lazy.runtime import threads
+from torchport.run.history import history
+from torchport.trace import handle as tensor
+from torchport.trace.threads import ThreadTraces, threads
 
 pytestmark = needs_counters
 
@@ -87,7 +87,7 @@ def test_the_cache_in_memory_is_least_recently_used() -> None:
 
 
 def test_keeping_other_values_each_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchport.lazy import executor
+    from torchport.run import flush as executor
 
     monkeypatch.setattr(executor, "PLANS_AT_MOST", 5)
     backend = Counted.install()
@@ -202,9 +202,7 @@ def test_many_threads_for_long(execution: str) -> None:
 
 
 def test_a_collection_in_the_middle_of_a_threads_first_use() -> None:
-    from torchport.lazy.runtime import _ThreadTraces
-
-    begun = _ThreadTraces.__new__(_ThreadTraces)  # what the collector's callback finds while __init__ runs
+    begun = ThreadTraces.__new__(ThreadTraces)  # what the collector's callback finds while __init__ runs
     begun.set_aside()
     begun.take_up()
     assert vars(begun) == {}

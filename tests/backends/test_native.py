@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,15 +18,17 @@ from native_support import COMPILER, compiles, said_without_and_with
 from torch import nn
 
 import torchport
+from torchport import native
 from torchport.backend.interface import TensorData
-from torchport.core import native
+from torchport.backends.inductor import caller
 from torchport.core.specs import TensorSpec
 from torchport.frontend.device import shims
 from torchport.frontend.device.native import use_flush
-from torchport.lazy import jobs
-from torchport.lazy import trace as traces
-from torchport.lazy.runtime import threads
-from torchport.lazy.tensor import LazyTensor
+from torchport.run import donation
+from torchport.run.future import Future
+from torchport.trace import pool
+from torchport.trace.handle import LazyTensor
+from torchport.trace.threads import threads
 
 
 @pytest.fixture(params=["python", pytest.param("native", marks=compiles)])
@@ -32,15 +36,15 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     """What is done to every handle when a trace ends, and to gradients, is done by one of the two."""
     torchport.use("reference")
     torch.ones(1, device="port")
-    monkeypatch.setattr(traces, "_forms", traces.PYTHON)
-    monkeypatch.setattr(jobs, "_unshared", jobs.unshared)
+    monkeypatch.setattr(pool, "_forms", pool.PYTHON)
+    monkeypatch.setattr(donation, "_unshared", donation.unshared)
     monkeypatch.setattr(shims, "_own_gradients", shims.own_gradients)
     if request.param == "native":
         native.build_all([str(COMPILER)])
         found = native.flush.load()
         assert found is not None, "it was not built: see the log"
         use_flush(found)
-        assert traces._forms is not traces.PYTHON
+        assert pool._forms is not pool.PYTHON
     yield request.param
     torchport.sync()
 
@@ -125,14 +129,14 @@ def test_both_see_the_same_handles_alive() -> None:
     torchport.use("reference")
     x = torch.ones(4, device="port", requires_grad=True)
     use_flush(library)
-    alive = traces._forms.alive
+    alive = pool._forms.alive
     for _ in range(4):  # from the second time on nodes hand out what is in their pools
         kept = x * 2
         graph = (kept * 3).exp().sum()
         torch.split(kept.detach() + 1, 2)
         (kept + 1).relu()
         made = _handles_of(threads.of(0))
-        expected = list(map(id, traces.PYTHON.alive(made)))
+        expected = list(map(id, pool.PYTHON.alive(made)))
         assert list(map(id, alive(made))) == expected
         assert 0 < len(expected) < len(made)
         del made, graph, kept
@@ -168,9 +172,9 @@ def test_results_that_a_profiler_holds(form: str) -> None:
         assert [part.tolist() for part in parts] == [[step + 0.0, step + 1, step + 2], [step + 3.0, step + 4, step + 5]]
 
 
-def _promise_of(data: TensorData, job: list[jobs.Pending] | None = None) -> jobs.Pending:
+def _promise_of(data: TensorData, job: list[Future] | None = None) -> Future:
     """A promise that has been kept, or that ``job`` is to keep."""
-    promise = jobs.Pending.__new__(jobs.Pending)
+    promise = Future.__new__(Future)
     promise.data, promise.job = data, job  # type: ignore[assignment]
     if job is not None:
         job.append(promise)
@@ -183,14 +187,14 @@ def test_only_what_nobody_holds_is_given_away(form: str) -> None:
     made = [TensorData(device, spec, None) for _ in range(8)]
     held, exported = made[1:3]
     exported.exported = True
-    to_be_kept: list[jobs.Pending] = []
+    to_be_kept: list[Future] = []
     watched, watched_to_be_kept = _promise_of(made[4]), _promise_of(made[6], to_be_kept)
     promises = [_promise_of(made[3]), watched, _promise_of(made[5], to_be_kept), watched_to_be_kept]
     given: list[Any] = [*made[:3], *promises]
     args: list[Any] = made
     numbers = args[-1]
     del exported, promises, made
-    unshared: Any = jobs._unshared if form == "native" else jobs.unshared
+    unshared: Any = donation._unshared if form == "native" else donation.unshared
     assert unshared(given, args) == {0, 3, 5}
     del numbers
     assert unshared(given, args) == {0, 3, 5, 7}
@@ -226,7 +230,7 @@ import torch, torchport
 torchport.use("reference")
 x = torch.ones(3, device="port", requires_grad=True)
 (x * x).sum().backward()
-from torchport.core import native
+from torchport import native
 print(native.guard.load() is not None)
 print(x.grad.tolist(), torch.accelerator.current_device_index(), torch.accelerator.device_count())
 print(torch.accelerator.current_stream(), torch.port.current_device(), torch.get_device_module("port").device_count())
@@ -319,7 +323,7 @@ def test_a_folder_that_cannot_be_used_is_told(
     else:
         library.path.parent.mkdir()
         library.path.parent.chmod(0o777)
-    with caplog.at_level(logging.INFO, "torchport.core.native"):
+    with caplog.at_level(logging.INFO, "torchport.native"):
         native.build_all(["there is no such compiler"])
     assert "answer.cpp was not built, Python does its work: " in caplog.text
     assert library.load() is None
@@ -329,7 +333,7 @@ def test_what_cannot_be_built_is_told_and_done_without(
     library: native.NativeLibrary, caplog: pytest.LogCaptureFixture
 ) -> None:
     library.when_there(lambda found: pytest.fail("there is no library"))
-    with caplog.at_level(logging.INFO, "torchport.core.native"):
+    with caplog.at_level(logging.INFO, "torchport.native"):
         native.build_all([sys.executable, "-c", "import sys; sys.exit('no such option')"])
         native.build_all([sys.executable, "-c", "raise SystemExit('tried again')"])
         native._tried.discard(library)
@@ -349,3 +353,17 @@ def test_the_setting_forbids_both(library: native.NativeLibrary) -> None:
     assert library.path.exists()
     with torchport.config.override(native=False):
         assert library.load() is None
+
+
+@pytest.mark.slow
+@compiles
+@pytest.mark.parametrize(
+    "library",
+    sorted({*native.libraries(), caller.library}, key=lambda library: library.source.name),
+    ids=lambda library: library.source.name,
+)
+def test_a_source_compiles_without_warnings(library: native.NativeLibrary) -> None:
+    """Where a build fails Python does the work, without a word: so a source that does not compile is seen here."""
+    command = library.command([str(COMPILER)], Path(sysconfig.get_paths()["include"]))
+    done = subprocess.run([*command, "-Werror", "-fsyntax-only"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

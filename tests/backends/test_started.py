@@ -22,7 +22,7 @@ from torch import nn
 import torchport
 from torchport import BackendData, ExecutionContext, Started, TensorData
 from torchport.backends.inductor import InductorBackend
-from torchport.lazy.trace import unwrap
+from torchport.trace.wrapping import unwrap
 
 pytestmark = needs_counters
 
@@ -161,7 +161,7 @@ def test_what_is_not_started_is_computed_all_the_same(queued: Queued, how: str) 
 
 
 def test_only_computations_that_take_a_while_are_started(queued: Queued, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchport.lazy import worker
+    from torchport.run import queue as worker
 
     x = torch.ones(3).to(queued.device)
     for least, begun in ((1e9, 0), (0.0, 2)):
@@ -175,7 +175,7 @@ def test_only_computations_that_take_a_while_are_started(queued: Queued, monkeyp
 
 
 def test_a_value_that_is_wanted_now_is_computed_on_the_spot(queued: Queued, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchport.lazy import worker
+    from torchport.run import queue as worker
 
     monkeypatch.setattr(worker, "LITTLE", 0.0)
     x = torch.ones(3).to(queued.device)

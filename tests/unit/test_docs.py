@@ -199,8 +199,10 @@ def test_the_reference_names_what_there_is() -> None:
 _OPERATOR = re.compile(r"torch\.ops\.\w+\.\w+(\.(?!_handle)\w+)?")
 _NOT_PYTORCH = {
     ("backends.inductor.library", "_handle"),  # of ctypes.CDLL
-    *(("lazy.worker", name) for name in ("_at_fork_reinit", "_is_owned")),  # of threading.RLock
-    ("lazy.finalizers", "_is_owned"),  # the same
+    *((place, name) for place in ("run.queue", "core.forks") for name in ("_at_fork_reinit", "_is_owned")),  # of locks
+    ("backends.xla", "_backends"),  # of jax._src.xla_bridge
+    ("backend.forked", "_exit"),  # of the C library
+    ("trace.finalizers", "_is_owned"),  # the same
     ("testing.worker", "_resource_tracker"),  # of multiprocessing
     ("testing.worker", "_fd"),
 }
@@ -405,7 +407,7 @@ def g(module):
 
 
 def test_c_names_are_listed() -> None:
-    folders = ("torchport/backends/inductor", "torchport/core/native")
+    folders = ("torchport/backends/inductor", "torchport/native")
     files = [path for folder in folders for path in (ROOT / folder).glob("*.[cph]*")]
     text = "".join(path.read_text(encoding="utf-8") for path in files if path.suffix in (".py", ".cpp", ".h"))
     names = r"dll\.(AOTInductor\w+)|((?:torch/csrc|ATen|c10)/[\w/]+\.h)|\"(torch_exception\w+)\"|(\w+\.cpp)\""

@@ -181,7 +181,7 @@ def test_exported_programs() -> None:
 
 
 def test_random_operators_can_be_arithmetic_on_keys() -> None:
-    from torchport.lazy.random import RANDOM
+    from torchport.backend.random import RANDOM
 
     class NoRandom(ReferenceBackend):
         def supports(self, node: fx.Node) -> Support:
@@ -200,3 +200,26 @@ def test_random_operators_can_be_arithmetic_on_keys() -> None:
     x, keys = torch.randn(3), torch.tensor([1, 2])
     assert torch.equal(always(x, keys)[0], always(x, keys)[0])
     assert not torch.equal(always(x, keys)[1], always(x, keys + 5)[1])
+
+
+# -- memory of outputs ------------------------------------------------------------------------------------------------
+def test_outputs_have_memory_of_their_own_where_the_original_has() -> None:
+    """``copy`` becomes what it copies; an output is a copy unless it is read before its memory is written."""
+
+    def fn(h: torch.Tensor, b: torch.Tensor) -> Any:
+        y = b * 2
+        return aten.copy(h, b.t()), aten.copy(h, y), y, b.t()
+
+    args = torch.zeros(2, 2), torch.ones(2, 2)
+    graph = _trace(fn, *args)
+    names = [node.name for node in graph.graph.find_nodes(op="placeholder")]
+    outputs: Any = normalise(graph, ReferenceBackend()).graph.output_node().args[0]
+    assert [str(node.target) for node in outputs] == [
+        "aten.clone.default",
+        "aten.mul.Tensor",
+        "aten.clone.default",
+        "aten.t.default",
+    ]
+    for written, first in (([names[0]], "aten.t.default"), (names, "aten.clone.default")):
+        made: Any = normalise(graph, ReferenceBackend(), written={0: written}).graph.output_node().args[0]
+        assert str(made[0].target) == first

@@ -42,9 +42,31 @@ def test_importing_torchport_imports_no_torch() -> None:
 
 def test_importing_torch_sets_up_the_device_without_any_engine() -> None:
     loaded = loaded_by("import torch; assert torch.device('port').type == 'port'")
-    assert "torchport.frontend.device.register" in loaded
+    # Each module more is time that every program with PyTorch in it pays.
+    device = (
+        "accelerator", "defaults", "first_factories", "fork", "late", "module", "names", "opaque", "parameters",
+        "ready", "register", "storages",
+    )  # fmt: skip
+    expected = {"torchport", "torchport.frontend", "torchport.frontend.device"}
+    expected |= {f"torchport.frontend.device.{name}" for name in device}
+    assert {name for name in loaded if name.partition(".")[0] == "torchport"} == expected
     assert not loaded.intersection(HEAVY)
     assert not [name for name in loaded if name.startswith("torchport.backends")]
+
+
+def test_seeds_and_states_before_the_first_use_need_no_lazy_core() -> None:
+    code = (
+        "import sys, torch; before = torch.port.get_rng_state(); torch.manual_seed(7)\n"
+        "with torch.random.fork_rng(): torch.manual_seed(8)\n"
+        "assert torch.port.get_rng_state().tolist()[:2] == [7, 0] and not torch.port.is_initialized()\n"
+        "assert 'torchport.run' not in sys.modules\n"
+        "x = torch.rand(3, device='port').tolist(); torch.manual_seed(7)\n"
+        "assert torch.rand(3, device='port').tolist() == x\n"
+        "from torchport.run.runtime import DEFAULT_SEED\n"
+        "assert before.tolist() == list(DEFAULT_SEED.to_bytes(8, 'little')) + [0] * 8; print('done')"
+    )
+    done = python(code, TORCHPORT_BACKEND="reference")
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
 def test_importing_torch_and_using_the_device_warns_of_nothing() -> None:

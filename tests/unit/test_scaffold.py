@@ -164,7 +164,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
         new_package("my_chip", tmp_path / "mine")
     with pytest.raises(torchport.TorchportError, match="exists and is not an empty folder"):
         new_package("my_chip", tmp_path / "mine" / "work.py")
-    with pytest.raises(torchport.TorchportError, match="cannot be written to"):
+    with pytest.raises(torchport.TorchportError, match="cannot write"):
         new_package("my_chip", tmp_path / "mine" / "work.py" / "deeper")
     assert [path.name for path in tmp_path.rglob("*")] == ["mine", "work.py"]
     assert (tmp_path / "mine" / "work.py").read_text() == "years of it"
@@ -176,7 +176,7 @@ def test_an_empty_folder_will_do(tmp_path: Path) -> None:
 
 def test_a_failure_half_way_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FILES, "zz.txt", "no such template")  # type: ignore[arg-type]
-    with pytest.raises(torchport.TorchportError, match="cannot be written to"):
+    with pytest.raises(torchport.TorchportError, match="cannot write"):
         new_package("my_chip", tmp_path / "new")
     assert not list(tmp_path.iterdir())
 

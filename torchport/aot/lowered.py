@@ -303,8 +303,9 @@ class LoweredProgram:
         """Write the program as one ``.pt2`` file, which ``torch.export.load`` opens as well. All or nothing: a killed
         process leaves the old file or the new one.
 
-        ``external_weights``: a ``.safetensors`` file for the weights, written if it does not exist. If it exists,
-        weights that are in it, by name or by value, are left out of the program: several programs share a checkpoint.
+        ``external_weights``: a ``.safetensors`` file for the weights, written if it does not exist; a plain name is one
+        beside the program. If it exists, weights that are in it, by name or by value, are left out of the program:
+        several programs share a checkpoint.
         ``alignment``: what delegates' bytes and weights are aligned to in the file, and (up to a page) in memory where
         it is mapped: a power of two from 64 to 32,768.
         Returns sizes. Raises :class:`ProgramError` where a file cannot be written.

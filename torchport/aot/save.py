@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import mmap
 import os
 import tempfile
 import zipfile
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import torch
 from torch.export import ExportedProgram
@@ -19,7 +20,7 @@ from torch.export import ExportedProgram
 from ..core.errors import ErrorCode, ProgramError
 from ..program import document as doc
 from ..program import safetensors
-from ..program.writer import BLOBS, atomic_file, digest, write_program
+from ..program.writer import BLOBS, atomic_file, cannot_write, digest, write_program
 
 __all__ = ["Saved", "save_program"]
 
@@ -39,6 +40,38 @@ class Saved:
     external: int
 
 
+class _Sink(io.RawIOBase):
+    """A file that PyTorch's zip writer writes to: once it cannot be written, everything goes nowhere, without an error.
+
+    The writer ends the archive in its destructor, and an exception in there ends the process.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__()
+        self._file = file
+        self.failed: OSError | None = None
+        """Why the file could not be written, if so."""
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True  # PyTorch warns otherwise, and goes back to the start when it is done
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        return offset
+
+    def write(self, data: Any, /) -> int:
+        view = memoryview(data).cast("B")
+        done = 0
+        while done < len(view) and self.failed is None:
+            try:
+                done += self._file.write(view[done:])
+            except OSError as error:
+                self.failed = error
+        return len(view)
+
+
 class _Exported:
     """Entries of the ``.pt2`` files that ``torch.export.save`` writes, one per method, put into one archive.
 
@@ -56,16 +89,20 @@ class _Exported:
     @staticmethod
     def _saved(program: ExportedProgram, folder: Path, stack: ExitStack) -> dict[str, memoryview]:
         """The entries ``torch.export.save`` writes, in a file without a name: nothing is left if we are killed."""
-        file = stack.enter_context(tempfile.TemporaryFile(dir=folder))  # noqa: SIM115
+        file = stack.enter_context(tempfile.TemporaryFile(dir=folder, buffering=0))  # noqa: SIM115
+        sink = _Sink(file)
         try:
-            torch.export.save(program, file)  # type: ignore[arg-type]
+            torch.export.save(program, sink)  # type: ignore[arg-type]
         except (NotImplementedError, ValueError, TypeError, RuntimeError) as error:
+            if sink.failed is not None:
+                raise sink.failed from error
             raise ProgramError(
                 f"torch.export.save cannot write the exported model, which the file holds too: {type(error).__name__}: "
                 f"{error}; have the model take and give plain tuples, lists and dicts of tensors",
                 code=ErrorCode.NOT_SUPPORTED,
             ) from error
-        file.flush()
+        if sink.failed is not None:
+            raise sink.failed
         view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         found: dict[str, memoryview] = {}
         with zipfile.ZipFile(file) as archive:
@@ -122,9 +159,16 @@ class _Checkpoint:
             if (data := _contiguous_bytes(constant, memory)) is not None
         }
         self._marks = {number: digest(data)[1] for number, data in wanted.items()}
-        if not path.exists():
+        self._made = not path.exists()
+        if self._made:
             self._write(document, wanted)
         self.keys = self._find(document)
+
+    def discard(self) -> None:
+        """Remove the file, if this wrote it: the program that it is for was not saved."""
+        if self._made:
+            with suppress(OSError):
+                self.path.unlink()
 
     def _write(self, document: doc.Document, wanted: Mapping[int, memoryview]) -> None:
         tensors: dict[str, safetensors.Tensor] = {}
@@ -183,16 +227,64 @@ def save_program(
     target = Path(os.fspath(path))
     if target.suffix != ".pt2":
         raise ProgramError(f"a program's file ends in .pt2, not {target.name!r}", code=ErrorCode.INVALID_ARGUMENT)
-    if not target.parent.is_dir():
-        raise ProgramError(f"there is no folder {str(target.parent)!r}", code=ErrorCode.ACCESS_FAILED)
-    checkpoint = None if external_weights is None else _Checkpoint(Path(external_weights), document, memory)
+    checkpoint = None
+    try:
+        folder = Path(os.path.realpath(target)).parent
+        if not os.path.isdir(folder):
+            raise ProgramError(f"there is no folder {str(folder)!r}", code=ErrorCode.ACCESS_FAILED)
+        if external_weights is not None:
+            checkpoint = _Checkpoint(_weights_path(target, external_weights), document, memory)
+    except (OSError, ValueError) as error:  # names that no system takes
+        raise cannot_write(target, error) from error
+    try:
+        return _save(target, folder, document, debug, exported, blobs, memory, checkpoint, alignment)
+    except BaseException:
+        if checkpoint is not None:
+            checkpoint.discard()
+        raise
+
+
+def _weights_path(target: Path, given: str | os.PathLike[str]) -> Path:
+    """Where a checkpoint lies: beside the program if no folder is given, since that is where it is looked for.
+
+    Raises :class:`ProgramError` (``INVALID_ARGUMENT``) for the program's own file, which would take its place.
+    """
+    text = os.fspath(given)
+    path = Path(text) if os.path.dirname(text) else target.parent / text
+    same = os.path.realpath(path) == os.path.realpath(target)
+    with suppress(OSError, ValueError):
+        same = same or os.path.samefile(path, target)
+    if same:
+        raise ProgramError(
+            f"external_weights is the program's own file, {str(target)!r}, and one would take the other's place; give "
+            f"another name, such as {target.stem + '.safetensors'!r}",
+            code=ErrorCode.INVALID_ARGUMENT,
+        )
+    if not path.name or not path.name.isprintable() or any(sign in path.name for sign in "\\:"):
+        raise ProgramError(
+            f"external_weights={text!r} is no name of a file that a program can tell; give a plain one, such as "
+            f"{target.stem + '.safetensors'!r}",
+            code=ErrorCode.INVALID_ARGUMENT,
+        )
+    return path
+
+
+def _save(
+    target: Path,
+    folder: Path,
+    document: doc.Document,
+    debug: doc.DebugInfo,
+    exported: Mapping[str, ExportedProgram],
+    blobs: Mapping[str, bytes],
+    memory: Mapping[str, memoryview],
+    checkpoint: _Checkpoint | None,
+    alignment: int,
+) -> Saved:
     with ExitStack() as stack:
         try:
-            pt2 = _Exported(exported, target.parent, stack)
+            pt2 = _Exported(exported, folder, stack)
         except OSError as error:
-            raise ProgramError(
-                f"cannot write to {str(target.parent)!r}: {error}", code=ErrorCode.ACCESS_FAILED
-            ) from error
+            raise cannot_write(target, error) from error
         constants, extra = _place(document, memory, pt2, checkpoint)
         stored = {one.entry for one in constants if not one.external}
         if checkpoint is not None:

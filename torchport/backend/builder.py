@@ -18,6 +18,7 @@ from ..core.specs import TensorSpec
 from .control_flow import CONTROL_FLOW
 from .decompositions import DECOMPOSE, OTHERWISE
 from .infer import depends_on_data, fake_mode, fake_tensor, infer
+from .interface import Backend, Support
 from .lowering import LOWER, foreach_target, lower_foreach, lower_varying, view_form
 from .normal_form import alias_root
 
@@ -47,16 +48,12 @@ class Capture:
     """What a backend takes into its graphs, asked for once: its decompositions, and which operators it supports."""
 
     def __init__(self, backend: Backend) -> None:
-        from .interface import Backend
-
         self.decompositions: Mapping[Any, Callable[..., Any]] = dict(backend.decompositions())
         self.takes_all = type(backend).supports is Backend.supports
         self._backend = weakref.ref(backend)
 
     def supports(self, node: fx.Node) -> Support:
         """The backend's own answer for a node of a graph in normal form."""
-        from .interface import Support
-
         backend = self._backend()
         if node.target in CONTROL_FLOW and not (backend is not None and backend.control_flow):
             return Support.no("it is control flow, which the backend has no graphs for")

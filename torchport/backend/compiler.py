@@ -6,31 +6,36 @@ computation whichever door they came by.
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any, Final
+from typing import Final
 
-import torch
 from torch import fx
 
 from ..core import metrics
 from ..core.config import config
-from ..core.errors import CompileError, ExecutionError
-from ..core.specs import CompileSpecs, TensorSpec
-from .interface import Backend, BackendData, BackendDevice, Computation, ExecutionContext, FreeableBuffer, InitContext
+from ..core.errors import CompileError
+from ..core.forks import guarded_rlock
+from ..core.specs import CompileSpecs
+from .interface import (
+    Backend,
+    BackendDevice,
+    Computation,
+    ExecutionContext,
+    FreeableBuffer,
+    InitContext,
+)
 from .normal_form import input_specs, output_specs, verify_graph
 from .serialize import fingerprint
 
-__all__ = ["Computations", "check_results", "compile_graph", "computations", "run", "run_on_host"]
+__all__ = ["Computations", "compile_graph", "computations"]
 
 
 class Computations:
     """Compiled computations in memory, least recently used first, by what they compute and for whom."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = guarded_rlock()
         self._cache: OrderedDict[tuple[str, ...], Computation] = OrderedDict()
 
     def get(
@@ -108,67 +113,3 @@ def compile_graph(
     metrics.metrics.add_time("CompileTime", seconds)
     context = ExecutionContext(device, outputs)
     return Computation(backend, device, inputs, names, outputs, handle, context, mark, len(calls), seconds)
-
-
-def _timed(computation: Computation, execute: Callable[..., Any], *args: Any) -> Any:
-    """``execute(handle, *args)``, counted and timed. Raises :class:`ExecutionError` with the backend's own chained."""
-    start = perf_counter()
-    try:
-        with computation.lock:
-            results = execute(computation.handle, *args)
-    except Exception as error:
-        raise ExecutionError(
-            f"backend {computation.backend.name!r} failed to execute: {type(error).__name__}: {error}",
-            op=f"a computation of {computation.graph_ops} operators",
-        ) from error
-    metrics.count("Execute")
-    metrics.metrics.add_time("ExecuteTime", perf_counter() - start)
-    return results
-
-
-def run(computation: Computation, args: Sequence[BackendData]) -> Sequence[BackendData]:
-    """Run a computation at once. Raises :class:`ExecutionError` with the backend's own exception chained."""
-
-    def execute(*given: Any) -> Sequence[BackendData]:
-        results = computation.backend.execute(*given)
-        check_results(results, computation.results)
-        return results
-
-    if computation.checked:
-        return _timed(computation, computation.backend.execute, args, computation.context)
-    results = _timed(computation, execute, args, computation.context)
-    computation.checked = True
-    return results
-
-
-def run_on_host(computation: Computation, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Run a computation at once, on CPU tensors lent for the call. Raises :class:`ExecutionError`."""
-    backend, specs = computation.backend, computation.parameters
-    if computation.checked:
-        return _timed(computation, backend.execute_on_host, tensors, specs, computation.context)
-    datas = [backend.borrow(t, spec, computation.device) for t, spec in zip(tensors, specs, strict=True)]
-    return _apart([backend.from_device(result) for result in run(computation, datas)], tensors)
-
-
-def _apart(results: Sequence[torch.Tensor], lent: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Results that are the caller's: those that share memory with what was lent, or with each other, as copies."""
-    taken = {tensor.data_ptr() for tensor in lent}
-    made: list[torch.Tensor] = []
-    for result in results:
-        mine = result.clone() if result.data_ptr() in taken else result
-        taken.add(mine.data_ptr())
-        made.append(mine)
-    return made
-
-
-def check_results(results: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
-    """Raise ``TypeError`` or ``ValueError`` unless a backend returned what its computation's outputs are."""
-    if not isinstance(results, (list, tuple)):
-        raise TypeError(f"execute() returned a {type(results).__name__}; return a list of BackendData")
-    if len(results) != len(specs):
-        raise ValueError(f"execute() returned {len(results)} values for {len(specs)} outputs")
-    for position, (result, spec) in enumerate(zip(results, specs, strict=True)):
-        if not isinstance(result, BackendData):
-            raise TypeError(f"output {position} is a {type(result).__name__}; return BackendData")
-        if result.spec.shape != spec.shape or result.spec.dtype != spec.dtype:
-            raise ValueError(f"output {position} is {result.spec}, but the graph says {spec}")

@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import torch
 
 from ..core.errors import CompileError
 from ..core.specs import TensorSpec
+from .interface import InitContext
 
-__all__ = ["pack", "spec_from_json", "spec_to_json", "unpack"]
+__all__ = ["check_interface", "pack", "spec_from_json", "spec_to_json", "unpack"]
 
 _HEADER: Final = struct.Struct("<8sQ")
 _T = TypeVar("_T")
@@ -31,10 +32,36 @@ def spec_to_json(spec: TensorSpec) -> list[Any]:
 def spec_from_json(value: Any) -> TensorSpec:
     """The spec :func:`spec_to_json` wrote. Raises ``ValueError``, ``TypeError`` or ``AttributeError``."""
     shape, dtype, strides = value
-    found = getattr(torch, dtype)
+    found = vars(torch).get(dtype)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{dtype!r} is not a dtype")
+    if len(shape) != len(strides) or not all(type(number) is int and number >= 0 for number in (*shape, *strides)):
+        raise ValueError("a size or stride is not a whole number from 0 on")
     return TensorSpec(tuple(shape), found, tuple(strides))
+
+
+def check_interface(
+    backend: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec] | int, context: InitContext
+) -> None:
+    """Raise :class:`CompileError` where bytes are for other inputs or outputs than whoever loads them says.
+
+    Compiled code reads as much memory as it was compiled for, whatever it is given. ``outputs`` may be their number.
+    """
+    if not context.inputs and not context.outputs:  # not said
+        return
+    sides: list[tuple[str, Sequence[TensorSpec] | int, Sequence[TensorSpec]]] = [
+        ("inputs", inputs, context.inputs),
+        ("outputs", outputs, context.outputs),
+    ]
+    for side, own, said in sides:
+        count = own if isinstance(own, int) else len(own)
+        if count != len(said):
+            raise CompileError(f"these bytes of {backend} have {count} {side}, and not {len(said)}; compile again")
+        for position, (one, other) in enumerate(zip(() if isinstance(own, int) else own, said, strict=False)):
+            if one.shape != other.shape or one.dtype_name != other.dtype_name:
+                raise CompileError(
+                    f"these bytes of {backend} have {one} at {position} of their {side}, and not {other}; compile again"
+                )
 
 
 def pack(magic: bytes, metadata: Mapping[str, Any], sections: Mapping[str, bytes]) -> bytes:

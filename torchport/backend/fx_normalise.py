@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -31,6 +31,7 @@ from .decompositions import DECOMPOSE
 from .infer import DataDependent, Inferred, NoShapeRule, fake_tensor, infer
 from .interface import Backend
 from .lowering import view_form
+from .normal_form import alias_root
 from .partition import REFUSAL
 
 __all__ = ["Lowering", "has_symbols", "normalise", "source_line"]
@@ -101,9 +102,15 @@ class _Normaliser:
     """Writes one graph. ``values`` maps nodes of the original to nodes or numbers, or lists of nodes."""
 
     def __init__(
-        self, original: fx.GraphModule, backends: Sequence[Backend], random: Mapping[Any, Lowering], always: bool
+        self,
+        original: fx.GraphModule,
+        backends: Sequence[Backend],
+        random: Mapping[Any, Lowering],
+        always: bool,
+        written: Mapping[int, Collection[str]],
     ) -> None:
         self.original = original
+        self.written = written
         self.backends = backends
         self.captures = [capture_of(backend) for backend in backends]
         self.random = random
@@ -293,6 +300,43 @@ class _Normaliser:
                 pass
         return made
 
+    # -- outputs ---------------------------------------------------------------------------------------------
+    def results(self, output: fx.Node) -> Any:
+        """The outputs: what has memory of its own in the original has it here, too.
+
+        Lowering makes one value of two that are equal: ``copy(a, b)`` becomes ``b``. Inside a graph nobody can tell,
+        as nothing is written there. At its end somebody can: AOTAutograd and the user write to results and to inputs,
+        and know what shares memory with what from the original.
+        """
+        given: Any = output.args[0]
+        if not isinstance(given, (list, tuple)):
+            return map_arg(given, lambda n: self.values[n])
+        owners: dict[fx.Node, fx.Node] = {}
+        return tuple(self._owned(value, self.written.get(at), owners) for at, value in enumerate(given))
+
+    def _owned(self, original: Any, written: Collection[str] | None, owners: dict[fx.Node, fx.Node]) -> Any:
+        """One output: a copy of the value where the value shares memory and the original does not.
+
+        ``owners`` says for memory that was given out already whose it is in the original.
+        """
+        value = map_arg(original, lambda n: self.values[n])
+        if not isinstance(original, fx.Node) or not _is_tensor(value):
+            return value
+        source, memory = _source_of_memory(original), alias_root(value)
+        if source.op != "call_function":
+            return value  # an input, a constant, or a view of one, as in the original
+        if written is not None and memory.name not in written:
+            return value
+        if memory.op == "call_function" and owners.setdefault(memory, source) is source:
+            return value
+        # The memory is copied, not what is seen of it: results that are views of one another stay so.
+        if owners.get(alias_root(self.values[source])) is not source:
+            copy = self.values[source] = self._operator(source, aten.clone.default, (self.values[source],), {})
+            owners[alias_root(copy)] = source
+        for view in _views_between(source, original):
+            self.call(view, view.meta.get("debug_handle", 0))
+        return self.values[original]
+
     # -- the whole -------------------------------------------------------------------------------------------
     def run(self, inputs: Sequence[Any]) -> fx.GraphModule:
         """The graph in normal form."""
@@ -310,8 +354,7 @@ class _Normaliser:
             elif node.op == "call_function":
                 self.call(node, number)
             elif node.op == "output":
-                results = map_arg(node.args[0], lambda n: self.values[n])
-                output = self.builder.graph.output(results)
+                output = self.builder.graph.output(self.results(node))
                 output.meta.update(node.meta)
             elif node.op != "placeholder":
                 raise GraphError(f"a {node.op} node ({node.format_node()}); expected a graph of ATen operators")
@@ -321,6 +364,24 @@ class _Normaliser:
         made = fx.GraphModule(self.root, self.builder.graph)
         made.meta["random_ops"] = self.drawn
         return made
+
+
+def _source_of_memory(node: fx.Node) -> fx.Node:
+    """Where the memory that a node of the original shows comes from: also what ``_unsafe_view`` gives is a view."""
+    while (root := alias_root(node)).target is aten._unsafe_view.default and isinstance(root.args[0], fx.Node):
+        node = root.args[0]
+    return root
+
+
+def _views_between(source: fx.Node, node: fx.Node) -> list[fx.Node]:
+    """The operators of the original that make ``node`` a view of ``source``, first to last."""
+    chain: list[fx.Node] = []
+    while node is not source:
+        chain.append(node)
+        viewed = node.args[0] if node.args else node.kwargs["self"]
+        assert isinstance(viewed, fx.Node)
+        node = viewed
+    return chain[::-1]
 
 
 def _infer(op: Any, args: Any, kwargs: Any) -> Inferred:
@@ -393,12 +454,15 @@ def normalise(
     *,
     random: Mapping[Any, Lowering] | None = None,
     always_draw: bool = False,
+    written: Mapping[int, Collection[str]] | None = None,
 ) -> fx.GraphModule:
     """The graph in normal form for these backends, first choice first (see the module for what is left open).
 
     ``inputs``: a :class:`TensorSpec`, a number or ``None`` per placeholder; needed where sizes are symbols. ``random``:
     operators that may be written as arithmetic on a key; they are where no backend takes them, or ``always_draw``. The
     result then has one more input, ``keys`` (int64, 1-D), of as many keys as its ``meta["random_ops"]`` says.
+    ``written``: per output that is only read, and then forgotten, the names of the inputs that are written before.
+    Every other output has memory of its own where it has in ``graph``.
     ``graph`` is not changed. Raises :class:`GraphError` for a graph that is not one of ATen operators, or that writes
     to its inputs.
     """
@@ -406,4 +470,4 @@ def normalise(
     if any(node.op == "call_function" and _mutates(node) for node in graph.graph.nodes):
         graph = _functional(graph, specs)
     chosen = [backends] if isinstance(backends, Backend) else list(backends)
-    return _Normaliser(graph, chosen, random or {}, always_draw).run(specs)
+    return _Normaliser(graph, chosen, random or {}, always_draw, written or {}).run(specs)

@@ -19,16 +19,17 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..core.specs import TensorSpec
+from .probe import cpu_result
 
 __all__ = [
     "DataDependent",
     "Inferred",
     "NoShapeRule",
-    "check_complex",
     "depends_on_data",
     "fake_mode",
     "fake_tensor",
     "infer",
+    "infer_as_on_cpu",
 ]
 
 
@@ -94,7 +95,8 @@ def _spec(value: Any) -> TensorSpec | None:
     return TensorSpec.of(value)
 
 
-_remembered: OrderedDict[Any, Inferred] = OrderedDict()
+_remembered: Final[OrderedDict[Any, Inferred]] = OrderedDict()
+_remembered_as_on_cpu: Final[OrderedDict[Any, Inferred]] = OrderedDict()
 _REMEMBER: Final = 16_384
 
 
@@ -121,18 +123,48 @@ def infer(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 
     Raises :class:`DataDependent`, :class:`NoShapeRule`, or what PyTorch raises for wrong arguments.
     """
+    return _recall(_remembered, _infer, op, args, kwargs)
+
+
+def infer_as_on_cpu(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Inferred:
+    """:func:`infer` for a call of a program: raises, too, what only the CPU's own kernel refuses."""
+    return _recall(_remembered_as_on_cpu, _confirmed, op, args, kwargs)
+
+
+def _recall(
+    table: OrderedDict[Any, Inferred],
+    make: Callable[..., Inferred],
+    op: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Inferred:
     default = torch.get_default_dtype()
     try:
         key = (op, default, _key(args), tuple((name, _key(value)) for name, value in kwargs.items()))
-        found = _remembered.get(key)
+        found = table.get(key)
     except TypeError:  # something unhashable among the arguments
-        return _infer(op, args, kwargs)
+        return make(op, args, kwargs)
     if found is None:
-        found = _remembered[key] = _infer(op, args, kwargs)
-        if len(_remembered) > _REMEMBER:
-            _remembered.popitem(last=False)
+        found = table[key] = make(op, args, kwargs)
+        if len(table) > _REMEMBER:
+            table.popitem(last=False)
             _bound_fake_cache()
     return found
+
+
+def _confirmed(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Inferred:
+    """What is inferred, if the CPU's own kernel takes the arguments and gives such results; raises what it raises.
+
+    Raises :class:`NoShapeRule` where the kernel gives others: it is right, as on the CPU.
+    """
+    inferred = infer(op, args, kwargs)
+    result = cpu_result(op, args, kwargs, inferred.specs)
+    if isinstance(result, (torch.Tensor, list, tuple)):
+        found = _describe(result).specs
+        for got, rule in zip(found, inferred.specs, strict=False):
+            if got is not None and rule is not None and (got.shape, got.dtype) != (rule.shape, rule.dtype):
+                raise NoShapeRule(f"PyTorch's shape rule of {op} says {rule}, and its CPU kernel gives {got}")
+    return inferred
 
 
 _WRONG_RULES: Final = frozenset({torch.ops.aten.multilabel_margin_loss_forward.default})
@@ -159,7 +191,7 @@ def _infer(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
         raise NoShapeRule(f"no shape rule for {op}") from error
     except NotImplementedError as error:
         raise NoShapeRule(f"no shape rule for {op}: {error}") from error
-    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError, ArithmeticError) as error:
         if depends_on_data(error):
             raise DataDependent("the shape of its result depends on values") from error
         return _ask_the_cpu(op, args, kwargs, error)
@@ -234,13 +266,6 @@ def _ask_the_cpu(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     if not _run_on_zeros(op, args, kwargs):
         raise error
     raise NoShapeRule(f"no shape rule for these arguments of {op}: {error}") from error
-
-
-def check_complex(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], inferred: Inferred) -> None:
-    """Raise what CPU eager raises for a complex number where none fits: shape inference takes it all the same."""
-    given = any(value.__class__ is complex for value in tree_leaves((list(args), dict(kwargs)), is_leaf=_is_spec))
-    if given and not any(spec is not None and spec.dtype.is_complex for spec in inferred.specs):
-        _run_on_zeros(op, args, kwargs)
 
 
 def _run_on_zeros(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

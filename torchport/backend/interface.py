@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
+from ..core.forks import guarded_lock
 from ..core.specs import CompileSpecs, TensorSpec
 from .arrays import array_to_tensor, tensor_to_array
 
@@ -321,10 +322,12 @@ class Computation:
     """Under which it is kept in memory."""
     users: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet[Any])
     """Objects that hold it as their ``computation``, which becomes ``None`` when it is dropped from memory."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.Lock = field(default_factory=guarded_lock)
     """Held while the computation runs: one call at a time, whichever door it came by."""
     checked: bool = False
     """Whether the backend's results were once seen to be what they should be."""
+    seconds: float = 0.0
+    """How long the last run took."""
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """Release the handle with the last reference to the computation; not while the interpreter ends."""
@@ -499,6 +502,16 @@ class Backend(ABC):
 
     def synchronize(self, device: BackendDevice) -> None:
         """Return when all work handed to the device is done."""
+
+    def forked(self) -> str:
+        """This process was just forked from one that had the backend: make the engine fit, or say why it cannot work.
+
+        For an engine with threads of its own, which stay in the parent; ``""`` as long as it had not started them. A
+        reason is what everything that needs the engine raises from then on; handles are not destroyed any more, and
+        only :meth:`from_device` is called. Called before anything else runs in the child, so it must not wait for a
+        lock. :func:`torchport.backend.forked.abandon` keeps an engine's destructors from waiting for its threads.
+        """
+        return ""
 
     def memory_info(self, device: BackendDevice) -> Mapping[str, int]:
         """``{"free": bytes, "total": bytes}`` as far as known."""

@@ -34,6 +34,8 @@ class Call:
     """What a lowering may know of the node it lowers: its fake result and its arguments as nodes."""
 
     node: fx.Node
+    context: LoweringContext[Any, Any]
+    """Who lowers it: the place for what one lowering leaves to another, such as the engine's own builder."""
 
     @property
     def val(self) -> Any:
@@ -170,7 +172,7 @@ class LoweringContext(ABC, Generic[Value, Built]):
         row = self.table.get(node.target)
         if row is None:
             raise UnsupportedOp(f"there is no lowering of {node.target}", op=str(node.target), source=source_of(node))
-        call = Call(node)
+        call = Call(node, self)
         try:
             value = self.finish(call, row.lower(call, *args, **kwargs))
         except TorchportError:

@@ -18,7 +18,19 @@ from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .builder import Capture, Refused
-from .masker import Inexact, Layout, Masked, Masker, broadcast, dim_of, is_padded, regrouped, rule_for, size_of, whole
+from .masker import (
+    Inexact,
+    Layout,
+    Masked,
+    Masker,
+    broadcast,
+    dim_of,
+    is_padded,
+    regrouped,
+    rule_for,
+    size_of,
+    whole,
+)
 
 __all__ = ["Inexact", "Layout", "Masked", "mask_padding"]
 

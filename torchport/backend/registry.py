@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import atexit
 import importlib.metadata
+import os
 import sys
-import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from ..core.errors import BackendNotFound, BackendUnavailable, TorchportError
+from ..core.forks import guarded_rlock
+from .forked import end_openmp_team, refuse_lost
 from .interface import Backend, BackendDevice
 
 __all__ = ["BackendInfo", "Registry", "note_used", "registry", "resolve_device"]
@@ -45,7 +47,7 @@ class _Entry:
         self.factory = factory
         self.source = source
         self.backend: Backend | None = None
-        self.lock = threading.RLock()
+        self.lock = guarded_rlock()
 
     def load(self) -> Backend:
         with self.lock:
@@ -86,7 +88,7 @@ class Registry:
     def __init__(self, entry_point_group: str | None = None) -> None:
         self._entries: dict[str, _Entry] = {}
         self._group = entry_point_group
-        self._lock = threading.RLock()
+        self._lock = guarded_rlock()
 
     def _all(self) -> dict[str, _Entry]:
         with self._lock:
@@ -213,7 +215,10 @@ _used: Final[weakref.WeakSet[Backend]] = weakref.WeakSet()
 
 
 def note_used(backend: Backend) -> None:
-    """Have :meth:`Backend.shutdown` called when the process ends, whichever door the backend was used through."""
+    """Have :meth:`Backend.shutdown` called when the process ends, whichever door the backend was used through.
+
+    A process that is forked later finds out whether its engine can work there (:meth:`Backend.forked`).
+    """
     _used.add(backend)
 
 
@@ -225,3 +230,6 @@ def _shut_down() -> None:
             backend.shutdown()
         except Exception as error:
             print(f"torchport: {backend.name}.shutdown() raised {type(error).__name__}: {error}", file=sys.stderr)
+
+
+os.register_at_fork(before=end_openmp_team, after_in_child=lambda: refuse_lost(list(_used)))

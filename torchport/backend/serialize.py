@@ -18,9 +18,10 @@ from torch import fx
 
 from ..core.errors import GraphError
 from ..core.specs import TensorSpec
+from .arguments import check_arguments
 from .control_flow import CONTROL_FLOW, inner_graph
 
-__all__ = ["decode", "decode_arg", "encode", "encode_arg", "fingerprint", "resolve_op"]
+__all__ = ["check_calls", "decode", "decode_arg", "encode", "encode_arg", "fingerprint", "resolve_op"]
 
 _getitem: Any = operator.getitem
 _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
@@ -46,7 +47,7 @@ def encode_arg(value: Any, number: dict[fx.Node, int]) -> Any:
 
 
 def _torch_constant(name: str) -> Any:
-    constant = getattr(torch, name.removeprefix("torch."))
+    constant = vars(torch).get(name.removeprefix("torch."))  # not getattr: some names import modules
     if not isinstance(constant, _TORCH_CONSTANTS):
         raise ValueError(f"torch.{name} is not a dtype, layout or memory format")
     return constant
@@ -128,15 +129,19 @@ def resolve_op(name: str) -> torch._ops.OpOverload:
         if str(op) == name:
             return op
     found: Any = torch.ops
-    for part in name.split("."):
-        found = getattr(found, part, None)
+    parts = name.split(".")
+    for part in parts if len(parts) == 3 else ("",):
+        found = getattr(found, part, None) if part.isidentifier() else None
     if not isinstance(found, torch._ops.OpOverload):
         raise GraphError(f"this torch has no operator {name!r}")
     return found
 
 
 def decode(data: bytes | memoryview) -> fx.GraphModule:
-    """The graph that :func:`encode` wrote, without ``meta["val"]`` on calls. Raises :class:`GraphError`."""
+    """The graph that :func:`encode` wrote, without ``meta["val"]`` on calls. Raises :class:`GraphError`.
+
+    Before a graph from a file runs, :func:`check_calls` must have seen it.
+    """
     try:
         return _decoded(json.loads(bytes(data)))
     except GraphError:
@@ -145,11 +150,50 @@ def decode(data: bytes | memoryview) -> fx.GraphModule:
         raise GraphError(f"not an encoded graph: {type(error).__name__}: {error}") from error
 
 
+class _Numbered(list[fx.Node]):
+    """The nodes so far, by number: nothing else, such as -1 or True, names one."""
+
+    def __getitem__(self, number: Any) -> Any:
+        if type(number) is not int or number < 0:
+            raise ValueError(f"{str(number)[:80]!r} is not the number of a value")
+        return super().__getitem__(number)
+
+
+def _is_node(value: object) -> bool:
+    return isinstance(value, fx.Node)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether an argument of control flow is a value or a list of them."""
+    return isinstance(value, fx.Node) or (isinstance(value, (list, tuple)) and all(map(_is_node, value)))
+
+
+def check_calls(graph: fx.GraphModule) -> None:
+    """Raise :class:`GraphError` where a decoded graph gives a call what its target does not take."""
+    for node in graph.graph.find_nodes(op="get_attr"):
+        inner = inner_graph(graph, node)
+        if inner is not None:
+            check_calls(inner)
+    for node in graph.graph.nodes:
+        if node.op != "call_function":
+            continue
+        target, args = node.target, node.args
+        if target is _getitem:
+            fits = len(args) == 2 and not node.kwargs and _is_node(args[0]) and type(args[1]) is int and args[1] >= 0
+        elif target in CONTROL_FLOW:
+            fits = all(map(_is_plain, (*args, *node.kwargs.values())))
+        else:
+            check_arguments(target, args, node.kwargs, _is_node)
+            continue
+        if not fits:
+            raise GraphError(f"{getattr(target, '__name__', target)} is given arguments that it does not take")
+
+
 def _decoded(document: Any) -> fx.GraphModule:
     """The graph of a document; raises whatever bad input causes."""
     root = torch.nn.Module()
     graph = fx.Graph()
-    nodes: list[fx.Node] = []
+    nodes = _Numbered()
     for position, (shape, dtype, strides) in enumerate(document["inputs"]):
         node = graph.placeholder(f"arg{position}")
         node.meta["spec"] = TensorSpec(tuple(shape), _torch_constant(dtype), tuple(strides))
@@ -168,5 +212,8 @@ def _decoded(document: Any) -> fx.GraphModule:
         node = graph.call_function(target, tuple(decode_arg(args, nodes)), decoded)
         node.meta.update(debug_handle=handle, source=source)
         nodes.append(node)
-    graph.output(tuple(decode_arg(document["outputs"], nodes)))
+    outputs = decode_arg(document["outputs"], nodes)
+    if not isinstance(outputs, list) or not all(map(_is_node, outputs)):  # pyright: ignore[reportUnknownArgumentType]
+        raise GraphError("its outputs are not a list of values")
+    graph.output(tuple(outputs))  # pyright: ignore[reportUnknownArgumentType]
     return fx.GraphModule(root, graph)

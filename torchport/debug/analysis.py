@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Final
 
 from ..core import metrics
 from ..core.config import config
+from ..run.history import history
+from ..run.reasons import ADVICE
 
 if TYPE_CHECKING:
-    from ..lazy.reasons import CompileReason
+    from ..run.reasons import CompileReason
 
 __all__ = ["Finding", "analyze", "compile_reasons"]
 
@@ -41,8 +43,6 @@ def compile_reasons() -> list[CompileReason]:
 
     The newest 256 are kept. Each is also logged, as it happens, to the logger ``torchport.compile`` at INFO.
     """
-    from ..lazy.history import history
-
     return list(history.reasons)
 
 
@@ -53,9 +53,6 @@ def analyze() -> list[Finding]:
 
 
 def _compiles() -> list[Finding]:
-    from ..lazy.history import history
-    from ..lazy.reasons import ADVICE
-
     lines = Counter((reason.kind, reason.line) for reason in history.reasons if reason.kind in ADVICE)
     found: list[Finding] = []
     for (kind, line), times in lines.items():
@@ -67,8 +64,6 @@ def _compiles() -> list[Finding]:
 
 
 def _waiting() -> list[Finding]:
-    from ..lazy.history import history
-
     steps = metrics.counter("Flush: step") + metrics.counter("Flush: copy")
     found: list[Finding] = []
     for (cause, line), times in list(history.sites.items()):

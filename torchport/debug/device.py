@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..core.dispatch import BackendComponent
+from ..backend.decompositions import DECOMPOSE
+from ..backend.random import is_random
+from ..backend.registrar import resolve_operator
+from ..core.config import config
 from ..core.errors import TorchportError
+from ..dispatch import BackendComponent
+from ..frontend.device import copies, install, module
+from ..run.runtime import runtimes
 
 __all__ = ["component_of", "device_lines", "make_ready"]
 
@@ -14,9 +20,6 @@ __all__ = ["component_of", "device_lines", "make_ready"]
 def _runtime(device: str) -> Any:
     """The runtime of a ``port`` device string, or ``None`` for other devices and unbound indices."""
     import torch
-
-    from ..frontend.device import module
-    from ..lazy.runtime import runtimes
 
     try:
         parsed = torch.device(device)
@@ -34,8 +37,6 @@ def _runtime(device: str) -> Any:
 def make_ready(arguments: Sequence[Any]) -> None:
     """Have the device's kernels registered if one of the arguments names it: they are made on first use."""
     if any(str(a) == "port" or str(a).startswith("port:") for a in arguments if not hasattr(a, "shape")):
-        from ..frontend.device import module
-
         module.init()
 
 
@@ -50,11 +51,6 @@ def device_lines(op: str, device: str | None) -> Sequence[str]:
     runtime = None if device is None else _runtime(device)
     if runtime is None:
         return ()
-    from ..backend.decompositions import DECOMPOSE
-    from ..frontend.device import copies, install
-    from ..lazy.kernels import resolve_operator
-    from ..lazy.random import is_random
-
     overload = resolve_operator(op)
     backend = runtime.backend.name
     own = runtime.kernels.kernel(overload)
@@ -73,7 +69,5 @@ def device_lines(op: str, device: str | None) -> Sequence[str]:
     lines.append(f"  3. a decomposition of {backend} or core ATen: {decomposed}")
     boxed = "registered" if runtime.kernels.boxed else "none registered"
     lines.append(f"  4. {backend}'s boxed kernel, for results whose shape depends on data: {boxed}")
-    from ..core.config import config
-
     lines.append(f"  5. the host, counted as {overload.name()}: {config.fallback}")
     return lines

@@ -13,6 +13,14 @@ from torch.utils._pytree import tree_leaves
 
 from ..core.errors import ConfigError, UnsupportedOp
 from ..core.specs import TensorSpec
+from ..frontend.device import module
+from ..run.flush import by_number
+from ..run.runtime import runtimes
+from ..trace.graph import build_graph
+from ..trace.handle import LazyTensor
+from ..trace.threads import threads
+from ..trace.trace import lock
+from ..trace.wrapping import unwrap
 
 __all__ = ["FORMATS", "dump", "dump_trie"]
 
@@ -37,15 +45,7 @@ def dump(value: Any = None, format: str = "text") -> str:
 
 def _pending(value: Any) -> Iterable[tuple[Any, fx.GraphModule]]:
     """Device by device, the graph of the pending values among these, or of all of the thread's."""
-    from ..frontend.device import module
-
     module.init()
-    from ..lazy.executor import by_number
-    from ..lazy.graph import build_graph
-    from ..lazy.runtime import threads
-    from ..lazy.tensor import LazyTensor
-    from ..lazy.trace import lock, unwrap
-
     wanted: list[Any] | None = None
     if value is not None:
         wanted = [unwrap(leaf) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
@@ -71,8 +71,6 @@ def _render(module: fx.GraphModule, format: str, runtime: Any) -> str:
     if format == "text":
         return _text(module)
     if runtime is None:
-        from ..lazy.runtime import runtimes
-
         runtime = runtimes.get(0)
     return runtime.backend.text(runtime.backend.preprocess(module, runtime.specs))
 
@@ -136,11 +134,7 @@ def dump_trie(device: Any = None, limit: int = 2_000) -> str:
 
     ``limit``: at most so many nodes.
     """
-    from ..frontend.device import module
-
     module.init()
-    from ..lazy.runtime import threads
-
     index = (torch.device(device).index or 0) if device is not None else 0
     lines = ["digraph trie {", "  node [shape=box];", '  n0 [label="start", shape=ellipse];']
     queue = [(threads.of(index).root, 0)]

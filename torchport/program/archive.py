@@ -33,6 +33,7 @@ _ZIP64: Final = 0x0001
 _PADDING: Final = 0x4246  # the field PyTorch pads with
 _MAX32: Final = 0xFFFFFFFF
 _MAX16: Final = 0xFFFF
+_LONGEST_NAME: Final = 0xFFFF
 _UTF8: Final = 0x0800
 _DIRECTORY: Final = SegmentInfo("program", "directory")
 
@@ -242,6 +243,12 @@ def write_archive(
     for short, data in entries:
         view = memoryview(data).cast("B")
         name = f"{root}/{short}".encode()
+        if len(name) > _LONGEST_NAME:
+            raise ProgramError(
+                f"an entry's name has {len(name):,} bytes, and at most {_LONGEST_NAME:,} fit; give the method or the "
+                f"data a shorter one than {short[:80]!r}…",
+                code=ErrorCode.INVALID_ARGUMENT,
+            )
         size, crc = len(view), zlib.crc32(view)
         extra = _extra(size, position, name, alignment)
         shown = min(size, _MAX32)

@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
-__all__ = ["Bad", "bad", "read_each", "read_flag", "read_list", "read_number", "read_object", "read_text"]
+__all__ = [
+    "MAX_RANK",
+    "Bad",
+    "bad",
+    "check_amount",
+    "read_each",
+    "read_flag",
+    "read_list",
+    "read_number",
+    "read_object",
+    "read_text",
+]
 
 T = TypeVar("T")
+MAX_RANK: Final = 64
+"""Dimensions of a tensor; PyTorch's and NumPy's own limits."""
+_BYTES_PER_VALUE: Final = 16
+_FREE_VALUES: Final = 500_000
 
 
 class Bad(ValueError):
@@ -17,6 +32,18 @@ class Bad(ValueError):
 def bad(what: str) -> Bad:
     """The error to raise."""
     return Bad(what)
+
+
+def check_amount(text: bytes, size: int) -> None:
+    """Raise :class:`Bad` for JSON with so many values that reading it would take much more memory than the file has.
+
+    ``size``: the whole file's, in bytes. A value takes up to about 200 bytes in memory. Documents of real programs have
+    one in about 10 bytes of theirs, and lie in files that are several times as large: PyTorch's part says the same in
+    more words.
+    """
+    values = sum(text.count(sign) for sign in (b",", b"[", b"{"))
+    if values > _FREE_VALUES + size // _BYTES_PER_VALUE:
+        raise bad(f"it has {values:,} values, which is more than a file of {size:,} bytes needs")
 
 
 def read_object(value: object) -> Mapping[str, Any]:

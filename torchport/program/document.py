@@ -22,7 +22,8 @@ from typing import Any, Final, TypeVar, cast
 
 from ..core.errors import ErrorCode, ProgramError
 from ..core.specs import CompileSpec, CompileSpecs, contiguous_strides
-from .checked import bad, read_each, read_flag, read_list, read_number, read_object, read_text
+from .agreement import check_specs
+from .checked import MAX_RANK, bad, check_amount, read_each, read_flag, read_list, read_number, read_object, read_text
 from .schema import (
     ELEMENT_SIZE,
     Call,
@@ -83,6 +84,7 @@ PROGRAM: Final = "extra/torchport/program.json"
 DEBUG: Final = "extra/torchport/debug.json"
 T = TypeVar("T")
 _MAX_NAME: Final = 64
+_MAX_BYTES: Final = 1 << 62
 
 
 # -- writing -------------------------------------------------------------------------------------------------------
@@ -179,12 +181,14 @@ def _spec(value: object) -> Spec:
     dtype, shape, strides = read_list(value, 3)
     if read_text(dtype) not in ELEMENT_SIZE:
         raise bad(f"there is no dtype {dtype!r}")
+    if len(read_list(shape)) > MAX_RANK:
+        raise bad(f"a tensor has more than {MAX_RANK} dimensions")
     sizes = read_each(read_number, shape)
-    steps = contiguous_strides(sizes) if strides is None else read_each(read_number, strides)
-    if len(steps) != len(sizes):
-        raise bad("a tensor has another number of strides than of sizes")
+    if math.prod(max(size, 1) for size in sizes) * ELEMENT_SIZE[dtype] >= _MAX_BYTES:
+        raise bad("a tensor is too large for any machine")
+    steps = contiguous_strides(sizes) if strides is None else read_each(read_number, read_list(strides, len(sizes)))
     spec = Spec(dtype, sizes, steps)
-    if len(sizes) > 64 or max(spec.nbytes, spec.extent) >= 1 << 62:
+    if spec.extent >= _MAX_BYTES:
         raise bad("a tensor is too large for any machine")
     return spec
 
@@ -331,7 +335,9 @@ def _method(name: str, value: object, constants: Sequence[Constant]) -> Method:
             values.use(output.value)
     if len(values.made) != values.total:
         raise bad("there are values that nothing makes")
-    return Method(name, values.total, inputs, outputs, bound, state, delegates, instructions)
+    method = Method(name, values.total, inputs, outputs, bound, state, delegates, instructions)
+    check_specs(method, constants)
+    return method
 
 
 def _document(value: object) -> Document:
@@ -345,7 +351,10 @@ def _document(value: object) -> Document:
     if not methods:
         raise bad("there is no method")
     for constant in constants:
-        if not constant.external:
+        if constant.external:
+            if constant.offset or not constant.spec.is_contiguous:
+                raise bad(f"constant {constant.name[:80]!r} lies outside, and not as such files have tensors")
+        else:
             size, _ = digests[constant.entry]
             if constant.offset + constant.spec.extent > size:
                 raise bad(f"constant {constant.name!r} reaches beyond its entry")
@@ -431,32 +440,43 @@ def decode_header(data: memoryview, entry: str = PROGRAM) -> tuple[Header, int]:
         raise _broken(entry, error) from error
 
 
-def _body(data: memoryview, entry: str) -> Any:
+def _body(data: memoryview, entry: str, size: int) -> Any:
     header, start = decode_header(data, entry)
     body = data[start:]
     if len(body) != header.size or hashlib.sha256(body).hexdigest() != header.sha256:
         raise _broken(entry, "its checksum differs")
-    return _json(bytes(body))
+    text = bytes(body)
+    check_amount(text, max(size, len(text)))
+    return _json(text)
 
 
-def _decode(data: memoryview, entry: str, read: Callable[[object], T]) -> T:
+def _decode(data: memoryview, entry: str, read: Callable[[object], T], size: int = 0) -> T:
     try:
-        return read(_body(data, entry))
+        return read(_body(data, entry, size))
     except KeyError as error:
         raise _broken(entry, f"{error} is missing") from error
     except (ValueError, TypeError, RecursionError, binascii.Error, OverflowError) as error:
         raise _broken(entry, error) from error
+    except MemoryError as error:
+        raise ProgramError(
+            f"there is no memory to read {entry} of this program file",
+            entry=entry,
+            code=ErrorCode.MEMORY_ALLOCATION_FAILED,
+        ) from error
     except ProgramError:
         raise
     except RuntimeError as error:  # a repeated compile spec
         raise _broken(entry, error) from error
 
 
-def decode(data: memoryview) -> Document:
-    """The document that :func:`encode` wrote, checked. Raises :class:`ProgramError`."""
-    return _decode(data, PROGRAM, _document)
+def decode(data: memoryview, size: int = 0) -> Document:
+    """The document that :func:`encode` wrote, checked. Raises :class:`ProgramError`.
+
+    ``size``: the whole file's, in proportion to which a document may have values.
+    """
+    return _decode(data, PROGRAM, _document, size)
 
 
-def decode_debug(data: memoryview) -> DebugInfo:
+def decode_debug(data: memoryview, size: int = 0) -> DebugInfo:
     """The debug information that :func:`encode_debug` wrote. Raises :class:`ProgramError`."""
-    return _decode(data, DEBUG, _debug)
+    return _decode(data, DEBUG, _debug, size)

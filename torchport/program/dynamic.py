@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from ..core.errors import ErrorCode, MethodError, TorchportError
+from ..core.forks import guarded_rlock
 from ..core.specs import contiguous_strides
 from . import document as doc
 from .delegate import Options, checked_options, find_backend
@@ -69,7 +69,7 @@ class DynamicMethod(Method):
                     self._sources.append((at, dim))
                     self._extents.append(extent)
         self._axes = [sorted({sizes[at] for sizes in dynamic.variants}) for at in range(len(dynamic.symbols))]
-        self._lock = threading.RLock()
+        self._lock = guarded_rlock()
         self._loaded: dict[tuple[int, ...], Method] = {}
         self._calls: dict[Any, _Call] = {}
         self._active: Method | None = None

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
+from ..backend.arguments import check_arguments, gives_several
+from ..backend.control_flow import CONTROL_FLOW
 from ..backend.serialize import decode_arg, resolve_op
 from ..core.errors import DelegateError, ErrorCode, GraphError
 from .document import Kernel
 
-__all__ = ["bind"]
+__all__ = ["bind", "in_default_state"]
 
 
 class _Value:
@@ -43,6 +45,23 @@ def _filler(value: Any) -> Callable[[Sequence[Any]], Any] | None:
     return None
 
 
+def _is_value(value: object) -> bool:
+    return isinstance(value, _Value)
+
+
+def _misuse(kernel: Kernel, op: Any, args: list[Any], kwargs: dict[str, Any]) -> str:
+    """Why an instruction cannot be one of a program; empty if it can."""
+    if op in CONTROL_FLOW or op._schema.is_mutable:
+        return f"operator {kernel.op} writes to its arguments or calls graphs; a program holds functional operators"
+    try:
+        check_arguments(op, args, kwargs, _is_value)
+    except GraphError as error:
+        return f"this program file is damaged: {error}; save it again"
+    if gives_several(op) is not kernel.several:
+        return f"this program file is damaged: {kernel.op} gives another number of results; save it again"
+    return ""
+
+
 def bind(kernel: Kernel) -> Callable[[Sequence[Any]], Any]:
     """A function from a method's values to the operator's result.
 
@@ -59,12 +78,8 @@ def bind(kernel: Kernel) -> Callable[[Sequence[Any]], Any]:
             code=ErrorCode.OPERATOR_MISSING,
             debug_handles=(kernel.handle,),
         ) from error
-    if op._schema.is_mutable:
-        raise DelegateError(
-            f"operator {kernel.op} writes to its arguments; a program holds functional operators only",
-            code=ErrorCode.INVALID_PROGRAM,
-            debug_handles=(kernel.handle,),
-        )
+    if why := _misuse(kernel, op, args, kwargs):
+        raise DelegateError(why, code=ErrorCode.INVALID_PROGRAM, debug_handles=(kernel.handle,))
     positional = [(_filler(one), one) for one in args]
     named = {key: (_filler(one), one) for key, one in kwargs.items()}
 

@@ -44,7 +44,10 @@ class BytesLoader:
     """A program in memory."""
 
     def __init__(self, data: bytes | bytearray | memoryview) -> None:
-        self._view = memoryview(data).cast("B")
+        view = memoryview(data)
+        if not view.contiguous:
+            raise ProgramError("a program in memory is bytes one after the other", code=ErrorCode.INVALID_ARGUMENT)
+        self._view = view.cast("B") if view.nbytes else memoryview(b"")
 
     @property
     def size(self) -> int:

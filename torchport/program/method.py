@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..backend.interface import FreeableBuffer, TemporaryMemory
 from ..core.errors import DelegateError, ErrorCode, MethodError, TorchportError
+from ..core.forks import guarded_rlock
 from . import document as doc
 from .delegate import LoadedDelegate, Options, checked_options, find_backend, locate
 from .loader import SegmentInfo
@@ -23,6 +23,13 @@ __all__ = ["Method", "State", "positional"]
 
 Env = list[Any]
 Step = Callable[[Env], None]
+
+
+def _kernels() -> Any:
+    """How operators that no delegate took are run: imported where there are some, since that imports PyTorch."""
+    from . import kernels  # on demand: it imports PyTorch
+
+    return kernels
 
 
 class State:
@@ -97,10 +104,11 @@ class Method:
         self._method = program.package.document.methods[name]
         self._program = program
         self._names = {one.name: position for position, one in enumerate(self._method.inputs)}
-        self._lock = threading.RLock()
+        self._lock = guarded_rlock()
         self._delegates: list[LoadedDelegate] = []
         self._env: Env = []
         self._at: int | None = None
+        self._closed = False
         self._given: Sequence[object] = ()
         self._temporary = TemporaryMemory()
         self._recorder = recorder if recorder is not None else Recorder(self._where) if profile else None
@@ -257,11 +265,9 @@ class Method:
         return dict(enumerate(tensors)) | known
 
     def _plan_kernel(self, kernel: doc.Kernel, home: Mapping[int, LoadedDelegate]) -> Step:
-        from .kernels import bind
-
         handles = (kernel.handle,)
         try:
-            run = bind(kernel)
+            run = _kernels().bind(kernel)
         except DelegateError as error:
             raise locate(error, self.name, kernel.op, handles, self._where) from error
         foreign = [(number, home[number].adapter.unwrap) for number in set(_reads(kernel)) if number in home]
@@ -306,10 +312,25 @@ class Method:
                 return (lambda env: copy(unwrap(env[number]))) if copied else (lambda env: unwrap(env[number]))
             return (lambda env: copy(env[number])) if copied else _at(number)
 
+        known = shared.copy()  # inputs were checked, and constants are as they are in the file
+
+        def checked(number: int, what: str, spec: doc.Spec) -> Callable[[Env], Any]:
+            if number in known:
+                return getter(number)
+            get, check = getter(number), self._host.result(what, spec)
+            return lambda env: check(get(env))
+
         self._changed = [one for one in method.state if one.result != one.value]
-        updates = [getter(one.result) for one in self._changed]
-        for output in method.outputs:
-            getters.append(_always(output.literal) if output.value is None else getter(output.value))
+        buffers = self._program.package.document.constants
+        updates = [
+            checked(one.result, f"buffer {buffers[one.constant].name!r}", buffers[one.constant].spec)
+            for one in self._changed
+        ]
+        for position, output in enumerate(method.outputs):
+            if output.value is None or output.spec is None:
+                getters.append(_always(output.literal))
+            else:
+                getters.append(checked(output.value, f"output {position}", output.spec))
         return lambda env: ([get(env) for get in getters], [get(env) for get in updates])
 
     # -- running ---------------------------------------------------------------------------------------------------
@@ -339,9 +360,7 @@ class Method:
 
     def _run(self) -> None:
         if self._runs_kernels:
-            from .kernels import in_default_state
-
-            in_default_state(self._run_steps)
+            _kernels().in_default_state(self._run_steps)
         else:
             self._run_steps()
 
@@ -351,6 +370,10 @@ class Method:
             step(env)
 
     def _begin(self, inputs: Sequence[object], named: Mapping[str, object]) -> None:
+        if self._closed:
+            raise MethodError(
+                f"method {self.name!r} was closed; load it again with load_method()", code=ErrorCode.INVALID_STATE
+            )
         if named:
             inputs = positional(self.name, self._names, inputs, named)
         method = self._method
@@ -359,8 +382,6 @@ class Method:
             raise MethodError(
                 f"method {self.name!r} takes {len(method.inputs)} inputs ({names}), but got {len(inputs)}"
             )
-        if self._delegates == [] and method.delegates:
-            raise MethodError(f"method {self.name!r} was closed", code=ErrorCode.INVALID_STATE)
         env = self._initial.copy()
         number = 0
         for position, check in enumerate(self._checks):
@@ -409,9 +430,7 @@ class Method:
                 raise MethodError(f"method {self.name!r} is at its end", code=ErrorCode.END_OF_METHOD)
             step, env = self._steps[self._at], self._env
             if self._runs_kernels:
-                from .kernels import in_default_state
-
-                in_default_state(lambda: step(env))
+                _kernels().in_default_state(lambda: step(env))
             else:
                 step(env)
             self._at += 1
@@ -460,6 +479,7 @@ class Method:
         Raises the first error of a backend's ``destroy``, after all have been destroyed.
         """
         with self._lock:
+            self._closed = True
             self._clear()
             failed = _release(self._delegates)
         if failed:

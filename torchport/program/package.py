@@ -8,9 +8,10 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, BinaryIO, Final, Literal
 
 from ..core.errors import ErrorCode, ProgramError
+from ..core.forks import guarded_lock
 from . import document as doc
 from . import safetensors
 from .archive import ALIGNMENT, Archive
@@ -19,7 +20,7 @@ from .loader import BytesLoader, DataLoader, FileLoader, SegmentInfo
 __all__ = ["Package", "Source", "Verification", "check_header", "open_package"]
 
 Verification = Literal["full", "header"]
-Source = str | os.PathLike[str] | bytes | bytearray | memoryview | DataLoader
+Source = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO | DataLoader
 
 _DIRECTORY: Final = 1 << 20
 """Bytes at the end of a file among which its directory is looked for, to say what kind of file it is."""
@@ -44,12 +45,30 @@ def _loader_of(source: Source) -> tuple[DataLoader, str, Path | None]:
         return FileLoader(source), os.fspath(source), Path(source).parent
     if isinstance(source, (bytes, bytearray, memoryview)):
         return BytesLoader(source), "memory", None
-    if not callable(getattr(source, "load", None)):
+    given: Any = source
+    if callable(getattr(given, "load", None)) and isinstance(getattr(given, "size", None), int):
+        return given, type(given).__name__, None
+    if callable(getattr(given, "read", None)):
+        return BytesLoader(_read_all(given)), str(getattr(given, "name", "memory")), None
+    raise ProgramError(
+        "a program is loaded from a path, bytes, a file that is open for reading bytes, or a loader with load() and "
+        f"size; got {type(given).__name__}",
+        code=ErrorCode.INVALID_ARGUMENT,
+    )
+
+
+def _read_all(file: Any) -> bytes | bytearray | memoryview:
+    """What an open file holds from where it is on."""
+    try:
+        data = file.read()
+    except (OSError, ValueError) as error:
+        raise ProgramError(f"cannot read from {file!r}: {error}", code=ErrorCode.ACCESS_FAILED) from error
+    if not isinstance(data, (bytes, bytearray, memoryview)):
         raise ProgramError(
-            f"a program is loaded from a path, bytes, or a loader with load() and size; got {type(source).__name__}",
+            f'reading {file!r} gives {type(data).__name__}, and a program is bytes; open the file with mode "rb"',
             code=ErrorCode.INVALID_ARGUMENT,
         )
-    return source, type(source).__name__, None
+    return data
 
 
 def check_header(source: Source) -> Literal["compatible", "incompatible", "not_present", "short_data"]:
@@ -112,7 +131,7 @@ class _External:
         self._given = given
         self._check = check
         self._files: dict[str, safetensors.File] = {}
-        self._lock = threading.Lock()
+        self._lock = guarded_lock()
 
     def __call__(self, constant: doc.Constant) -> memoryview:
         with self._lock:
@@ -173,7 +192,7 @@ def open_package(
         raise ProgramError(f'verification is "full" or "header", not {verification!r}', code=ErrorCode.INVALID_ARGUMENT)
     loader, origin, folder = _loader_of(source)
     archive = _archive(loader)
-    document = doc.decode(archive.view(doc.PROGRAM))
+    document = doc.decode(archive.view(doc.PROGRAM), loader.size)
     for name, (size, _) in document.digests.items():
         entry = archive.entries.get(name)
         if entry is None or entry.size != size or entry.offset % ALIGNMENT:
@@ -185,7 +204,7 @@ def open_package(
         document=document,
         view=archive.view,
         external=external,
-        debug=lambda: doc.decode_debug(archive.view(doc.DEBUG)),
+        debug=lambda: doc.decode_debug(archive.view(doc.DEBUG), loader.size),
         size=loader.size,
         origin=origin,
     )

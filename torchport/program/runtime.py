@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,6 +11,7 @@ from typing import Any, Final
 from ..backend.registry import Registry
 from ..backend.registry import registry as default_registry
 from ..core.errors import ErrorCode, MethodError, ProgramError
+from ..core.forks import guarded_rlock
 from . import document as doc
 from .delegate import Options, checked_options
 from .dynamic import DynamicMethod, extent_name
@@ -169,7 +169,7 @@ class Program:
         self.registry: Final = default_registry if registry is None else registry
         self.load_events: Final = tuple(load_events)
         self._profile = profile
-        self._lock = threading.RLock()
+        self._lock = guarded_rlock()
         self._constants: dict[tuple[int, type[Host]], Any] = {}
         self._debug: doc.DebugInfo | None = None
         self._options = checked_options(backend_options or {}, self.backends)
@@ -316,7 +316,7 @@ def load(
     registry: Registry | None = None,
     profile: bool = False,
 ) -> Program:
-    """Open a program: a path (memory-mapped), bytes, or a :class:`DataLoader`.
+    """Open a program: a path (memory-mapped), bytes, a file open for reading bytes, or a :class:`DataLoader`.
 
     ``verification="full"`` compares every checksum before anything is used; ``"header"`` only those of the document.
     ``backend_options`` are run-time options by backend; ``external_data`` says where files with weights lie, if not

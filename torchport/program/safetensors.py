@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, Final, cast
 
 from ..core.errors import ErrorCode, ProgramError
+from .checked import MAX_RANK, check_amount, read_each, read_list, read_number, read_object, read_text
 from .document import ELEMENT_SIZE
 from .loader import FileLoader, SegmentInfo
 
@@ -54,12 +55,14 @@ class File:
             self._start = _LENGTH.size + length
             if length > _MAX_HEADER or self._start > len(self._view):
                 raise ValueError("its header is too long")
-            header = json.loads(bytes(self._view[_LENGTH.size : self._start]))
+            text = bytes(self._view[_LENGTH.size : self._start])
+            check_amount(text, len(self._view))
+            header = json.loads(text)
             if not isinstance(header, dict):
                 raise ValueError("its header is not an object")
             self._header = cast("dict[str, Any]", header)
-        except (ValueError, struct.error, RecursionError) as error:
-            raise self._bad(path, error) from error
+        except (ValueError, struct.error, RecursionError, MemoryError) as error:
+            raise self._bad(path, str(error) or type(error).__name__) from error
         self._path = path
 
     @staticmethod
@@ -76,13 +79,13 @@ class File:
         if name not in self._header or name == "__metadata__":
             return None
         try:
-            row = self._header[name]
-            dtype, shape = _DTYPES[row["dtype"]], tuple(row["shape"])
-            begin, end = row["data_offsets"]
-            numbers = (*shape, begin, end)
-            if not all(isinstance(number, int) and number >= 0 for number in numbers):
-                raise ValueError("a size or offset is not a whole number")
-            if end - begin != _size(dtype, shape) or self._start + end > len(self._view):
+            row = read_object(self._header[name])
+            sizes = read_list(row["shape"])
+            if len(sizes) > MAX_RANK:
+                raise ValueError(f"it has more than {MAX_RANK} dimensions")
+            dtype, shape = _DTYPES[read_text(row["dtype"])], read_each(read_number, sizes)
+            begin, end = read_each(read_number, read_list(row["data_offsets"], 2))
+            if begin > end or end - begin != _size(dtype, shape) or self._start + end > len(self._view):
                 raise ValueError("a tensor does not lie within the file")
         except (ValueError, KeyError, TypeError) as error:
             raise self._bad(self._path, f"tensor {name!r}: {error}") from error

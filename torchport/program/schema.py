@@ -75,6 +75,16 @@ class Spec:
         """Whether the strides are the row-major ones."""
         return self.strides == contiguous_strides(self.shape)
 
+    @property
+    def may_overlap(self) -> bool:
+        """Whether elements may share memory: a tensor of these strides cannot be written, only shown."""
+        reach = 0
+        for stride, size in sorted(zip(self.strides, self.shape, strict=True)):
+            if size > 1 and stride <= reach:
+                return 0 not in self.shape
+            reach += (size - 1) * stride
+        return False
+
     def __str__(self) -> str:
         tail = "" if self.is_contiguous else f" strides {list(self.strides)}"
         return f"{self.dtype}{list(self.shape)}{tail}"

@@ -11,9 +11,9 @@ from typing import Any
 
 from ..backend.arrays import AS_INTEGERS, array_to_tensor, tensor_to_array
 from ..backend.interface import ArrayData, Backend, BackendData, BackendDevice, TensorData
-from ..core.errors import ErrorCode, MethodError
+from ..core.errors import ErrorCode, MethodError, ProgramError
 from ..core.specs import TensorSpec
-from .document import Input, Spec
+from .document import PROGRAM, Input, Spec
 
 __all__ = ["Adapter", "Host", "NumpyHost", "TorchHost", "check_literal", "host_for"]
 
@@ -29,9 +29,38 @@ def _misfit(where: str, expected: Spec, got: object, code: ErrorCode) -> MethodE
 
 def _no_memory(spec: Spec) -> MethodError:
     return MethodError(
-        f"there is no memory for an input padded to {spec}; lower the model with smaller buckets=",
+        f"there is no memory for an input padded to {spec}, or its elements would share it; lower the model with "
+        "smaller buckets=",
         code=ErrorCode.MEMORY_ALLOCATION_FAILED,
     )
+
+
+def _no_layout(where: str, spec: Spec) -> MethodError:
+    return MethodError(
+        f"{where} should be {spec}, and cannot be copied to that: there is no memory, or elements would share it; give "
+        "a tensor with these strides, or lower the model for another",
+        code=ErrorCode.MEMORY_ALLOCATION_FAILED,
+    )
+
+
+def _other_result(what: str, spec: Spec, got: str) -> ProgramError:
+    return ProgramError(
+        f"this program file says that {what} is {spec}, but what makes it gave {got}; lower the model again",
+        entry=PROGRAM,
+    )
+
+
+def _no_result(what: str, spec: Spec) -> ProgramError:
+    return ProgramError(
+        f"this program file says that {what} is {spec}, which a result cannot be: there is no memory, or elements "
+        "would share it; lower the model again",
+        entry=PROGRAM,
+    )
+
+
+def _wide(spec: Spec) -> list[int]:
+    """The dimensions whose strides tell where elements lie."""
+    return [] if 0 in spec.shape else [dim for dim, size in enumerate(spec.shape) if size > 1]
 
 
 def _is_torch(value: object) -> bool:
@@ -62,6 +91,13 @@ class Host:
 
     def checker(self, where: str, spec: Spec) -> Callable[[Any], Any]:
         """A function that returns a tensor with exactly that spec, plain and on the CPU, or raises."""
+        raise NotImplementedError
+
+    def result(self, what: str, spec: Spec) -> Callable[[Any], Any]:
+        """A function that gives a computed value the strides that the program says it has.
+
+        It raises :class:`ProgramError` for another dtype or shape.
+        """
         raise NotImplementedError
 
     def copy(self, value: Any) -> Any:
@@ -143,7 +179,7 @@ class TorchHost(Host):
             with torch.no_grad():
                 value = value.detach().resolve_conj().resolve_neg()
                 if value.stride() != strides and not (contiguous and value.is_contiguous()):
-                    value = torch.empty_strided(shape, strides, dtype=dtype).copy_(value)
+                    value = self._laid_out(value, spec, lambda: _no_layout(where, spec))
             return value
 
         def check(value: Any) -> Any:
@@ -164,6 +200,32 @@ class TorchHost(Host):
 
         return check
 
+    def _laid_out(self, value: Any, spec: Spec, failed: Callable[[], Exception]) -> Any:
+        """A copy with a spec's strides; raises what ``failed`` gives where there can be none."""
+        if spec.may_overlap:
+            raise failed()
+        try:
+            return self.torch.empty_strided(spec.shape, spec.strides, dtype=self._dtype(spec.dtype)).copy_(value)
+        except (RuntimeError, MemoryError) as error:
+            raise failed() from error
+
+    def result(self, what: str, spec: Spec) -> Callable[[Any], Any]:
+        torch, dtype, shape, strides = self.torch, self._dtype(spec.dtype), spec.shape, spec.strides
+        strided: Any = torch.strided
+        wide = _wide(spec)
+        expected = [strides[dim] for dim in wide]
+
+        def check(value: Any) -> Any:
+            if value.dtype is not dtype or value.shape != shape or value.layout is not strided or not value.is_cpu:
+                raise _other_result(what, spec, _shown_torch(value))
+            given = value.stride()
+            if given == strides or [given[dim] for dim in wide] == expected:
+                return value
+            with torch.no_grad():
+                return self._laid_out(value, spec, lambda: _no_result(what, spec))
+
+        return check
+
     def copy(self, value: Any) -> Any:
         with self.torch.no_grad():
             return value.clone()
@@ -173,6 +235,8 @@ class TorchHost(Host):
 
     def pad(self, value: Any, spec: Spec) -> Any:
         torch = self.torch
+        if spec.may_overlap:
+            raise _no_memory(spec)
         try:
             if spec.is_contiguous:
                 more: list[int] = []
@@ -251,9 +315,9 @@ class NumpyHost(Host):
         return self.numpy.ndarray(spec.shape, dtype, data[offset : offset + spec.extent], 0, steps)
 
     def checker(self, where: str, spec: Spec) -> Callable[[Any], Any]:
-        numpy, dtype, shape = self.numpy, self._dtype(spec.dtype), spec.shape
+        dtype, shape = self._dtype(spec.dtype), spec.shape
         steps = tuple(step * dtype.itemsize for step in spec.strides)
-        kind: Any = numpy.ndarray
+        kind: Any = self.numpy.ndarray
 
         def check(value: Any) -> Any:
             if type(value) is not kind:
@@ -263,9 +327,7 @@ class NumpyHost(Host):
             if value.shape != shape:
                 raise _misfit(where, spec, f"{value.dtype}{list(value.shape)}", ErrorCode.INVALID_ARGUMENT)
             if value.strides != steps and value.size:
-                made = numpy.ndarray(shape, dtype, bytearray(spec.extent), 0, steps)
-                made[...] = value
-                return made
+                return self._laid_out(value, spec, lambda: _no_layout(where, spec))
             return value
 
         return check
@@ -283,6 +345,33 @@ class NumpyHost(Host):
             raise _misfit(where, spec, _shown_torch(value), ErrorCode.INVALID_TYPE)
         return tensor_to_array(value.detach().resolve_conj().resolve_neg())
 
+    def result(self, what: str, spec: Spec) -> Callable[[Any], Any]:
+        dtype, shape = self._dtype(spec.dtype), spec.shape
+        steps = tuple(step * dtype.itemsize for step in spec.strides)
+        wide = _wide(spec)
+
+        def check(value: Any) -> Any:
+            if value.dtype != dtype or value.shape != shape:
+                raise _other_result(what, spec, f"{value.dtype}{list(value.shape)}")
+            if value.strides == steps or all(value.strides[dim] == steps[dim] for dim in wide):
+                return value
+            return self._laid_out(value, spec, lambda: _no_result(what, spec))
+
+        return check
+
+    def _laid_out(self, value: Any, spec: Spec, failed: Callable[[], Exception]) -> Any:
+        """A copy with a spec's strides; raises what ``failed`` gives where there can be none."""
+        if spec.may_overlap:
+            raise failed()
+        dtype = self._dtype(spec.dtype)
+        steps = tuple(step * dtype.itemsize for step in spec.strides)
+        try:
+            made = self.numpy.ndarray(spec.shape, dtype, bytearray(spec.extent), 0, steps)
+        except (MemoryError, OverflowError, ValueError) as error:
+            raise failed() from error
+        made[...] = value
+        return made
+
     def copy(self, value: Any) -> Any:
         return value.copy()
 
@@ -290,6 +379,8 @@ class NumpyHost(Host):
         return self.numpy.array(value, self.numpy.float32)
 
     def pad(self, value: Any, spec: Spec) -> Any:
+        if spec.may_overlap:
+            raise _no_memory(spec)
         try:
             if spec.is_contiguous:
                 made = self.numpy.zeros(spec.shape, value.dtype)

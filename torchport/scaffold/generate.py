@@ -15,6 +15,7 @@ from typing import Final
 from .. import __version__
 from ..backend.registry import registry
 from ..core.errors import TorchportError
+from ..core.files import writing
 
 __all__ = ["FILES", "new_package"]
 
@@ -86,6 +87,11 @@ def _write(target: Path, values: Mapping[str, str]) -> None:
     """All files into a folder beside the target, which then takes the target's name: there is no half-written one."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise TorchportError(f"{target} exists and is not an empty folder; give another one with --dir")
+    with writing(target):
+        _write_files(target, values)
+
+
+def _write_files(target: Path, values: Mapping[str, str]) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:

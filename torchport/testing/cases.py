@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core.errors import TorchportError
+from .judge import Judge
+from .limits import limits_of
 from .plan import DEFAULT_SEED, Case, Plan, Result, Share, Unit, units_of
 from .report import Report, failures_by_kind, percent
+from .subjects import catalogue
+from .target import load_backend
 
 __all__ = ["OpCase", "assert_conforms", "op_cases", "run_case"]
 
 
 @functools.cache
 def _judge(target: str, seed: int, strict: bool) -> Any:
-    from .judge import Judge
-    from .limits import limits_of
-    from .target import load_backend
-
     backend = load_backend(target)
     return Judge(backend, target, seed=seed, strict=strict, limits=limits_of(backend))
 
@@ -86,8 +86,6 @@ def op_cases(
     all). The choice is seeded. Listing imports PyTorch's databases (about 5 s).
     """
     import pytest
-
-    from .subjects import catalogue
 
     plan = Plan(backend, ops, tuple(dtypes), tuple(doors), tuple(variants), samples)
     judge = _judge(backend, seed, False)

@@ -11,8 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import TorchportError
+from .difference import changes, difference_text
+from .minimise import minimise_case, minimise_script
+from .page import write_page
 from .plan import DEFAULT_SEED, DTYPES, FAILED, PASSED, VARIANTS, Case, Plan
 from .report import Report, failures_by_kind, read_report
+from .run import conform
 
 __all__ = ["add_commands"]
 
@@ -140,21 +144,17 @@ def _plan(given: argparse.Namespace) -> Plan:
 
 
 def _conform(given: argparse.Namespace) -> int:
-    from .difference import changes, difference_text
-    from .page import write_page
-    from .run import conform
-
     baseline = read_report(given.baseline) if given.baseline else None
     name = "".join(c if c.isalnum() else "-" for c in Path(given.backend).name).strip("-")
     folder = Path(given.out or f"conformance-{name}")
-    folder.mkdir(parents=True, exist_ok=True)
     progress = _Progress()
     try:
         report = conform(_plan(given), folder / "journal.jsonl", given.resume, progress)
     except KeyboardInterrupt:
         progress.end()
-        print(f"interrupted; go on with --resume --out {folder}", file=sys.stderr)
-        return 130
+        if (folder / "journal.jsonl").exists():
+            print(f"what was run is kept; go on with --resume --out {folder}", file=sys.stderr)
+        raise
     progress.end()
     found = changes(baseline, report) if baseline is not None else []
     report.write(folder / "report.json")
@@ -173,9 +173,6 @@ def _conform(given: argparse.Namespace) -> int:
 
 # -- compare -------------------------------------------------------------------------------------------------------
 def _compare(given: argparse.Namespace) -> int:
-    from .difference import changes, difference_text
-    from .page import write_page
-
     old, new = read_report(given.old), read_report(given.new)
     found = changes(old, new)
     print(difference_text(old, new, found))
@@ -186,8 +183,6 @@ def _compare(given: argparse.Namespace) -> int:
 
 # -- minimise ------------------------------------------------------------------------------------------------------
 def _minimise(given: argparse.Namespace) -> int:
-    from .minimise import minimise_case, minimise_script
-
     if given.script and not Path(given.script).is_file():
         raise TorchportError(f"there is no file {given.script}")
     out = Path(given.out)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from ..run.runtime import runtimes
 from .plan import VARIANTS
 
 __all__ = ["DOORS", "Door", "Place", "available_doors"]
@@ -56,7 +57,7 @@ def _never() -> str:
 
 
 def _lazy(backend: str) -> Place:
-    import torchport
+    import torchport  # on demand: public names are looked up when they are used
 
     return Place(torchport.use(backend), _plain)
 
@@ -64,11 +65,9 @@ def _lazy(backend: str) -> Place:
 def _indexed(backend: str) -> Place:
     import torch
 
-    import torchport
+    import torchport  # on demand: public names are looked up when they are used
 
     torchport.device(backend)
-    from ..lazy.runtime import runtimes
-
     # PyTorch treats index 0 of a Python-defined device unlike all others.
     return Place(torch.device("port", runtimes.bind(torchport.get_backend(backend), least=1)), _plain)
 
@@ -80,13 +79,13 @@ def _inference(backend: str) -> Place:
 
 
 def _no_eager() -> str:
-    import torchport
+    import torchport  # on demand: public names are looked up when they are used
 
     return "" if hasattr(torchport, "mode") else "torchport.mode does not exist in this version"
 
 
 def _eager(backend: str) -> Place:
-    import torchport
+    import torchport  # on demand: public names are looked up when they are used
 
     mode: Any = getattr(torchport, "mode")  # noqa: B009 - absent in versions without the door
     return Place(torchport.use(backend), _plain, lambda: mode("eager"))

@@ -24,11 +24,15 @@ from ..backend.normal_form import input_specs, output_specs
 from ..backend.registry import resolve_device
 from ..backend.serialize import decode, encode
 from ..core.errors import BackendUnavailable, TorchportError
+from ..core.files import writing
 from ..core.specs import CompileSpecs
-from .plan import DEFAULT_SEED, PASSED, Case
-from .pool import death_of, process_context, tail_of
+from .judge import Judge
+from .plan import DEFAULT_SEED, PASSED, Case, Share, Unit
+from .pool import death_of, process_context, start_process, tail_of
+from .probe import Probe
 from .program_text import program_text
 from .shrink import Program, operators_of, shrink, with_inputs
+from .target import load_backend
 from .values import Mismatch, compare
 from .worker import quiet
 
@@ -83,11 +87,6 @@ class _Recorder:
 def _record(pipe: Connection, target: str, case: Case | None, script: str, seed: int, folder: str) -> None:
     """Run the case or the script with every graph recorded."""
     quiet(f"{folder}/log")
-    from .judge import Judge
-    from .plan import Share, Unit
-    from .probe import Probe
-    from .target import load_backend
-
     recorder = _Recorder(Path(folder))
     try:
         backend = load_backend(target)
@@ -110,7 +109,7 @@ def _record(pipe: Connection, target: str, case: Case | None, script: str, seed:
 def _run_script(name: str, script: str) -> None:
     import runpy
 
-    import torchport
+    import torchport  # on demand: public names are looked up when they are used
 
     torchport.use(name)
     sys.argv = [script]
@@ -122,8 +121,6 @@ def _run_script(name: str, script: str) -> None:
 def _try_graphs(pipe: Connection, target: str, log: str) -> None:
     """Answer (encoded graph, saved inputs) with a verdict, until ``None``."""
     quiet(log)
-    from .target import load_backend
-
     backend = load_backend(target)
     pipe.send("ready")
     while (given := pipe.recv()) is not None:
@@ -173,8 +170,7 @@ class _Trials:
     def _start(self) -> None:
         context = process_context()
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_try_graphs, args=(theirs, self.target, str(self.log)), daemon=True)
-        self.process.start()
+        self.process = start_process(_try_graphs, theirs, self.target, str(self.log))
         theirs.close()
         self.running = True
         try:
@@ -249,7 +245,8 @@ def _minimise(target: str, case: Case | None, script: str, out: Path, seed: int,
             smallest = shrink(program, lambda p: trials.verdict(p).partition(":")[0] == kind)
             verdict = trials.verdict(smallest)
             what = str(case) if case is not None else script
-            out.write_text(program_text(smallest, target, verdict, what, before), encoding="utf-8")
+            with writing(out):
+                out.write_text(program_text(smallest, target, verdict, what, before), encoding="utf-8")
             confirmed = _fails_alone(out, seconds)
             return Minimised(verdict, before, len(operators_of(smallest.graph)), trials.count, out, confirmed)
 
@@ -257,17 +254,16 @@ def _minimise(target: str, case: Case | None, script: str, out: Path, seed: int,
 def _run_recorded(target: str, case: Case | None, script: str, seed: int, folder: Path, seconds: float) -> str:
     context = process_context()
     ours, theirs = context.Pipe()
-    process = context.Process(target=_record, args=(theirs, target, case, script, seed, str(folder)), daemon=True)
-    process.start()
+    process = start_process(_record, theirs, target, case, script, seed, str(folder))
     theirs.close()
     try:
-        end = ours.recv() if ours.poll(max(seconds * 3, 60.0)) else "hung"
+        return ours.recv() if ours.poll(max(seconds * 3, 60.0)) else "hung"
     except EOFError:
         process.join()
-        end = f"crashed ({death_of(process)})"
-    process.kill()
-    process.join()
-    return end
+        return f"crashed ({death_of(process)})"
+    finally:
+        process.kill()
+        process.join()
 
 
 def _first_failing(folder: Path, trials: _Trials, end: str) -> tuple[Program, str]:

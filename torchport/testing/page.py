@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from ..core.files import writing
 from .difference import Change
 from .plan import FAILED, PASSED, STATUSES, VARIANTS
 from .report import Report
@@ -60,4 +61,6 @@ def render(report: Report, changes: Sequence[Change] = ()) -> str:
 
 def write_page(path: Path, report: Report, changes: Sequence[Change] = ()) -> None:
     """Write the page to a file."""
-    path.write_text(render(report, changes), encoding="utf-8")
+    text = render(report, changes)
+    with writing(path):
+        path.write_text(text, encoding="utf-8")

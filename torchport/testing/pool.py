@@ -7,8 +7,9 @@ import multiprocessing
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,44 @@ from ..core.errors import TorchportError
 from .plan import Case, Plan, Result, Subject, Unit
 from .worker import list_everything, work
 
-__all__ = ["Catalogue", "death_of", "list_target", "process_context", "run_units", "tail_of"]
+__all__ = ["Catalogue", "death_of", "list_target", "process_context", "run_units", "start_process", "tail_of"]
 
 _START_SECONDS = 300.0
 _UNITS_PER_WORKER = 250
 """A worker is replaced after so many units: caches of engines and of PyTorch only grow."""
 _TROUBLE_PER_UNIT = 40
 """After so many crashes and hangs in one unit the rest of it is left."""
+
+
+@contextlib.contextmanager
+def _no_interrupts() -> Iterator[None]:
+    """Start processes that Ctrl-C does not reach: it goes to every process of a terminal. Ours ends them.
+
+    What is blocked in the calling thread is blocked in the processes that it starts.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    resource_tracker.ensure_running()  # which unblocks what it had blocked
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def start_process(target: Callable[..., None], *args: Any) -> Any:
+    """Start a worker process, which Ctrl-C does not reach."""
+    context = process_context()
+    process = context.Process(target=target, args=args, daemon=True)
+    if context.get_start_method() == "forkserver":
+        with _no_interrupts():
+            forkserver.ensure_running()
+        process.start()  # which waits for the server's imports: Ctrl-C ends that
+    else:
+        with _no_interrupts():
+            process.start()
+    return process
 
 
 def process_context() -> Any:
@@ -57,8 +89,7 @@ def list_target(target: str) -> Catalogue:
     with tempfile.TemporaryDirectory(prefix="torchport-conform-") as folder:
         log = Path(folder) / "log"
         ours, theirs = context.Pipe()
-        process = context.Process(target=list_everything, args=(theirs, target, str(log)), daemon=True)
-        process.start()
+        process = start_process(list_everything, theirs, target, str(log))
         theirs.close()
         try:
             said: tuple[Any, ...] = (
@@ -68,8 +99,9 @@ def list_target(target: str) -> Catalogue:
             process.join(5)
             how = f"the process that loaded {target!r} died ({death_of(process)})"
             said = ("error", "BackendUnavailable", f"{how}\n{tail_of(log)}")
-        process.kill()
-        process.join()
+        finally:
+            process.kill()
+            process.join()
     if said[0] == "error":
         _raise(said[1], said[2])
     return Catalogue(*said[1:])
@@ -118,10 +150,8 @@ class _Worker:
         return self.folder / f"worker-{self.number}.log"
 
     def start(self) -> None:
-        context = process_context()
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=work, args=(theirs, self.plan, str(self.log)), daemon=True)
-        self.process.start()
+        self.pipe, theirs = process_context().Pipe()
+        self.process = start_process(work, theirs, self.plan, str(self.log))
         theirs.close()
         self.ready, self.units, self.cpu, self.heard = False, 0, 0.0, time.monotonic()
 

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from .target import load_backend
+
 __all__ = ["main", "run_test_file"]
 
 
@@ -21,9 +23,7 @@ def run_test_file(backend: str, path: str | Path, arguments: Sequence[str] = ())
     os.environ["PYTORCH_TESTING_DEVICE_ONLY_FOR"] = "privateuse1"
     import torch
 
-    import torchport
-
-    from .target import load_backend
+    import torchport  # on demand: public names are looked up when they are used
 
     torchport.use(load_backend(backend).name)
     torch.zeros(1, device="port").cpu()  # the device is in use, so PyTorch counts it among those to test

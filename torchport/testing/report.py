@@ -8,12 +8,14 @@ import math
 import platform
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
 from ..core.errors import TorchportError
+from ..core.files import writing
 from .plan import FAILED, PASSED, STATUSES, Case, Plan, Result, Unit
 
 __all__ = ["SCHEMA", "Cell", "Report", "percent", "read_report"]
@@ -60,11 +62,13 @@ class Report:
 
     # -- filling ---------------------------------------------------------------------------------------------
     @classmethod
-    def new(cls, backend: dict[str, str], plan: Plan, doors_missing: Mapping[str, str] | None = None) -> Report:
-        """An empty report."""
+    def new(
+        cls, backend: dict[str, str], plan: Plan, doors_missing: Mapping[str, str] | None = None, date: str = ""
+    ) -> Report:
+        """An empty report. ``date`` is the day it is of, as ``2026-01-31``; today if empty."""
         machine = f"{platform.system()} {platform.machine()}"
-        today = datetime.now(UTC).date().isoformat()
-        about = {**backend, "python": platform.python_version(), "machine": machine, "date": today}
+        date = date or datetime.now(UTC).date().isoformat()
+        about = {**backend, "python": platform.python_version(), "machine": machine, "date": date}
         return cls(about, plan.settings, doors_missing=dict(doors_missing or {}))
 
     def add(self, results: Iterable[Result]) -> None:
@@ -165,8 +169,13 @@ class Report:
         """Write the JSON; an interrupted write leaves the old file."""
         text = json.dumps(_finite(self.to_json()), indent=0, allow_nan=False)
         scratch = path.with_name(path.name + ".part")
-        scratch.write_text(text, encoding="utf-8")
-        scratch.replace(path)
+        try:
+            with writing(path):
+                scratch.write_text(text, encoding="utf-8")
+                scratch.replace(path)
+        finally:
+            with suppress(OSError):
+                scratch.unlink()
 
 
 def percent(rate: float) -> str:

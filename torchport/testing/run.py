@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import TorchportError
+from ..core.files import writing
 from .plan import Case, Plan, Result, Unit, units_of
 from .pool import Catalogue, list_target, run_units
 from .report import Report
@@ -58,12 +59,13 @@ class Journal:
 
     def start(self, fresh: bool) -> None:
         """Begin the file, or go on with it."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if fresh or not self.path.exists():
-            self.path.write_text(json.dumps(self.plan.settings) + "\n", encoding="utf-8")
-        elif not self.path.read_bytes().endswith(b"\n"):
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write("\n")  # ends the line that was being written when the run was stopped
+        with writing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if fresh or not self.path.exists():
+                self.path.write_text(json.dumps(self.plan.settings) + "\n", encoding="utf-8")
+            elif not self.path.read_bytes().endswith(b"\n"):
+                with self.path.open("a", encoding="utf-8") as file:
+                    file.write("\n")  # ends the line that was being written when the run was stopped
 
     def write(self, unit: Unit, results: list[Result]) -> None:
         """Note a finished unit."""
@@ -74,7 +76,7 @@ class Journal:
         self._append({"seconds": round(seconds, 1), "cpu_seconds": round(cpu_seconds, 1)})
 
     def _append(self, row: Mapping[str, Any]) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
+        with writing(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
 
@@ -108,8 +110,10 @@ def conform(
     resume: bool = False,
     progress: Progress | None = None,
     on_case: Callable[[Case], None] = lambda case: None,
+    date: str = "",
 ) -> Report:
-    """Run a plan and report. Plan's ``doors`` left empty means every door there is.
+    """Run a plan and report. Plan's ``doors`` left empty means every door there is. ``date`` is the report's; today if
+    empty.
 
     Raises :class:`TorchportError` where the plan names something that does not exist, and what loading the backend
     raises; failures of the backend are results.
@@ -119,7 +123,7 @@ def conform(
     doors = _doors(plan, catalogue)
     units = units_of(plan, catalogue.subjects, doors)
     missing = {door: why for door, why in catalogue.missing.items() if why}
-    report = Report.new(catalogue.backend, plan, missing)
+    report = Report.new(catalogue.backend, plan, missing, date)
     notes = Journal(journal, plan) if journal is not None else None
     done: dict[str, list[Result]] = {}
     if notes is not None:

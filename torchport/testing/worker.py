@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
 import faulthandler
 import os
+import signal
 import sys
 import time
 import warnings
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Final
 
+from .doors import DOORS, available_doors
+from .judge import Judge
+from .limits import limits_of
 from .plan import Plan, Unit
+from .subjects import catalogue
+from .target import load_backend
 
 __all__ = ["list_everything", "quiet", "work"]
 
 
+_PR_SET_PDEATHSIG: Final = 1
+"""``linux/prctl.h``."""
+
+
+def _end_with_parent() -> None:
+    """Have Linux kill this process when its parent ends, however that comes: it may be at a case that hangs."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+
 def quiet(log: str) -> Any:
     """Send what engines print to a file, and the Python stack of a crash too."""
-    file = open(log, "w", buffering=1)  # noqa: SIM115 - open as long as the process lives
+    try:
+        file = open(log, "w", buffering=1)  # noqa: SIM115 - open as long as the process lives
+    except FileNotFoundError:
+        os._exit(1)  # the run was ended, and its folder removed, before this process began
+    _end_with_parent()
     os.dup2(file.fileno(), 1)
     os.dup2(file.fileno(), 2)
     sys.stdout = sys.stderr = file
@@ -38,11 +60,7 @@ def list_everything(pipe: Connection, target: str, log: str) -> None:
     try:
         import torch
 
-        import torchport
-
-        from .doors import DOORS, available_doors
-        from .subjects import catalogue
-        from .target import load_backend
+        import torchport  # on demand: public names are looked up when they are used
 
         backend = load_backend(target)
         described = {
@@ -67,10 +85,6 @@ def work(pipe: Connection, plan: Plan, log: str) -> None:
         import torch
 
         torch.set_num_threads(1)
-        from .judge import Judge
-        from .limits import limits_of
-        from .target import load_backend
-
         backend = load_backend(plan.backend)
         limits = limits_of(backend, plan.limits)
         judge = Judge(backend, plan.backend, seed=plan.seed, strict=plan.strict, limits=limits)

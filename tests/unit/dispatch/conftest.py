@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from torchport.core import dispatch
-from torchport.core.dispatch import keys as dispatch_keys
+from torchport import dispatch
+from torchport.dispatch import keys as dispatch_keys
 
 
 @pytest.fixture(scope="module", autouse=True)

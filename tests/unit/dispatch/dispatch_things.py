@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchport.core.dispatch import DispatchKey, DispatchKeySet
+from torchport.dispatch import DispatchKey, DispatchKeySet
 
 
 class Thing:

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from torchport.core import dispatch
-from torchport.core.dispatch import DispatchKey, DispatchKeySet, torch_bridge
+from torchport import dispatch
 from torchport.core.errors import AmbiguousKernel, DispatchError, MissingKernel
+from torchport.dispatch import DispatchKey, DispatchKeySet, torch_bridge
 
 C: Any = torch._C
 K: Any = C.DispatchKey

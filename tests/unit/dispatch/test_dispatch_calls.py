@@ -10,9 +10,9 @@ import pytest
 import torch
 from dispatch_things import CPU, CUDA, SPARSE, Thing
 
-from torchport.core import dispatch
-from torchport.core.dispatch import BackendComponent, Dispatcher, DispatchKey, DispatchKeySet
+from torchport import dispatch
 from torchport.core.errors import DispatchError, MissingKernel
+from torchport.dispatch import BackendComponent, Dispatcher, DispatchKey, DispatchKeySet
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ import dispatch_truth as truth
 import pytest
 import torch
 
-from torchport.core import dispatch
-from torchport.core.dispatch import DispatchKey, torch_bridge
+from torchport import dispatch
+from torchport.dispatch import DispatchKey, torch_bridge
 
 SAMPLE, FULL = "sample", pytest.param("full", marks=pytest.mark.slow)
 sizes = pytest.mark.parametrize("size", [SAMPLE, FULL])

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from torchport.core import dispatch
+from torchport import dispatch
 
 PAGE = Path(__file__).parents[3] / "docs" / "dispatch.md"
 
@@ -31,7 +31,7 @@ def test_examples_run() -> None:
 
 
 def test_every_rule_is_on_the_page() -> None:
-    from torchport.core.dispatch.rules import MISSING_RULE, RULES
+    from torchport.dispatch.rules import MISSING_RULE, RULES
 
     numbered = re.findall(r"^\d+\. .*?(?=^\d+\. |^$)", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     named = [match[1] for text in numbered if (match := re.search(r"\[([a-z ]+)\]", text))]

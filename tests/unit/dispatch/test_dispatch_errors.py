@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from dispatch_things import CPU, CUDA, SPARSE, Thing
 
-from torchport.core import dispatch
-from torchport.core.dispatch import Dispatcher
+from torchport import dispatch
 from torchport.core.errors import AmbiguousKernel, DispatchError, MissingKernel, TorchportError
+from torchport.dispatch import Dispatcher
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchport.core import dispatch
-from torchport.core.dispatch import BackendComponent, DispatchKey, DispatchKeySet, Functionality, KeyClass, backends
+from torchport import dispatch
 from torchport.core.errors import DispatchError
+from torchport.dispatch import BackendComponent, DispatchKey, DispatchKeySet, Functionality, KeyClass, backends
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def many() -> Iterator[list[BackendComponent]]:
 
 def test_core_needs_no_torch() -> None:
     code = (
-        "import sys; from torchport.core import dispatch as d; o = d.Dispatcher();"
+        "import sys; from torchport import dispatch as d; o = d.Dispatcher();"
         "o.define('a::b(Tensor x) -> Tensor');"
         "o.impl('a::b', 'CPU', lambda x: x); o.dump_table('a::b'); sys.exit('torch' in sys.modules)"
     )

@@ -9,9 +9,9 @@ from typing import Any
 import dispatch_truth as truth
 import pytest
 
-from torchport.core import dispatch
-from torchport.core.dispatch import DispatchKey, DispatchKeySet, extract, keys, keyset, operator, rules, schema, tls
-from torchport.core.dispatch.rules import KernelTable, Registration, Rule
+from torchport import dispatch
+from torchport.dispatch import DispatchKey, DispatchKeySet, extract, keys, keyset, operator, rules, schema, tls
+from torchport.dispatch.rules import KernelTable, Registration, Rule
 
 Patch = pytest.MonkeyPatch
 RULES = {rule.id: rule for rule in rules.RULES}

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from torchport.core.dispatch import parse_schema
-from torchport.core.dispatch.schema import MISSING
 from torchport.core.errors import DispatchError
+from torchport.dispatch import parse_schema
+from torchport.dispatch.schema import MISSING
 
 TENSORS = ("Tensor", "Optional[Tensor]", "List[Tensor]", "List[Optional[Tensor]]")
 NAMED_TWICE = {"static_runtime::clamp_nan_to_num"}

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchport.core import dispatch
-from torchport.core.dispatch import Dispatcher, DispatchKey
+from torchport import dispatch
+from torchport.dispatch import Dispatcher, DispatchKey
 
 CHECKED = ("Undefined", "CPU", "CUDA", "XLA", "AutogradOther", "AutogradCPU", "AutogradCUDA", "AutogradXLA")
 FALL = "fallthrough"

@@ -9,17 +9,10 @@ import pytest
 import torch
 from dispatch_things import CPU, Thing
 
-from torchport.core import dispatch
-from torchport.core.dispatch import BackendComponent, Dispatcher, DispatchKey, DispatchKeySet
+from torchport import dispatch
 from torchport.core.errors import DispatchError
-from torchport.debug.explain import (
-    CallExplanation,
-    Explanation,
-    add_section,
-    explain,
-    explain_cli,
-    set_device_resolver,
-)
+from torchport.debug.explain import CallExplanation, Explanation, add_section, explain, explain_cli, set_device_resolver
+from torchport.dispatch import BackendComponent, Dispatcher, DispatchKey, DispatchKeySet
 
 
 @pytest.fixture

@@ -237,3 +237,24 @@ def test_markdown_names_the_command_the_totals_and_every_reason() -> None:
     assert "| no \\| such unit | 1 | `sin` |" in text
     assert "| `cos/forward/float32/0/lazy` | wrong | 1 \\| 2 three |" in text
     assert command_of(Report.new(ABOUT, Plan("chip"))) == "torchport conform chip"
+
+
+def test_the_date_of_a_report_is_handed_in_or_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Midnight may pass between two reports, or between a report's beginning and its end."""
+    from datetime import UTC, datetime, timedelta
+
+    from torchport.testing import report as module
+
+    days = iter(range(100))
+
+    class Passing(datetime):
+        @classmethod
+        def now(cls, tz: object = None) -> datetime:  # type: ignore[override]
+            return datetime(2026, 1, 31, 23, 59, 59, tzinfo=UTC) + timedelta(days=next(days))
+
+    monkeypatch.setattr(module, "datetime", Passing)
+    made = [module.Report.new({}, Plan("x")) for _ in range(2)]
+    assert [report.to_json()["backend"]["date"] for report in made] == ["2026-01-31", "2026-02-01"]
+    assert made[0].to_json() == made[0].to_json()
+    same = [module.Report.new({}, Plan("x"), date="2026-01-31").to_json() for _ in range(2)]
+    assert same[0] == same[1]

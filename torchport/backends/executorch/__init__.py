@@ -11,6 +11,7 @@ import functools
 import importlib
 import importlib.util
 import re
+import sys
 import types
 import warnings
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
+from torchport.backend.forked import abandon
 from torchport.backend.interface import (
     Backend,
     BackendData,
@@ -107,6 +109,11 @@ class ExecuTorchBackend(Backend):
             return Processed(data)
         except (RuntimeError, ValueError, AssertionError) as error:
             raise CompileError(f"ExecuTorch cannot lower this graph: {type(error).__name__}: {error}") from error
+
+    def forked(self) -> str:
+        if "executorch.runtime" in sys.modules:
+            abandon()  # it runs in the child, but its end would wait for the parent's threads
+        return ""
 
     def init(self, processed: FreeableBuffer, specs: CompileSpecs, context: InitContext) -> Any:
         with warnings.catch_warnings():
@@ -203,6 +210,8 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _with_strides(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    if tensor.shape != spec.shape or tensor.dtype is not spec.dtype:
+        raise DelegateError(f"a result should be {spec}, but is {TensorSpec.of(tensor)}; lower again")
     if tuple(tensor.stride()) == spec.strides:
         return tensor
     with torch.no_grad():

@@ -21,6 +21,8 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
+from torchport import native
+from torchport.backend.container import check_interface
 from torchport.backend.host import register_host_kernels
 from torchport.backend.interface import (
     Backend,
@@ -36,7 +38,6 @@ from torchport.backend.interface import (
     TensorData,
 )
 from torchport.backend.normal_form import input_specs, output_specs
-from torchport.core import native
 from torchport.core.errors import CompileError, ConfigError, ExecutionError
 from torchport.core.specs import CompileSpecs, TensorSpec
 
@@ -194,7 +195,7 @@ class InductorBackend(Backend):
         return self.to_device(tensor, device) if spec.dtype.is_complex else TensorData(device, spec, tensor)
 
     def preprocess(self, graph: fx.GraphModule, specs: CompileSpecs) -> Processed:
-        from . import build, torch_api
+        from . import build, torch_api  # on demand: compiling needs it, running does not
 
         options = {**torch_api.mode_options(specs.text("mode", "default")), **_options(specs)}
         try:
@@ -225,6 +226,7 @@ class InductorBackend(Backend):
         reason = machine.misfit(artifact.platform)
         if reason:
             raise CompileError(f"this compiled code cannot run here: {reason}; compile again")
+        check_interface("inductor", artifact.inputs, artifact.outputs, context)
         return Library(artifact)
 
     def execute(self, handle: Library, args: Sequence[BackendData], context: ExecutionContext) -> Sequence[BackendData]:

@@ -14,19 +14,19 @@ import os
 import shlex
 import subprocess
 import tempfile
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from torchport.core.errors import CompileError
+from torchport.core.forks import guarded_lock
 
 from .source import Wrapper
 
 __all__ = ["Toolchain", "build_library", "constants_assembly"]
 
-_shared_lock = threading.Lock()
+_shared_lock = guarded_lock()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from torchport.backend.interface import ended
-from torchport.core.native import NativeLibrary
 from torchport.core.specs import TensorSpec
+from torchport.native import NativeLibrary
 
 __all__ = ["Caller", "layouts", "load"]
 

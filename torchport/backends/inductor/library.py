@@ -7,7 +7,6 @@ import ctypes
 import os
 import re
 import tempfile
-import threading
 from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from torchport.core.errors import CompileError, ExecutionError
+from torchport.core.forks import guarded_lock
 from torchport.core.specs import TensorSpec
 
 from . import caller, machine, torch_api
@@ -53,7 +53,7 @@ class Library:
         self.inputs = artifact.inputs
         self.outputs = artifact.outputs
         self._expected = [(spec.dtype, spec.shape, spec.strides) for spec in artifact.inputs]
-        self._lock = threading.Lock()
+        self._lock = guarded_lock()
         self._copies: tuple[int, ...] | None = None
         self._always = artifact.borrowed
         self._overwritten = artifact.overwritten

@@ -41,7 +41,6 @@ import logging
 import os
 import shlex
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
@@ -54,6 +53,7 @@ from torch import fx
 
 from torchport.backend.normal_form import input_specs
 from torchport.core.errors import ConfigError
+from torchport.core.forks import guarded_rlock
 
 from . import machine, onednn
 from .build import Toolchain
@@ -61,7 +61,7 @@ from .source import MODEL, Wrapper, guard_kernels, quiet_interface, split_kernel
 
 __all__ = ["Generated", "channels_last_pays", "generate", "last_error", "proxy_runner", "take_handles", "take_tensors"]
 
-_compile_lock = threading.RLock()
+_compile_lock = guarded_rlock()
 """Inductor keeps a compilation's state in globals; one at a time per process."""
 
 _C: Any = torch._C

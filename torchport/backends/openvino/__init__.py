@@ -16,11 +16,13 @@ import importlib
 import importlib.util
 import struct
 import sys
-import threading
+import weakref
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from torchport.backend.arrays import AS_INTEGERS
+from torchport.backend.forked import abandon
 from torchport.backend.interface import (
     ArrayData,
     Backend,
@@ -32,6 +34,7 @@ from torchport.backend.interface import (
     Support,
 )
 from torchport.core.errors import CompileError, ConfigError, DelegateError, ErrorCode
+from torchport.core.forks import guarded_lock
 from torchport.core.specs import CompileSpecs, TensorSpec
 
 if TYPE_CHECKING:
@@ -62,23 +65,25 @@ def _modules() -> tuple[Any, Any]:
             sys.modules.pop(name, None)
 
 
-_core_lock = threading.Lock()
+_core_lock = guarded_lock()
+_core: Any = None
 
 
-def _core() -> Any:
+def _the_core() -> Any:
     """The process's one ``openvino.Core``, never given up.
 
     Each Core gives the thread that first compiles with it an alternate signal stack, and takes it back when the Core
     goes. Where two go in another order than the reverse of their making, the thread is left with one that is unmapped,
     and the next signal that Python handles (a child's end, Ctrl-C) ends the process.
     """
+    global _core
     with _core_lock:
-        return _only_core()
+        if _core is None:
+            _core = _modules()[1].Core()
+        return _core
 
 
-@functools.cache
-def _only_core() -> Any:
-    return _modules()[1].Core()
+_every_compiled: Final[weakref.WeakSet[_Compiled]] = weakref.WeakSet()
 
 
 class _Compiled:
@@ -92,6 +97,7 @@ class _Compiled:
         """Memory of constants: OpenVINO does not keep alive what it is given to share."""
         dtypes = [output.get_element_type().to_dtype() for output in compiled.outputs]
         self.outputs = list(zip(outputs, dtypes, strict=True))
+        _every_compiled.add(self)
         self.copied = [at for at, spec in enumerate(outputs) if not spec.is_contiguous]
 
 
@@ -109,13 +115,19 @@ class OpenVinoBackend(Backend):
     def unavailable_reason(self) -> str:
         return "" if self.is_available() else "openvino is not installed: pip install torchport[openvino]"
 
+    def forked(self) -> str:
+        if _core is None:
+            return ""
+        abandon(_core, *(compiled.request for compiled in _every_compiled))
+        return "OpenVINO was used before the fork, and its threads stayed in the parent"
+
     def supports(self, node: fx.Node) -> Support:
-        from .translate import supports
+        from .translate import supports  # on demand: compiling needs it, running does not
 
         return supports(node)
 
     def preprocess(self, graph: fx.GraphModule, specs: CompileSpecs) -> Processed:
-        from .translate import to_ir
+        from .translate import to_ir  # on demand: compiling needs it, running does not
 
         unknown = sorted(set(specs) - {"openvino.device"})
         if unknown:
@@ -128,10 +140,11 @@ class OpenVinoBackend(Backend):
         held = _bind(model, context.constants)
         config = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY", **dict(context.options)}
         try:
-            compiled = _core().compile_model(model, specs.text("openvino.device", "CPU"), config)
+            compiled = _the_core().compile_model(model, specs.text("openvino.device", "CPU"), config)
         except RuntimeError as error:
             raise CompileError(f"OpenVINO cannot compile this model: {error}") from error
         processed.free()
+        _check_types(compiled, context)
         return _Compiled(compiled, context.outputs, _passed(model), held)
 
     def execute(
@@ -144,8 +157,9 @@ class OpenVinoBackend(Backend):
         try:
             for position, arg in enumerate(args):
                 array = arg.array  # type: ignore[attr-defined]
-                if not array.flags.c_contiguous:
-                    array = numpy.ascontiguousarray(array)
+                if not array.flags.c_contiguous or not array.flags.writeable:
+                    # OpenVINO takes only what could be written to, and does not write to it.
+                    array = array.copy("C")
                     copies.append(array)
                 request.set_input_tensor(position, ov.Tensor(array, shared_memory=True))
             for position, (spec, dtype) in enumerate(handle.outputs):
@@ -184,9 +198,19 @@ def _read(processed: FreeableBuffer) -> Any:
         if magic != _MAGIC or end != len(data) or zlib.crc32(data[_HEADER.size :]) != checksum:
             raise ValueError("they are damaged")
         xml, weights = bytes(data[_HEADER.size : start]), bytes(data[start:end])
-        return _core().read_model(xml, weights)
+        return _the_core().read_model(xml, weights)
     except (struct.error, ValueError, RuntimeError) as error:
         raise CompileError(f"these bytes were not made by the openvino backend: {error}; lower again") from error
+
+
+def _check_types(compiled: Any, context: InitContext) -> None:
+    """Raise :class:`CompileError` where a compiled model is for other inputs or outputs than the program says."""
+    rest = [spec for position, spec in enumerate(context.inputs) if position not in context.constants]
+    for side, own, said in (("inputs", compiled.inputs, rest), ("outputs", compiled.outputs, context.outputs)):
+        found = [(tuple(port.shape), port.get_element_type().to_dtype().name) for port in own]
+        wanted = [(tuple(spec.shape), AS_INTEGERS.get(spec.dtype_name, spec.dtype_name)) for spec in said]
+        if found != wanted:
+            raise CompileError(f"these bytes of openvino have the {side} {found}, and not {wanted}; lower again")
 
 
 def _bind(model: Any, constants: Mapping[int, BackendData]) -> list[Any]:
@@ -196,6 +220,8 @@ def _bind(model: Any, constants: Mapping[int, BackendData]) -> list[Any]:
     held: list[Any] = []
     for position, data in constants.items():
         array = numpy.ascontiguousarray(data.array)  # type: ignore[attr-defined]
+        if not array.flags.writeable:  # of a program that is bytes; OpenVINO takes only what could be written to
+            array = array.copy()
         held.append(array)
         constant = ov.opset13.constant(array, shared_memory=True)
         parameter = parameters[position]

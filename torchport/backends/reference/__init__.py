@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchport.backend.container import check_interface
 from torchport.backend.host import register_host_kernels
 from torchport.backend.interface import (
     Backend,
@@ -23,10 +24,10 @@ from torchport.backend.interface import (
     Processed,
     TensorData,
 )
-from torchport.backend.serialize import decode, encode
+from torchport.backend.serialize import check_calls, decode, encode
 from torchport.core.specs import CompileSpecs, TensorSpec
 
-from .in_place import write_over
+from .in_place import check_writes, write_over
 from .order import reordered
 from .program import Run, make_run
 
@@ -55,6 +56,11 @@ class ReferenceBackend(Backend):
     def init(self, processed: FreeableBuffer, specs: CompileSpecs, context: InitContext) -> Run:
         module = decode(processed.data)
         processed.free()
+        check_calls(module)
+        check_writes(module)
+        nodes: Any = module.graph
+        inputs = [node.meta["spec"] for node in nodes.find_nodes(op="placeholder")]
+        check_interface("reference", inputs, len(nodes.output_node().args[0]), context)
         return make_run(module)
 
     def execute(self, handle: Run, args: Sequence[BackendData], context: ExecutionContext) -> Sequence[BackendData]:

@@ -8,11 +8,12 @@ import torch
 from torch import fx
 
 from torchport.backend.normal_form import alias_roots
+from torchport.core.errors import GraphError
 from torchport.core.specs import TensorSpec
 
 from .order import is_sure, last_uses
 
-__all__ = ["write_over"]
+__all__ = ["check_writes", "write_over"]
 
 aten = torch.ops.aten
 _FRESH: Final[frozenset[Any]] = frozenset(
@@ -68,3 +69,32 @@ def write_over(graph: fx.GraphModule) -> None:
             made.append((node, target))
     for node, target in made:
         node.target = target
+
+
+def _functional(target: Any) -> Any:
+    """The operator of which another one is the in-place form."""
+    name = target._schema.name.removeprefix("aten::")
+    packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
+    return getattr(packet, target._overloadname, None)
+
+
+def check_writes(graph: fx.GraphModule) -> None:
+    """Raise :class:`GraphError` for a graph that writes to anything but what :func:`write_over` would have it write to.
+
+    An argument's memory is the caller's, and that of a program's weights is every method's.
+    """
+    nodes = list(graph.graph.nodes)
+    roots = alias_roots(nodes)
+    own: set[fx.Node] = set()
+    for node in nodes:
+        if node.op not in ("placeholder", "call_function", "output"):
+            raise GraphError(f"its node {node.name} is no operator; reference runs operators, one after the other")
+        target: Any = node.target
+        if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+            if _is_fresh(node):
+                own.add(node)
+            continue
+        first = node.args[0] if node.args else None
+        if _written(_functional(target)) is not target or not isinstance(first, fx.Node) or roots[first] not in own:
+            raise GraphError(f"{target} writes to memory that is not the graph's own")
+        own.add(node)

@@ -7,6 +7,7 @@ the backend is first used; without it the backend is unavailable and says what t
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib.util
 import os
@@ -17,6 +18,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import fx
 
+from torchport.backend.container import check_interface
+from torchport.backend.forked import abandon
 from torchport.backend.interface import (
     Backend,
     BackendData,
@@ -56,6 +59,20 @@ def _missing() -> list[str]:
     return [name for name in _NEEDED if not found(name)]
 
 
+def _engine() -> Any:
+    """What running needs of JAX: imported when the backend is first used, since that takes a second."""
+    from . import engine  # on demand: it imports JAX
+
+    return engine
+
+
+def _lowering() -> Any:
+    """What compiling needs besides: imported when something is first compiled; programs from files never do."""
+    from . import compiling  # on demand: it imports JAX
+
+    return compiling
+
+
 class XlaBackend(Backend):
     """XLA through JAX. Compile specs: see :mod:`.settings`."""
 
@@ -91,55 +108,42 @@ class XlaBackend(Backend):
 
     # -- data ----------------------------------------------------------------------------------------------------
     def to_device(self, tensor: torch.Tensor, device: BackendDevice) -> BackendData:
-        from .jax_api import x64
-        from .program import jax_device
-        from .values import XlaData, to_array
-
-        place = jax_device(device)
-        with x64():
-            array = to_array(tensor, place, device.type == "cpu" and device.ordinal == 0)
-        return XlaData(device, TensorSpec.of(tensor), array)
+        engine = _engine()
+        place = engine.jax_device(device)
+        with engine.x64():
+            array = engine.to_array(tensor, place, device.type == "cpu" and device.ordinal == 0)
+        return engine.XlaData(device, TensorSpec.of(tensor), array)
 
     def from_device(self, data: BackendData) -> torch.Tensor:
-        from .values import XlaData, from_array
-
-        if not isinstance(data, XlaData) or data.array is None:
+        engine = _engine()
+        value: Any = data
+        if not isinstance(data, engine.XlaData) or value.array is None:
             raise ExecutionError("a value is not an XlaData with a value")
-        made = from_array(data.array, data.spec.dtype)
-        return made.clone() if data.shared else made  # another value, an input or a constant, has this memory
+        made = engine.from_array(value.array, data.spec.dtype)
+        return made.clone() if value.shared else made  # another value, an input or a constant, has this memory
 
     def placeholder(self, spec: TensorSpec, device: BackendDevice) -> BackendData:
-        from .values import XlaData
-
-        return XlaData(device, spec, None)
+        return _engine().XlaData(device, spec, None)
 
     # -- what it can take ----------------------------------------------------------------------------------------
     def supports(self, node: fx.Node) -> Support:
-        from .coverage import supports
-
-        return supports(node)
+        return _lowering().supports(node)
 
     def decompositions(self) -> Mapping[torch._ops.OpOverload, Any]:
-        from .coverage import decompositions
-
-        return decompositions()
+        return _lowering().decompositions()
 
     def register_kernels(self, registrar: KernelRegistrar) -> None:
-        from .kernels import register
-
-        register(self, registrar)
+        _lowering().register(self, registrar)
 
     # -- compile and run -----------------------------------------------------------------------------------------
     def preprocess(self, graph: fx.GraphModule, specs: CompileSpecs) -> Processed:
         import jax
 
-        from . import jax_api, lowering
-        from .program import compile_now
-
+        compiling = _lowering()
         settings = Settings.of(specs)
         placement = Placement.of(specs, input_specs(graph))
-        program = lowering.Program(graph)
-        module = jax_api.export_function(program, lowering.shapes_of(graph), settings)
+        program = compiling.Program(graph)
+        module = compiling.export_function(program, compiling.shapes_of(graph), settings)
         artifact = container.Artifact(
             module=module,
             inputs=input_specs(graph),
@@ -147,17 +151,16 @@ class XlaBackend(Backend):
             origins=program.origins,
             settings=settings.to_json(),
             placement=placement.to_json() if placement is not None and placement.mesh.size > 1 else None,
-            made_by={"jax": jax.__version__, "platforms": jax_api.platforms()},
+            made_by={"jax": jax.__version__, "platforms": compiling.platforms()},
         )
-        compile_now(artifact)
+        _engine().compile_now(artifact)
         return Processed(container.encode(artifact))
 
     def init(self, processed: FreeableBuffer, specs: CompileSpecs, context: InitContext) -> XlaProgram:
-        from .program import XlaProgram
-
         artifact = container.decode(processed.data)
         processed.free()
-        return XlaProgram(artifact, context.device)
+        check_interface("xla", artifact.inputs, artifact.outputs, context)
+        return _engine().XlaProgram(artifact, context.device)
 
     def execute(
         self, handle: XlaProgram, args: Sequence[BackendData], context: ExecutionContext
@@ -176,14 +179,19 @@ class XlaBackend(Backend):
 
     # -- housekeeping --------------------------------------------------------------------------------------------
     def synchronize(self, device: BackendDevice) -> None:
-        from .program import wait
+        _engine().wait(device)
 
-        wait(device)
+    def forked(self) -> str:
+        bridge: Any = sys.modules.get("jax._src.xla_bridge")
+        clients: list[Any] = [] if bridge is None else list(bridge._backends.values())
+        if not clients:  # they are there, too, where the program has started JAX itself
+            return ""
+        abandon(*clients)
+        atexit.unregister(sys.modules["jax._src.api"].clean_up)  # it waits for the clients' threads
+        return "JAX was used before the fork, and its threads stayed in the parent"
 
     def memory_info(self, device: BackendDevice) -> Mapping[str, int]:
-        from .program import jax_device
-
-        stats = jax_device(device).memory_stats()
+        stats = _engine().jax_device(device).memory_stats()
         if stats and "bytes_limit" in stats:
             total, used = stats["bytes_limit"], stats.get("bytes_in_use", 0)
             return {"free": total - used, "total": total}
@@ -194,11 +202,7 @@ class XlaBackend(Backend):
 
     def shutdown(self) -> None:
         if f"{__name__}.program" in sys.modules:
-            from .program import end
-
-            end()
+            _engine().end()
 
     def text(self, processed: Processed) -> str:
-        from .jax_api import module_text
-
-        return module_text(container.decode(processed.data).module)
+        return _engine().module_text(container.decode(processed.data).module)

@@ -80,7 +80,7 @@ def way(op: Any) -> tuple[str, str]:
     if op in decompositions():
         return "decomposed", "PyTorch's decomposition"
     if op in _RANDOM:
-        return "decomposed", "integer arithmetic (`torchport.lazy.random`)"
+        return "decomposed", "integer arithmetic (`torchport.backend.random`)"
     if op in _VALUES:
         return "at once", "the result's shape, or the program's next step, depends on values"
     if name.startswith(_SIZES):

@@ -18,7 +18,7 @@ from .dtypes import jax_dtype
 from .ops import TABLE
 from .ops.support import Array, cast, jnp
 
-__all__ = ["Program", "inner_results", "shapes_of"]
+__all__ = ["Program", "shapes_of"]
 
 _clone: Any = torch.ops.aten.clone.default
 
@@ -51,6 +51,12 @@ class JaxLowering(LoweringContext[Array, tuple[tuple[Array, ...], tuple[int, ...
         chain = [view for view in reversed(chain) if view.target is not _clone]
         return node if chain and shows_all(node, chain) else result
 
+    def inner_results(self, graph: fx.GraphModule, arguments: Sequence[Array]) -> tuple[Array, ...]:
+        """The results of a graph inside the graph (a branch, a loop's body) on these arrays."""
+        context = JaxLowering(arguments)
+        context.lower_graph(graph)
+        return tuple(context.results)
+
     def build(self) -> tuple[tuple[Array, ...], tuple[int, ...]]:
         origin = {id(argument): -1 - position for position, argument in enumerate(self._arguments)}
         values: list[Array] = []
@@ -78,13 +84,6 @@ def _finished(call: Call, value: Any, val: Any) -> Array:
     if tuple(value.shape) != tuple(val.shape):
         raise CompileError(f"{call.node.target} gives {tuple(val.shape)}, its lowering {tuple(value.shape)}")
     return jnp.asarray(value)
-
-
-def inner_results(graph: fx.GraphModule, arguments: Sequence[Array]) -> tuple[Array, ...]:
-    """The results of a graph inside a graph (a branch, a loop's body) on these arrays."""
-    context = JaxLowering(arguments)
-    context.lower_graph(graph)
-    return tuple(context.results)
 
 
 class Program:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import threading
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ import torch
 
 from torchport.backend.interface import BackendData, BackendDevice
 from torchport.core.errors import BackendUnavailable, ExecutionError
+from torchport.core.forks import guarded_lock
 from torchport.core.specs import TensorSpec
 
 from . import executables, jax_api
@@ -48,7 +48,7 @@ def wait(device: BackendDevice) -> None:
 _fresh: Final[OrderedDict[tuple[bytes, Any], Any]] = OrderedDict()
 """What ``preprocess`` has just compiled, by module and device: ``init`` in the same process need not load it."""
 _FRESH: Final = 8
-_lock: Final = threading.Lock()
+_lock: Final = guarded_lock()
 _VARIANTS: Final = 2
 _LONGEST_END: Final = 10.0
 """Seconds that the end of the process waits for computations nobody reads."""

@@ -18,14 +18,17 @@ from ...backend.compiler import computations
 from ...backend.fx_normalise import has_symbols, normalise
 from ...backend.masking import Inexact, mask_padding
 from ...backend.partition import partition
+from ...backend.registrar import registrar_of
 from ...core import metrics
+from ...core.default_state import default_state, modes_are_on
 from ...core.errors import GraphError
 from ...core.specs import TensorSpec
-from ...lazy.kernels import registrar_of
-from ...lazy.tensor import DEVICE_TYPE
-from ...lazy.torch_state import default_state, modes_are_on
+from ...trace.handle import DEVICE_TYPE
+from ..device.fake import handle_handles
+from ..device.ready import init
+from .aliases import Aliases, aliases_of
 from .buckets import PaddedProgram
-from .fake import handle_handles
+from .epilogue import Epilogue
 from .options import Options
 from .places import Place, place_of
 from .program import make_program
@@ -62,8 +65,10 @@ def _own_kernel(place: Place) -> Callable[[fx.Node], str | None]:
 class CompiledGraph:
     """A graph of AOTAutograd, compiled for each set of shapes it is called with; called with a list of arguments."""
 
-    def __init__(self, graph: fx.GraphModule, options: Options) -> None:
-        self.graph = graph
+    def __init__(self, original: fx.GraphModule, options: Options, aliases: Aliases | None = None) -> None:
+        self.aliases = aliases
+        self.epilogue = Epilogue(original)
+        self.graph = graph = self.epilogue.graph
         self.options = options
         inputs, outputs = _values(graph, "placeholder"), _values(graph, "output")
         self.devices = [_device(value) for value in inputs]
@@ -98,7 +103,14 @@ class CompiledGraph:
 
     def _normal(self, inputs: Sequence[Any]) -> fx.GraphModule:
         place = self.place
-        return normalise(self.graph, place.backends, inputs, random=place.random, always_draw=place.always_draw)
+        return normalise(
+            self.graph,
+            place.backends,
+            inputs,
+            random=place.random,
+            always_draw=place.always_draw,
+            written=self.epilogue.read,
+        )
 
     def _program(self, normal: fx.GraphModule, devices: Sequence[torch.device | None]) -> Run:
         place = self.place
@@ -182,6 +194,17 @@ class CompiledGraph:
         if not self.place.is_current():
             self._place(_values(self.graph, "placeholder"), _values(self.graph, "output"))
         program = self._only or self._specialised(args)
+        if self.aliases is None and not self.epilogue:  # the common case pays nothing
+            return self._run(program, args)
+        targets = self.epilogue.targets(args)
+        # Taken before the computation: it lets go of the arguments. Autograd is told by AOTAutograd what is a view.
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            taken = {} if self.aliases is None else self.aliases.take(args)
+        results = self.epilogue.run(targets, self._run(program, args))
+        return [taken.get(at, result) for at, result in enumerate(results)] if taken else results
+
+    @staticmethod
+    def _run(program: Run, args: list[Any]) -> Sequence[Any]:
         if modes_are_on():
             with default_state():
                 return program(args)
@@ -201,9 +224,12 @@ class CompiledGraph:
         return program
 
 
-def compile_graph_module(graph: fx.GraphModule, options: Options) -> Run:
-    """A graph of functional ATen operators as a function that takes a list of arguments, which it empties."""
-    compiled = CompiledGraph(graph, options)
+def compile_graph_module(graph: fx.GraphModule, options: Options, aliases: Aliases | None = None) -> Run:
+    """A graph of functional ATen operators as a function that takes a list of arguments, which it empties.
+
+    Writes to inputs at the end of the graph are made.
+    """
+    compiled = CompiledGraph(graph, options, aliases)
 
     def call(args: list[Any]) -> Sequence[Any]:
         return compiled(args)
@@ -233,13 +259,17 @@ def compile_captured(
     _keep_dynamo_out()
     chosen = Options.parse(options, mode)
     if any(isinstance(x, torch.Tensor) and x.device.type == DEVICE_TYPE for x in example_inputs):
-        from ..device import module
-
-        module.init()
+        init()
         handle_handles()
 
-    def compiler(made: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def forward(made: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return compile_graph_module(made, chosen, aliases_of(made))
+
+    def backward(made: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         return compile_graph_module(made, chosen)
 
-    build = aot_autograd(fw_compiler=compiler, partition_fn=partition_fn)
+    # Autograd must not see writes under ``no_grad``, and those in the graph alone are hidden from it.
+    build = aot_autograd(
+        fw_compiler=forward, bw_compiler=backward, partition_fn=partition_fn, keep_inference_input_mutations=True
+    )
     return build(graph, example_inputs)

@@ -9,15 +9,16 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from ...backend.compiler import run, run_on_host
+from ...backend.execution import execute, execute_on_host
 from ...backend.interface import Backend, BackendData, BackendDevice, Computation
+from ...backend.random import RANDOM
 from ...backend.registry import resolve_device
 from ...core.errors import ConfigError, DeviceMismatch
 from ...core.specs import TensorSpec, contiguous_strides
-from ...lazy.executor import leaf_from_host, value_of
-from ...lazy.random import RANDOM
-from ...lazy.runtime import DeviceRuntime, default_backend, runtimes, threads
-from ...lazy.tensor import DEVICE_TYPE, LazyTensor, intern_spec, make_handle, make_template
+from ...run.runtime import DeviceRuntime, default_backend, runtimes
+from ...run.values import leaf_from_host, value_of
+from ...trace.handle import DEVICE_TYPE, LazyTensor, intern_spec, make_handle, make_template
+from ...trace.threads import threads
 from .options import Options
 
 __all__ = ["Caller", "HostPlace", "Place", "PortPlace", "place_of"]
@@ -100,7 +101,7 @@ class HostPlace(Place):
         return tensor
 
     def caller(self, computation: Computation) -> Caller:
-        run = functools.partial(run_on_host, computation)
+        run = functools.partial(execute_on_host, computation)
         permuted = [(at, spec) for at, spec in enumerate(computation.results) if _is_permuted(spec)]
         if not permuted:
             return run
@@ -150,7 +151,7 @@ class PortPlace(Place):
         def call(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             trace = threads.of(runtime.index)
             values = [value_of(_inner(tensor), trace) for tensor in tensors]
-            results = run(computation, values) if own else self._elsewhere(computation, values)
+            results = execute(computation, values) if own else self._elsewhere(computation, values)
             return [wrapped(result) for wrapped, result in zip(make, results, strict=True)]
 
         return call
@@ -179,7 +180,7 @@ class PortPlace(Place):
     def _elsewhere(self, computation: Computation, values: Sequence[BackendData]) -> list[BackendData]:
         """A computation of another backend than the device's: through the host."""
         mine = self.runtime.backend
-        results = run_on_host(computation, [mine.from_device(value) for value in values])
+        results = execute_on_host(computation, [mine.from_device(value) for value in values])
         return [mine.to_device(result, self.runtime.device) for result in results]
 
 

@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ...backend.interface import BackendData, Computation
 from ...backend.partition import Partitioned
+from ...backend.registrar import registrar_of
 from ...core import metrics
 from ...core.config import config
 from ...core.errors import UnsupportedOp
 from ...core.specs import TensorSpec
-from ...lazy.kernels import registrar_of
 from .places import Place
 
 __all__ = ["make_program"]

@@ -26,6 +26,7 @@ def partition_fn(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.
     from functorch.compile import min_cut_rematerialization_partition
 
     draw_once(joint)
+    keep_overwritten(joint)
     forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
     keep_no_views(forward, backward, kwargs["num_fwd_outputs"])
     return forward, backward
@@ -42,6 +43,17 @@ def draw_once(joint: fx.GraphModule) -> None:
         ):
             for kept in (node, *(user for user in node.users if user.target is _getitem)):
                 kept.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def keep_overwritten(joint: fx.GraphModule) -> None:
+    """Mark copies that AOTAutograd made of inputs which the program writes to, in place: the backward gets the copy.
+
+    Otherwise the partitioner may keep the input, which has been written to by then, and take the copy in the backward.
+    """
+    for node in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
+        source = node.all_input_nodes[0]
+        if source.op == "placeholder" and len(source.users) == 1:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def _chain(node: fx.Node) -> list[fx.Node]:

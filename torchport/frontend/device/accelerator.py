@@ -13,12 +13,16 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from . import module
+from .names import NAME, device_of, unheard
+from .opaque import opaque
 
-__all__ = ["NAME", "install"]
+__all__ = ["install"]
 
-NAME: Final = "port"
+_PINNED: Final = "_pinned_for_port"
+"""On a storage: ``pin_memory`` made it. PyTorch keeps a storage's Python object for as long as there is the storage."""
 
 
 def _ours() -> bool:
@@ -55,6 +59,7 @@ _used: Final = _in_use(module.memory_allocated, 0)
 _nothing: Final = _in_use(lambda index: None)
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "current_device_index": lambda: module.current_device(),  # in C++ it would make the device ready
     "empty_cache": module.empty_cache,
     "empty_host_cache": module.empty_cache,
     "get_memory_info": _in_use(module.mem_get_info, (0, 0)),
@@ -83,6 +88,7 @@ def install() -> None:
     switch.__enter__ = _where_ours(switch.__enter__, lambda self: module.set_device(self.idx))
     switch.__exit__ = _where_ours(switch.__exit__, lambda self, *exc: None)
     torch.Tensor.pin_memory = _pin_memory(torch.Tensor.pin_memory)  # type: ignore[method-assign]
+    torch.Tensor.is_pinned = _is_pinned(torch.Tensor.is_pinned)  # type: ignore[method-assign]
 
 
 def _where_ours(original: Callable[..., Any], fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,16 +96,56 @@ def _where_ours(original: Callable[..., Any], fn: Callable[..., Any]) -> Callabl
     def call(*args: Any, **kwargs: Any) -> Any:
         return (fn if _ours() else original)(*args, **kwargs)
 
-    return call
+    return opaque(call)
+
+
+def _overridable(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that function modes and subclasses hear of under its own name, as of PyTorch's."""
+
+    @functools.wraps(method)
+    def call(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if has_torch_function_unary(self):
+            return handle_torch_function(call, (self,), self, *args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    return opaque(call)
 
 
 def _pin_memory(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
-        """Host memory need not be pinned for this device: a CPU tensor is good as it is."""
-        asked = NAME if device is None and _ours() else device
-        if self.device.type == "cpu" and asked is not None and torch.device(asked).type == NAME:
+        """A copy, as from other accelerators. It is only noted as pinned: this device copies what it is given."""
+        if not _for_ours(device) or device_of(self).type != "cpu":
+            return original(self) if device is None else original(self, device)
+        memory = _host_memory(self)
+        if memory is None or hasattr(memory, _PINNED):
             return self
-        return original(self) if device is None else original(self, device)
+        copy = self.clone()
+        setattr(copy.untyped_storage(), _PINNED, True)
+        return copy
 
-    return pin_memory
+    return _overridable(pin_memory)
+
+
+def _is_pinned(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def is_pinned(self: torch.Tensor, device: Any = None) -> bool:
+        found: bool = original(self) if device is None else original(self, device)
+        return found or (_for_ours(device) and hasattr(_host_memory(self), _PINNED))
+
+    return _overridable(is_pinned)
+
+
+def _for_ours(device: Any) -> bool:
+    return _ours() if device is None else torch.device(device).type == NAME
+
+
+def _host_memory(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """The memory of a CPU tensor, if it has any of its own: sparse tensors and subclasses that wrap others have not."""
+    if device_of(tensor).type != "cpu":
+        return None
+    try:
+        with unheard():
+            return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None

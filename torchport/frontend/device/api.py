@@ -10,8 +10,16 @@ import torch
 
 from ...backend.interface import Backend
 from ...backend.registry import BackendInfo, registry
-from ...core.errors import ConfigError
-from . import module
+from ...core.errors import ConfigError, UnsupportedOp
+from ...core.frames import user_line
+from ...run import step_closures
+from ...run.donation import give_up
+from ...run.runtime import rebind, runtimes
+from ...run.sync import compute_pending
+from ...trace.handle import IndexedLazyTensor, LazyTensor
+from ...trace.threads import threads
+from ...trace.wrapping import unwrap
+from .ready import init, is_ready
 
 __all__ = ["device", "donate", "get_backend", "list_backends", "mode", "register", "sync", "use"]
 
@@ -24,9 +32,7 @@ def device(name: str, ordinal: int = 0) -> torch.device:
 
     Raises :class:`BackendNotFound` or :class:`BackendUnavailable`.
     """
-    module.init()
-    from ...lazy.runtime import runtimes
-
+    init()
     return torch.device("port", runtimes.bind(registry.get(name), ordinal))
 
 
@@ -37,10 +43,15 @@ def donate(*tensors: torch.Tensor) -> None:
     :class:`ExecutionError`. Views and aliases keep their values. Raises :class:`UnsupportedOp` for other devices'
     tensors. Inputs that nobody holds are donated without being told.
     """
-    module.init()
-    from ...lazy import donation
-
-    donation.donate(*tensors)
+    init()
+    line = user_line()
+    handles = [unwrap(tensor) for tensor in tensors]
+    for handle in handles:
+        if not isinstance(handle, LazyTensor):
+            raise UnsupportedOp(f"donate() takes tensors on port, got one on {handle.device}", source=line)
+    for handle in handles:
+        index = handle.get_device() if isinstance(handle, IndexedLazyTensor) else 0
+        give_up(threads.of(index), handle, line)
 
 
 def use(name: str, ordinal: int = 0) -> torch.device:
@@ -48,9 +59,7 @@ def use(name: str, ordinal: int = 0) -> torch.device:
 
     Raises :class:`BackendNotFound` or :class:`BackendUnavailable`; the binding is then as before.
     """
-    module.init()
-    from ...lazy.runtime import rebind
-
+    init()
     rebind(registry.get(name), ordinal)
     return torch.device("port", 0)
 
@@ -93,14 +102,10 @@ class mode:
     @staticmethod
     def current() -> str:
         """The calling thread's mode."""
-        from ...lazy.runtime import threads
-
         return "eager" if threads.eager else "lazy"
 
     @staticmethod
     def _set(name: str) -> None:
-        from ...lazy.runtime import threads
-
         threads.switch(name == "eager")
 
     def __enter__(self) -> None:
@@ -129,26 +134,7 @@ def sync(device: Any = None, wait: bool = True) -> None:
     ``wait``: return when it is done, and raise the first error among the pending values and those that nobody has read.
     A step has then ended, so step closures run.
     """
-    from ...lazy import closures
-
-    if not module.is_initialized():
-        closures.finish()
-        return
-    from ...lazy.executor import flush
-    from ...lazy.runtime import runtimes, threads
-
-    wanted = None if device is None else torch.device(device).index or 0
-    errors = [flush(trace, "sync") for trace in threads.mine() if wanted is None or trace.index == wanted]
-    if wait:
-        for runtime in runtimes.all():
-            if wanted is None or runtime.index == wanted:
-                runtime.worker.drain()
-                errors.append(runtime.worker.take_unseen())
-                runtime.backend.synchronize(runtime.device)
-    for error in errors:
-        if error is not None:
-            raise error
-    if wait:
-        closures.finish()
+    if is_ready():
+        compute_pending(None if device is None else torch.device(device).index or 0, wait)
     else:
-        closures.step_ended()
+        step_closures.finish()

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ...lazy.tensor import DEVICE_TYPE
+from ...trace.handle import DEVICE_TYPE
 from .opaque import opaque
 
 __all__ = ["install"]
@@ -126,8 +126,6 @@ _PROMOTE: Final = [
     "stack",
 ]
 
-_library: list[torch.library.Library] = []
-
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     if (
@@ -156,13 +154,13 @@ def _kernel(op: Any, choose: Callable[[Any], torch.dtype], keys: Any) -> Callabl
     return kernel
 
 
-def install() -> None:
-    """Register the cast policies; operators on no list run as they are."""
+def install(libraries: list[torch.library.Library]) -> None:
+    """Register the cast policies, in libraries added to these; operators on no list run as they are."""
     keys = torch._C.DispatchKeySet(torch._C._dispatch_key_parse("AutocastPrivateUse1"))
     fallthrough = torch.library.Library("_", "IMPL")
-    fallthrough.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     library = torch.library.Library("aten", "IMPL")
-    _library.extend((fallthrough, library))
+    libraries.extend((fallthrough, library))
+    fallthrough.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     policies: list[tuple[list[str], Callable[[Any], torch.dtype]]] = [
         (_LOWER, lambda _: torch.get_autocast_dtype(DEVICE_TYPE)),
         (_FLOAT32, lambda _: torch.float32),

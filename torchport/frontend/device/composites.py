@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 
-from ...lazy.tensor import LazyTensor
+from ...trace.handle import LazyTensor
+from .layouts import COMPRESSED
 from .opaque import opaque
 
 __all__ = ["install"]
 
 _IMPLICIT = torch._C.DispatchKey.CompositeImplicitAutograd
+_EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
 
 
 def install(library: torch.library.Library) -> None:
@@ -32,15 +34,19 @@ def install(library: torch.library.Library) -> None:
             short = name.removeprefix("aten::")
             base, _, overload = short.partition(".")
             op = getattr(getattr(torch.ops.aten, base), overload or "default", None)
-            if op is not None:
+            if op is not None and op not in COMPRESSED:
                 whole = torch.library.get_kernel(op, "Functionalize")
                 library.impl(short, opaque(_apart(op, whole)), "Functionalize", with_keyset=True)
+    # Its lengths and one of its results are on the host, whatever device the sequence is on.
+    op = torch.ops.aten._pack_padded_sequence.default
+    whole = torch.library.get_kernel(op, "Functionalize")
+    library.impl("_pack_padded_sequence", opaque(_apart(op, whole, _EXPLICIT)), "Functionalize", with_keyset=True)
 
 
-def _apart(op: Any, whole: Any) -> Callable[..., Any]:
+def _apart(op: Any, whole: Any, key: Any = _IMPLICIT) -> Callable[..., Any]:
     def call(keys: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_ours(args) or _is_ours(tuple(kwargs.values())):
-            return op._op_dk(_IMPLICIT, *args, **kwargs)
+            return op._op_dk(key, *args, **kwargs)
         return whole.call_boxed(keys, *args, **kwargs)
 
     return call

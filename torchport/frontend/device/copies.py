@@ -10,14 +10,21 @@ import torch
 
 from ...core.config import config
 from ...core.errors import UnsupportedOp
+from ...core.frames import user_line
 from ...core.specs import TensorSpec
-from ...lazy import barriers
-from ...lazy.executor import flush, host_tensor, leaf_from_host, settle
-from ...lazy.jobs import has_failed
-from ...lazy.record import user_line
-from ...lazy.runtime import runtimes, threads
-from ...lazy.tensor import DEVICE_TYPE, IndexedLazyTensor, LazyTensor, make_handle
-from ...lazy.trace import COPIES_UNDER_GRAD, NONE, Trace, unwrap, wrap
+from ...run import barriers
+from ...run.flush import flush
+from ...run.future import has_failed
+from ...run.runtime import runtimes
+from ...run.values import host_tensor, leaf_from_host, settle
+from ...trace.handle import DEVICE_TYPE, IndexedLazyTensor, LazyTensor, make_handle
+from ...trace.layouts import kind_of, refusal
+from ...trace.threads import threads
+from ...trace.trace import COPIES_UNDER_GRAD, Trace
+from ...trace.trie import NONE
+from ...trace.wrapping import unwrap, wrap
+from . import layouts
+from .storages import HostStorage
 
 __all__ = ["elsewhere", "kernels", "special_kernels", "with_generator"]
 
@@ -60,7 +67,7 @@ def _host_to_device(tensor: torch.Tensor, index: int, dtype: torch.dtype | None)
     plain = tensor.detach()
     if plain.layout is not torch.strided:
         raise UnsupportedOp(
-            f"a tensor of layout {plain.layout} cannot move to {DEVICE_TYPE}; convert it with .to_dense()",
+            refusal(kind_of(plain.layout)),
             op="aten._to_copy.default",
             source=user_line(),
         )
@@ -211,6 +218,8 @@ def _set_storage(
 ) -> torch.Tensor:
     """What ``torch.load`` calls to give a tensor the contents of a storage: a copy of them moves to the device."""
     target = _handle(self)
+    if isinstance(source, HostStorage):
+        source.was_read = True
     index = target.get_device() if isinstance(target, IndexedLazyTensor) else 0
     held = torch.empty(0, dtype=target.dtype).set_(source, storage_offset, tuple(size), tuple(stride))
     return leaf_from_host(runtimes.get(index), held.clone(), private=True)
@@ -250,5 +259,6 @@ def special_kernels() -> dict[Any, Callable[..., Any]]:
         **dict.fromkeys(SAME_VALUE, _same_value),
         **{op: _with_host_indices(op) for op in _INDEXING},
         aten.set.source_Storage_storage_offset: _set_storage,
+        **layouts.refusing(kernels),
     }
     return table

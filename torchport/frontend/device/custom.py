@@ -22,13 +22,13 @@ from torch._library import custom_ops, utils
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...core.errors import UnsupportedOp
-from ...lazy import barriers
-from ...lazy.record import user_line
-from ...lazy.tensor import DEVICE_TYPE, LazyTensor
+from ...core.frames import user_line
+from ...run import barriers
+from ...trace.handle import DEVICE_TYPE, LazyTensor
 from .opaque import opaque
 
 if TYPE_CHECKING:
-    from ...lazy.trace import Trace
+    from ...trace.trace import Trace
 
 __all__ = ["install", "on_handles"]
 
@@ -41,6 +41,14 @@ _NO_KERNEL: Final = f"it has a kernel for the CPU, and none for {DEVICE_TYPE}"
 
 def install() -> None:
     """Take over the custom operators that are defined, and those that will be."""
+    _take_those_to_come()
+    _hide_from_compilers()
+    for known in list(custom_ops.OPDEFS.values()):
+        _take(known)
+
+
+@functools.cache
+def _take_those_to_come() -> None:
     definition: Any = custom_ops.CustomOpDef
     original = definition.register_kernel
 
@@ -59,9 +67,6 @@ def install() -> None:
         return decorator
 
     definition.register_kernel = register_kernel
-    _hide_from_compilers()
-    for known in list(custom_ops.OPDEFS.values()):
-        _take(known)
 
 
 def on_handles(trace: Trace, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -90,6 +95,7 @@ def _unsupported(op: Any) -> UnsupportedOp:
     )
 
 
+@functools.cache
 def _hide_from_compilers() -> None:
     """PyTorch's compilers make a custom operator functional only if nobody registered how, as we have not for them."""
     original = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -106,8 +112,6 @@ def _take(definition: Any) -> None:
     op = definition._opoverload
     if definition in _seen or torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), _FUNCTIONALIZE):
         return  # ours, or that of an author who knows better
-    _seen.add(definition)
-    _taken.add(op.name())
     others = torch.library.get_kernel(op, _FUNCTIONALIZE)
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -124,6 +128,8 @@ def _take(definition: Any) -> None:
         return result
 
     definition._lib.impl(definition._name, opaque(kernel), _FUNCTIONALIZE, with_keyset=True)
+    _seen.add(definition)
+    _taken.add(op.name())
 
 
 def _body(definition: Any) -> Callable[..., Any] | None:

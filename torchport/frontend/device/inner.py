@@ -16,10 +16,12 @@ import torch
 
 from ...backend.normal_form import is_view
 from ...core.errors import UnsupportedOp
-from ...lazy.donation import take_place
-from ...lazy.record import user_line
-from ...lazy.tensor import LazyTensor
-from ...lazy.trace import Trace, release, unwrap
+from ...core.frames import user_line
+from ...run.donation import take_place
+from ...trace.handle import LazyTensor
+from ...trace.pool import release
+from ...trace.trace import Trace
+from ...trace.wrapping import unwrap
 from .custom import on_handles
 
 __all__ = ["fallback"]

@@ -22,12 +22,13 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ...core.errors import UnsupportedOp
-from ...lazy.record import user_line
-from ...lazy.runtime import threads
-from ...lazy.tensor import DEVICE_TYPE, IndexedLazyTensor, LazyTensor
+from ...core.frames import user_line
+from ...trace.handle import DEVICE_TYPE, IndexedLazyTensor, LazyTensor
+from ...trace.threads import threads
 from .opaque import opaque
+from .writes import boxable, refuse_as_cpu, share_memory
 
-__all__ = ["install", "overriding", "refuse_overlap"]
+__all__ = ["Forms", "install", "overriding", "refuse_overlap", "unwrapped", "write_each"]
 
 _is_functional = torch._is_functional_tensor
 _inner_of = torch._from_functional_tensor
@@ -62,7 +63,8 @@ def install(library: torch.library.Library, functional: Mapping[Any, Forms]) -> 
             short = name.removeprefix("aten::")
             if found is not None:
                 op, form, forms = found
-                in_place[form] = op
+                if form._overloadname == op._overloadname:
+                    in_place[form] = op
                 original = torch.library.get_kernel(name, "Functionalize")
                 listed = str(op._schema.arguments[0].real_type) == "List[Tensor]"
                 restride = functional[torch.ops.aten.copy.default]
@@ -83,7 +85,7 @@ def _pair(name: str, functional: Mapping[Any, Forms]) -> tuple[Any, Any, Forms] 
     if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "Functionalize"):
         return None
     op = _operator(name)
-    form = getattr(getattr(torch.ops.aten, base[:-1], None), overload or "default", None)
+    form = _OTHER_NAMES.get(op) or getattr(getattr(torch.ops.aten, base[:-1], None), overload or "default", None)
     forms = functional.get(form)
     arguments = op._schema.arguments
     if forms is None or form is None or _shape(op) != _shape(form):
@@ -93,14 +95,14 @@ def _pair(name: str, functional: Mapping[Any, Forms]) -> tuple[Any, Any, Forms] 
     return (op, form, forms) if written[0] and sum(written) == 1 and first in {"Tensor", "List[Tensor]"} else None
 
 
-_OTHER_WRITES: Final = {
-    "normal_",
-    "bernoulli_.float",
-    "floor_divide_.Tensor",
-    "pow_.Tensor",
-    "pow_.Scalar",
-    "conj_physical_",
+_OTHER_NAMES: Final[Mapping[Any, Any]] = {
+    torch.ops.aten.pow_.Tensor: torch.ops.aten.pow.Tensor_Tensor,
+    torch.ops.aten.pow_.Scalar: torch.ops.aten.pow.Tensor_Scalar,
+    torch.ops.aten.floor_divide_.Tensor: torch.ops.aten.floor_divide.default,
 }
+"""Functional forms whose overloads have other names."""
+
+_OTHER_WRITES: Final = {"normal_", "bernoulli_.float", "conj_physical_"}
 """In-place operators that stay with PyTorch's own functionalization, less those that write no values."""
 
 
@@ -113,7 +115,7 @@ def _shape(op: Any) -> list[tuple[str, str]]:
     return [(argument.name, str(argument.real_type)) for argument in op._schema.arguments]
 
 
-def _unwrapped(value: Any) -> Any:
+def unwrapped(value: Any) -> Any:
     if value.__class__ is LazyTensor:
         return value
     if isinstance(value, torch.Tensor):
@@ -126,15 +128,6 @@ def _unwrapped(value: Any) -> Any:
     return value
 
 
-def _boxable(op: Any, args: Sequence[Any]) -> list[Any]:
-    """Arguments for PyTorch's kernel: Python numbers in a tensor's place as tensors again."""
-    kinds = [str(a.real_type) for a in op._schema.arguments[1:]]
-    return [
-        torch.tensor(a) if kind == "Tensor" and isinstance(a, (int, float, complex)) else a
-        for a, kind in zip(args, kinds, strict=False)
-    ]
-
-
 def _of_tensor(op: Any, forms: Forms, original: Any, copy: Forms) -> Callable[..., Any]:
     kernel, restride = forms.fast, copy.fast
     scalar_form = getattr(op.overloadpacket, "Scalar", None) if op._overloadname == "Tensor" else None
@@ -143,21 +136,28 @@ def _of_tensor(op: Any, forms: Forms, original: Any, copy: Forms) -> Callable[..
     draws = torch.Tag.nondeterministic_seeded in op.tags
 
     def inplace(keys: Any, self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        inner = _unwrapped(self)
+        inner = unwrapped(self)
         if inner.__class__ is not LazyTensor or inner is self:
             if inner.__class__ is IndexedLazyTensor and inner is not self:
                 return at_index(keys, self, inner, args, kwargs)
             if scalar_form is not None and args and isinstance(args[0], (bool, int, float, complex)):
                 # A number that became a tensor here would be a constant of whatever traces the program (torch.export).
                 return scalar_form.redispatch(keys, self, *args, **kwargs)
-            return original.call_boxed(keys, self, *_boxable(op, args), **kwargs)
-        out = kernel(inner, *map(_unwrapped, args), **{name: _unwrapped(value) for name, value in kwargs.items()})
+            return original.call_boxed(keys, self, *boxable(op, args, first=1), **kwargs)
+        for value in args:
+            if share_memory(self, value):
+                refuse_as_cpu(op, (self, *args), kwargs)
+                break
+        out = kernel(inner, *map(unwrapped, args), **{name: unwrapped(value) for name, value in kwargs.items()})
         node = threads.trace.cursor
         if node.fits and node.ready is out:
             pass
         elif out.shape != inner.shape or out.dtype is not inner.dtype:
+            refuse_as_cpu(op, (self, *args), kwargs)
             _refuse_cast(op, out, inner)
-            return original.call_boxed(keys, self, *_boxable(op, args), **kwargs)
+            if out.shape != inner.shape:  # ``resize_``
+                return original.call_boxed(keys, self, *boxable(op, args, first=1), **kwargs)
+            out = restride(inner, out)
         elif not draws and out.stride() == inner.stride():
             node.fits = node.ready is out
         else:
@@ -173,13 +173,20 @@ def _of_tensor(op: Any, forms: Forms, original: Any, copy: Forms) -> Callable[..
     def at_index(keys: Any, self: torch.Tensor, inner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if _overlaps(inner):
             return _write_overlapping(op, self, args, kwargs)
+        for value in args:
+            if share_memory(self, value):
+                refuse_as_cpu(op, (self, *args), kwargs)
+                break
         trace = threads.of(inner.get_device())
-        given = {name: _unwrapped(value) for name, value in kwargs.items()}
-        out = forms.indexed(trace, inner, *map(_unwrapped, args), **given)
+        given = {name: unwrapped(value) for name, value in kwargs.items()}
+        out = forms.indexed(trace, inner, *map(unwrapped, args), **given)
         if out.shape != inner.shape or out.dtype is not inner.dtype:
+            refuse_as_cpu(op, (self, *args), kwargs)
             _refuse_cast(op, out, inner)
-            return original.call_boxed(keys, self, *_boxable(op, args), **kwargs)
-        if out.stride() != inner.stride():
+            if out.shape != inner.shape:
+                return original.call_boxed(keys, self, *boxable(op, args, first=1), **kwargs)
+            out = copy.indexed(trace, inner, out)
+        elif out.stride() != inner.stride():
             out = copy.indexed(trace, inner, out)
         _replace(self, out)
         _commit(self)
@@ -221,7 +228,7 @@ def _of_list(op: Any, forms: Forms, original: Any, copy: Forms) -> Callable[...,
             if ours:
                 _written(selfs)
             return result
-        outs = kernel(inner, *map(_unwrapped, args), **{name: _unwrapped(value) for name, value in kwargs.items()})
+        outs = kernel(inner, *map(unwrapped, args), **{name: unwrapped(value) for name, value in kwargs.items()})
         node = threads.trace.cursor
         if not (node.fits and node.ready is outs):
             fitting = fitted(inner, outs, restride)
@@ -230,7 +237,7 @@ def _of_list(op: Any, forms: Forms, original: Any, copy: Forms) -> Callable[...,
             if fitting is outs:
                 node.fits = node.ready is outs
             outs = fitting
-        _write_each(selfs, outs)
+        write_each(selfs, outs)
         return None
 
     def fitted(inner: Sequence[Any], outs: Sequence[Any], restride: Callable[..., Any]) -> Sequence[Any] | None:
@@ -249,13 +256,13 @@ def _of_list(op: Any, forms: Forms, original: Any, copy: Forms) -> Callable[...,
 
     def at_index(keys: Any, selfs: Any, inner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         trace = threads.of(inner[0].get_device())
-        given = {name: _unwrapped(value) for name, value in kwargs.items()}
+        given = {name: unwrapped(value) for name, value in kwargs.items()}
         outs = fitted(
-            inner, forms.indexed(trace, inner, *map(_unwrapped, args), **given), functools.partial(copy.indexed, trace)
+            inner, forms.indexed(trace, inner, *map(unwrapped, args), **given), functools.partial(copy.indexed, trace)
         )
         if outs is None:
             return original.call_boxed(keys, selfs, *args, **kwargs)
-        _write_each(selfs, outs)
+        write_each(selfs, outs)
         return None
 
     return inplace
@@ -266,7 +273,7 @@ _ONE_INDEXED: Final = {IndexedLazyTensor}
 _exhaust: Final[Callable[[Iterable[Any]], Any]] = deque[Any](maxlen=0).extend
 
 
-def _write_each(wrappers: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+def write_each(wrappers: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
     """Replace the wrappers' values, and tell autograd, which PyTorch does above the device for single tensors only."""
     _exhaust(map(_replace, wrappers, values))
     _exhaust(map(_commit, wrappers))
@@ -279,14 +286,14 @@ def _inner_list(tensors: Sequence[torch.Tensor]) -> list[Any]:
         _exhaust(map(_sync, tensors))
         return list(map(_inner_of, tensors))
     except (RuntimeError, TypeError):  # some are no wrappers, or not even tensors
-        return [_unwrapped(item) for item in tensors]
+        return [unwrapped(item) for item in tensors]
 
 
 def _guarded(op: Any, original: Any) -> Callable[..., Any]:
     def inplace(keys: Any, self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.device.type == DEVICE_TYPE:
             refuse_overlap(op, self)
-        return original.call_boxed(keys, self, *_boxable(op, args), **kwargs)
+        return original.call_boxed(keys, self, *boxable(op, args, first=1), **kwargs)
 
     return inplace
 

@@ -7,13 +7,35 @@ from typing import Any, Final
 import torch
 from torch.utils._pytree import tree_leaves
 
+from ...core.default_state import default_state
 from ...core.errors import UnsupportedOp
-from ...lazy.kernel import Kernel, make_kernel, supported_schema
-from ...lazy.runtime import threads
-from ...lazy.tensor import DEVICE_TYPE, IndexedLazyTensor
-from ...lazy.trace import Trace, unwrap
-from ..compile import fake
-from . import autocast, composites, copies, custom, fork, inner, inplace, native, placement, routes, shims, strided
+from ...trace.handle import DEVICE_TYPE, IndexedLazyTensor
+from ...trace.kernels import Kernel, make_kernel, supported_schema
+from ...trace.threads import threads
+from ...trace.trace import Trace
+from ...trace.wrapping import unwrap
+from . import (
+    autocast,
+    composites,
+    copies,
+    custom,
+    factories,
+    fake,
+    first_factories,
+    fork,
+    fused,
+    inner,
+    inplace,
+    layouts,
+    libraries,
+    native,
+    placement,
+    routes,
+    shims,
+    strided,
+    subclasses,
+    writes,
+)
 from .opaque import opaque
 
 __all__ = ["install", "kernels"]
@@ -40,8 +62,29 @@ def _operators() -> list[torch._ops.OpOverload]:
 
 
 def install() -> None:
-    """Register everything with PyTorch's dispatcher. Called once, when the device is first used."""
+    """Register everything with PyTorch's dispatcher. Called when the device is first used, and again if that failed.
+
+    A first use may happen anywhere, so none of the caller's modes may see what is done here.
+    """
+    _drop()
+    try:
+        with default_state():
+            _install()
+    except BaseException:
+        _drop()
+        raise
+
+
+def _drop() -> None:
+    """Take back what a try registered that failed, or was going on in another thread when this process was forked."""
+    for library in reversed(_libraries):
+        library._destroy()
+    _libraries.clear()
+
+
+def _install() -> None:
     fork.note_use()
+    first_factories.forget()
     library = torch.library.Library("aten", "IMPL")
     _libraries.append(library)
     special = copies.special_kernels()
@@ -51,7 +94,7 @@ def install() -> None:
             opaque(kernels[op].fast)
             opaque(kernels[op].indexed)
         fn = special.get(op) or (kernels[op].fast if op in kernels else None)
-        if fn is None:
+        if fn is None or op in factories.OPS:
             continue
         name = op._schema.name.removeprefix("aten::")
         full = f"{name}.{op._overloadname}" if op._overloadname != "default" else name
@@ -71,15 +114,24 @@ def install() -> None:
 
     anything.fallback(opaque(fallback), "PrivateUse1")
     IndexedLazyTensor.dispatch = staticmethod(opaque(_dispatch_indexed))
-    in_place = inplace.install(library, {op: _forms(kernel, special.get(op)) for op, kernel in kernels.items()})
-    placement.install(library, [kernel for op, kernel in kernels.items() if op not in special])
+    forms = {op: _forms(kernel, special.get(op)) for op, kernel in kernels.items()}
+    in_place = inplace.install(library, forms)
+    fused.install(library, forms)
+    generated = [kernel for op, kernel in kernels.items() if op not in special and op not in factories.OPS]
+    placement.install(library, generated)
+    factories.install(library)
     composites.install(library)
+    with inplace.overriding():
+        writes.install(library)
     custom.install()
     routes.install()
-    autocast.install()
+    autocast.install(_libraries)
     shims.install()
+    libraries.install()
+    layouts.install(library, _libraries)
+    subclasses.install(library)
     fake.install()
-    native.install([kernel for op, kernel in kernels.items() if op not in special], in_place)
+    native.install(generated, in_place)
 
 
 def _forms(kernel: Kernel, special: Any) -> inplace.Forms:
@@ -102,9 +154,14 @@ def _copy_(keys: Any, self: torch.Tensor, src: torch.Tensor, non_blocking: bool 
 
     Everything else goes on to PyTorch's own autograd kernel.
     """
+    given: Any = src
+    if not isinstance(given, torch.Tensor):  # ``x.copy_(2)``: PyTorch hands wrapped numbers to Python as such
+        src = torch.tensor(given)
     if self.device.type != DEVICE_TYPE:
         return self.copy_(src.to(self.device), non_blocking)
     inplace.refuse_overlap(torch.ops.aten.copy_.default, self)
+    if writes.share_memory(self, src):
+        writes.refuse_as_cpu(torch.ops.aten.copy_.default, (self, src), {})
     return torch.ops.aten.copy_.default.redispatch(routes.to_stock_autograd(keys), self, src, non_blocking)
 
 
@@ -118,6 +175,8 @@ def _native_batch_norm(keys: Any, *args: Any) -> Any:
 
 def _polygamma_(self: torch.Tensor, n: int) -> torch.Tensor:
     """The one in-place composite that PyTorch registers no functionalization for."""
+    if self.device.type == DEVICE_TYPE:
+        writes.refuse_as_cpu(torch.ops.aten.polygamma_.default, (self, n), {})
     return self.copy_(torch.polygamma(n, self))
 
 

@@ -6,9 +6,13 @@ Everything that needs the lazy core imports it when called, so that ``import tor
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+
+from .fork import forked_after_use
+from .ready import at_first_use, init, is_ready
 
 __all__ = [
     "current_device",
@@ -41,26 +45,36 @@ __all__ = [
     "set_device",
     "set_rng_state",
     "set_rng_state_all",
+    "stream",
     "synchronize",
 ]
 
-_initialized = False
+_initialized = True
+"""PyTorch's checkpointing looks here: whether to save generators' states, and, after the forward, whether that has made
+a device ready, which it refuses. Ours can be asked at any time."""
 _current = 0
+_seed: int | None = None
+"""What ``torch.manual_seed`` said before the device was used."""
+_DEFAULT_SEED = 67280421310721
+"""PyTorch's, as in :data:`torchport.run.runtime.DEFAULT_SEED`, which ``import torch`` must not import."""
 
 
-def _lazy_init() -> None:
-    """Called by PyTorch when the device is first used: registers the kernels."""
-    global _initialized
-    if not _initialized:
-        _initialized = True
-        from .install import install
-
-        install()
+_lazy_init = init
+"""What PyTorch calls when the device is first used."""
 
 
-def init() -> None:
-    """Make the device ready; PyTorch does it on first use."""
-    _lazy_init()
+def _seed_at_first_use() -> None:
+    if _seed is not None:
+        _runtimes().seed_all(_seed)
+
+
+at_first_use.append(_seed_at_first_use)
+
+
+def _runtimes() -> Any:
+    from ...run.runtime import runtimes  # on demand: ``import torch`` must stay light
+
+    return runtimes
 
 
 def is_available() -> bool:
@@ -70,22 +84,18 @@ def is_available() -> bool:
 
 def is_initialized() -> bool:
     """Whether the device has been used."""
-    return _initialized
+    return is_ready()
 
 
 def _is_in_bad_fork() -> bool:
-    from .fork import forked_after_use
-
-    return _initialized and forked_after_use()
+    return is_ready() and forked_after_use()
 
 
 def device_count() -> int:
     """How many device indices are bound to backends; index 0 always counts."""
-    if not _initialized:
+    if not is_ready():
         return 1
-    from ...lazy.runtime import runtimes
-
-    return runtimes.count
+    return _runtimes().count
 
 
 def current_device() -> int:
@@ -130,16 +140,16 @@ def _index(device: Any) -> int:
 
 def _runtime(device: Any) -> Any:
     _lazy_init()
-    from ...lazy.runtime import runtimes
-
-    return runtimes.get(_index(device))
+    return _runtimes().get(_index(device))
 
 
 def synchronize(device: Any = None) -> None:
     """Compute everything pending and wait until the device is idle. Raises the first error among pending values."""
-    from .api import sync
+    if not is_ready():  # a profiler asks in programs that never use the device
+        return
+    from ...run.sync import compute_pending  # on demand: ``import torch`` must stay light
 
-    sync(device)
+    compute_pending(None if device is None else _index(device))
 
 
 # -- random numbers ----------------------------------------------------------------------------------------------
@@ -151,10 +161,13 @@ def manual_seed(seed: int) -> None:
 
 
 def manual_seed_all(seed: int) -> None:
-    """Seed every device's generator, and those bound later. ``torch.manual_seed`` calls it."""
-    from ...lazy.runtime import runtimes
-
-    runtimes.seed_all(int(seed))
+    """Seed every device's generator, and those bound later. ``torch.manual_seed`` calls it, also in a program that
+    never uses the device: that one must not import the lazy core for it."""
+    global _seed
+    if not is_ready():
+        _seed = int(seed)
+        return
+    _runtimes().seed_all(int(seed))
 
 
 def seed() -> int:
@@ -180,8 +193,12 @@ def initial_seed() -> int:
 
 def get_rng_state(device: Any = "port") -> torch.Tensor:
     """The generator's state: 16 bytes on the CPU, the seed and the number of random ops since."""
-    runtime = _runtime(device)
-    data = runtime.seed.to_bytes(8, "little") + runtime.draws.to_bytes(8, "little")
+    if not is_ready() and _index(device) == 0:  # ``fork_rng`` asks in programs that never use the device
+        seed, draws = (_DEFAULT_SEED if _seed is None else _seed & ((1 << 64) - 1)), 0
+    else:
+        runtime = _runtime(device)
+        seed, draws = runtime.seed, runtime.draws
+    data = seed.to_bytes(8, "little") + draws.to_bytes(8, "little")
     return torch.tensor(list(data), dtype=torch.uint8)
 
 
@@ -190,6 +207,9 @@ def set_rng_state(new_state: torch.Tensor, device: Any = "port") -> None:
     if new_state.dtype != torch.uint8 or new_state.numel() != 16 or new_state.device.type != "cpu":
         raise ValueError("a generator state of this device is a CPU uint8 tensor of 16 elements, from get_rng_state()")
     data = bytes(new_state.tolist())
+    if not is_ready() and _index(device) == 0 and not any(data[8:]):
+        manual_seed_all(int.from_bytes(data[:8], "little"))
+        return
     runtime = _runtime(device)
     runtime.seed = int.from_bytes(data[:8], "little")
     runtime.draws = int.from_bytes(data[8:], "little")
@@ -281,6 +301,14 @@ class _Stream:
         """Work is in order already."""
 
 
+_stream = _Stream()
+
+
 def current_stream(device: Any = None) -> _Stream:
     """The device's only stream."""
-    return _Stream()
+    return _stream
+
+
+def stream(stream: Any) -> AbstractContextManager[None]:
+    """Context manager that changes nothing: work goes to the only stream."""
+    return nullcontext()

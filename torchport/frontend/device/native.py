@@ -6,12 +6,14 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from ... import native
 from ...backend.interface import BackendData
-from ...core import native
-from ...lazy import jobs, trace
-from ...lazy.kernel import Kernel, letters
-from ...lazy.runtime import threads
-from ...lazy.tensor import LazyTensor
+from ...run import donation
+from ...run.future import Future
+from ...trace import pool, trace, trie
+from ...trace.handle import LazyTensor
+from ...trace.kernels import Kernel, letters
+from ...trace.threads import threads
 from . import copies, shims
 
 __all__ = ["install"]
@@ -22,7 +24,7 @@ def _use_guard(library: ctypes.PyDLL) -> None:
     library.torchport_use_guard()
 
 
-_OBJECTS: Final = (LazyTensor, trace.Trace, trace.Node, BackendData)
+_OBJECTS: Final = (LazyTensor, trace.Trace, trie.Node, BackendData)
 """The types whose parts C++ looks at."""
 
 
@@ -37,12 +39,12 @@ def _functions(library: ctypes.PyDLL, **arguments: int) -> list[Any]:
 
 
 def use_flush(library: ctypes.PyDLL) -> None:
-    """Do what is done to many values at once with the functions of :data:`torchport.core.native.flush`."""
+    """Do what is done to many values at once with the functions of :data:`torchport.native.flush`."""
     start, alive, sweep, pending = _functions(library, flush_start=6, alive=1, sweep=3, pending=1)
     forget, unshared, own_gradients = _functions(library, forget=1, unshared=2, own_gradients=1)
-    start(*_OBJECTS, jobs.Pending, trace.release)
-    trace.use(trace.Forms(alive, sweep, pending, forget))
-    jobs.use_native(unshared)
+    start(*_OBJECTS, Future, pool.release)
+    pool.use(pool.Forms(alive, sweep, pending, forget))
+    donation.use_native(unshared)
     shims.use_native(own_gradients)
 
 
@@ -52,7 +54,7 @@ def _use_follow(library: ctypes.PyDLL, kernels: Sequence[Kernel], forms: Mapping
     follow.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_longlong, ctypes.c_char_p]
     same_value.argtypes = [ctypes.c_char_p]
     follow.restype = same_value.restype = ctypes.py_object
-    start(*_OBJECTS, threads, trace.FLOAT, trace.COPIES_UNDER_GRAD, trace.LEAF, trace.SPAN)
+    start(*_OBJECTS, threads, (trie.FLOATS, trie.LIMITS), trace.COPIES_UNDER_GRAD, trie.LEAF, trie.SPAN)
     for kernel in kernels:
         kinds = letters(kernel)
         if kinds is None:

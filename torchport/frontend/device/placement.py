@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from ...lazy.kernel import Kernel
-from ...lazy.tensor import DEVICE_TYPE, LazyTensor
-from ...lazy.trace import unwrap, wrap
+from ...trace.handle import DEVICE_TYPE, LazyTensor
+from ...trace.kernels import Kernel
+from ...trace.wrapping import unwrap, wrap
 from .opaque import opaque
 
 __all__ = ["install"]

@@ -9,11 +9,14 @@ dummies), ``torch._C._get_privateuse1_backend_name``.
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from . import accelerator, module
-from .accelerator import NAME
+from . import accelerator, defaults, first_factories, module, parameters, ready, storages
+from .names import NAME
+from .opaque import opaque
 
 __all__ = ["register_device"]
 
@@ -58,3 +61,30 @@ def register_device() -> None:
     torch._C._acc.register_python_privateuseone_hook(hooks)  # type: ignore[attr-defined]
     torch._C._acc.register_python_privateuseone_device_guard(guard)  # type: ignore[attr-defined]
     accelerator.install()
+    defaults.install()
+    _before_the_first_use()
+
+
+def _before_the_first_use() -> None:
+    """What may be running already when the device is first used, or what is reached without ``_lazy_init``."""
+    parameters.install()
+    storages.install()
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+    first_factories.expect(ready.init)
+
+
+@opaque
+def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if ready.is_ready():
+        from . import shims  # on demand: ``import torch`` must stay light
+
+        shims.before_step(optimizer)
+
+
+@opaque
+def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if ready.is_ready():
+        from . import shims  # on demand: ``import torch`` must stay light
+
+        shims.after_step()

@@ -14,14 +14,15 @@ from typing import Any, Final
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ...core.dispatch import Functionality
+from ...backend.registrar import BackendRegistrar, on_registered
 from ...core.errors import MissingKernel
-from ...lazy.kernels import BackendRegistrar, on_registered
-from ...lazy.runtime import runtimes
-from ...lazy.tensor import DEVICE_TYPE
+from ...dispatch import Functionality
+from ...run.runtime import runtimes
+from ...trace.handle import DEVICE_TYPE
+from .inplace import overriding
 from .opaque import opaque
 
-__all__ = ["install", "to_stock_autograd"]
+__all__ = ["install", "registrar_for", "to_stock_autograd"]
 
 _OTHER_AUTOGRAD: Final = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradPrivateUse3)
 """Added to a key set, it leads to PyTorch's own autograd kernel: that one sits at every backend's key, and the bit of a
@@ -52,7 +53,8 @@ _inside = threading.local()
 
 def install() -> None:
     """Start routing what backends register from now on."""
-    on_registered.append(_route)
+    if _route not in on_registered:
+        on_registered.append(_route)
 
 
 def _route(registrar: BackendRegistrar, op: torch._ops.OpOverload, functionality: Functionality) -> None:
@@ -65,10 +67,11 @@ def _route(registrar: BackendRegistrar, op: torch._ops.OpOverload, functionality
         library = _libraries[op.namespace] = torch.library.Library(op.namespace, "IMPL")
     autograd = functionality is Functionality.AutogradFunctionality
     router = _autograd_router(op) if autograd else _router(op, functionality)
-    library.impl(op.name().split("::")[1], opaque(router), key, with_keyset=True)
+    with overriding():  # what the device registers at some keys, to say that it has no kernel
+        library.impl(op.name().split("::")[1], opaque(router), key, with_keyset=True, allow_override=True)
 
 
-def _registrar_for(args: Sequence[Any], kwargs: Mapping[str, Any]) -> BackendRegistrar | None:
+def registrar_for(args: Sequence[Any], kwargs: Mapping[str, Any]) -> BackendRegistrar | None:
     """The registrar of the backend that the first tensor of this device lives on."""
     first = args[0] if args else None
     if not _is_ours(first):  # mostly it is, and looking at all takes longer than the rest
@@ -88,7 +91,7 @@ def _is_ours(value: Any) -> bool:
 def _autograd_router(op: torch._ops.OpOverload) -> Callable[..., Any]:
     def router(keys: Any, *args: Any, **kwargs: Any) -> Any:
         running: set[Any] = _inside.__dict__.setdefault("running", set())
-        registrar = None if op in running else _registrar_for(args, kwargs)
+        registrar = None if op in running else registrar_for(args, kwargs)
         kernel = registrar.kernel(op, Functionality.AutogradFunctionality) if registrar is not None else None
         if kernel is None:
             return op.redispatch(to_stock_autograd(keys), *args, **kwargs)
@@ -104,7 +107,7 @@ def _autograd_router(op: torch._ops.OpOverload) -> Callable[..., Any]:
 
 def _router(op: torch._ops.OpOverload, functionality: Functionality) -> Callable[..., Any]:
     def router(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        registrar = _registrar_for(args, kwargs)
+        registrar = registrar_for(args, kwargs)
         kernel = registrar.kernel(op, functionality) if registrar is not None else None
         if kernel is None:
             where = registrar.component.name if registrar is not None else DEVICE_TYPE

@@ -2,9 +2,8 @@
 
 Private torch APIs touched here, each wrapped for ``port`` tensors only and left alone for all others:
 ``torch._C._has_storage``, ``torch._tensor_str._str_intern``, ``torch.Tensor._reduce_ex_internal``,
-``torch.nn.Module._apply``,
-``torch.serialization.register_package`` (public), ``torch.optim.optimizer.register_optimizer_step_post_hook`` (public),
-storage methods of ``torch.Tensor`` and ``torch.UntypedStorage``.
+``torch._C.{_set_default_dtype, _set_default_tensor_type}``, ``torch.autograd.graph._engine_run_backward``, and storage
+methods of ``torch.Tensor``.
 """
 
 from __future__ import annotations
@@ -23,35 +22,42 @@ from torch._utils import _rebuild_tensor_v2
 from torch.utils._pytree import tree_leaves
 
 from ...core.errors import StorageAccess
-from ...lazy.closures import step_ended
-from ...lazy.runtime import flush_mine
-from ...lazy.tensor import DEVICE_TYPE, LazyTensor
-from ...lazy.trace import unwrap, wrap
+from ...run.runtime import runtimes
+from ...run.step_closures import step_ended
+from ...trace.handle import DEVICE_TYPE, LazyTensor
+from ...trace.threads import flush_mine
+from ...trace.wrapping import unwrap, wrap
+from .names import device_of
 from .opaque import opaque
+from .storages import HostStorage
 
 __all__ = ["TorchWithoutWrapping", "install", "is_ours", "storages_are_names"]
 
 
 def _is_port(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type == DEVICE_TYPE
+    return isinstance(value, torch.Tensor) and device_of(value).type == DEVICE_TYPE
 
 
 def install() -> None:
-    """Apply every shim."""
+    """Apply every shim, each once: the device may be made ready again after it failed.
+
+    All of them look at tensors of the device. What may be running already when the first of these comes to be, such as
+    ``Module.to``, is wrapped from the start (``register.py``).
+    """
     _storage_free_copies()
     _print_from_host()
     _pickle_as_storages()
-    _keep_parameters()
-    _flush_after_optimizer()
-    _load_onto_device()
     _guard_memory()
     _checkpoint_on_any_index()
+    _trace_anew_for_another_default_dtype()
+    _backward_on_the_calling_thread()
 
 
+@functools.cache
 def _storage_free_copies() -> None:
     """``deepcopy`` and pickling take PyTorch's path for devices without storages instead of cloning one."""
     has_storage = torch._C._has_storage
-    torch._C._has_storage = lambda tensor: False if tensor.device.type == DEVICE_TYPE else has_storage(tensor)
+    torch._C._has_storage = lambda tensor: False if device_of(tensor).type == DEVICE_TYPE else has_storage(tensor)
 
 
 class TorchWithoutWrapping:
@@ -65,6 +71,7 @@ class TorchWithoutWrapping:
         return getattr(torch, name)
 
 
+@functools.cache
 def _print_from_host() -> None:
     """Formatting reads many small values; on a host copy that is one transfer, and no computation of its own.
 
@@ -91,6 +98,7 @@ def _print_from_host() -> None:
     module._str_intern = opaque(str_intern)
 
 
+@functools.cache
 def _pickle_as_storages() -> None:
     """A tensor is saved as CUDA's are: contents in a storage tagged with the device.
 
@@ -100,12 +108,12 @@ def _pickle_as_storages() -> None:
 
     @functools.wraps(original)
     def reduce(self: torch.Tensor, proto: int) -> Any:
-        if not _is_port(self) or torch.serialization._serialization_tls.skip_data:
+        if not _is_port(self) or not is_ours(self) or torch.serialization._serialization_tls.skip_data:
             return original(self, proto)
         torch.utils.hooks.warn_if_has_hooks(self)
         held = self.detach().cpu()
         storage = torch.storage.TypedStorage(
-            wrap_storage=_HostStorage.of(held.untyped_storage(), self.get_device()), dtype=held.dtype, _internal=True
+            wrap_storage=HostStorage.of(held.untyped_storage(), self.get_device()), dtype=held.dtype, _internal=True
         )
         state = (storage, held.storage_offset(), tuple(held.size()), held.stride(), self.requires_grad, OrderedDict())
         return _rebuild_tensor_v2, state
@@ -113,103 +121,20 @@ def _pickle_as_storages() -> None:
     torch.Tensor._reduce_ex_internal = reduce  # type: ignore[method-assign]
 
 
-def _keep_parameters() -> None:
-    """``Module.to`` swaps a parameter that comes to or leaves the device, instead of replacing it.
-
-    A new ``Parameter`` object would untie tied weights and orphan an optimizer made before. PyTorch's switch for this
-    (``torch.__future__.set_swap_module_params_on_conversion``) is global and changes CPU modules too, so it is set only
-    while parameters cross.
-    """
-    original = torch.nn.Module._apply
-
-    @functools.wraps(original)
-    def apply(self: torch.nn.Module, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        future = torch.__future__
-        if future.get_swap_module_params_on_conversion() or not _crosses(self, fn):
-            return original(self, fn, recurse)
-        if recurse:
-            for child in self.children():
-                child._apply(fn)
-        uninitialized = _move_uninitialized(self, fn)
-        arriving = [p for p in self._parameters.values() if type(p) is torch.nn.Parameter and not _is_port(p)]
-        attributes = [(p, dict(vars(p))) for p in self._parameters.values() if p is not None]
-        future.set_swap_module_params_on_conversion(True)
-        try:
-            return original(self, fn, False)
-        finally:
-            future.set_swap_module_params_on_conversion(False)
-            self._parameters.update(uninitialized)
-            for parameter in filter(_is_port, arriving):
-                _no_view(parameter)
-            for parameter, before in attributes:
-                vars(parameter).update(before)  # swapping gave them to the tensor that is dropped
-
-    torch.nn.Module._apply = apply  # type: ignore[method-assign]
+@opaque
+def before_step(optimizer: Any) -> None:
+    """An optimizer is about to step."""
+    for group in optimizer.param_groups:
+        _own_gradients(group["params"])
 
 
-def _no_view(parameter: torch.nn.Parameter) -> None:
-    """Give a parameter that has just arrived a wrapper of its own.
-
-    ``Parameter(x)`` is a view of ``x``. Nobody holds that any more, but each write to the parameter would update it.
-    """
-    grad, parameter.grad = parameter.grad, None
-    own = wrap(unwrap(parameter)).requires_grad_(parameter.requires_grad)
-    own.__class__ = torch.nn.Parameter
-    vars(own).update(vars(parameter))
-    torch.utils.swap_tensors(parameter, own)
-    parameter.grad = grad
-
-
-def _move_uninitialized(module: torch.nn.Module, fn: Callable[..., Any]) -> dict[str, Any]:
-    """Move the parameters of lazy modules, which stay uninitialized; they are taken out of the module and returned.
-
-    PyTorch's conversion would make ordinary parameters without elements of them.
-    """
-    found: dict[str, Any] = {}
-    for name, parameter in module._parameters.items():
-        if isinstance(parameter, torch.nn.UninitializedParameter):
-            with torch.no_grad():
-                probe = fn(torch.empty(0, dtype=parameter.dtype, device=parameter.device))
-            make: Any = torch.nn.UninitializedParameter  # its annotations do not know these options
-            moved = make(parameter.requires_grad, device=probe.device, dtype=probe.dtype)
-            torch.utils.swap_tensors(parameter, moved)
-            found[name] = parameter
-            module._parameters[name] = None
-    return found
-
-
-def _crosses(module: torch.nn.Module, fn: Callable[..., Any]) -> bool:
-    """Whether ``fn`` would move any of the module's own parameters to or from the device."""
-    probed: dict[torch.device, bool] = {}
-    for parameter in module._parameters.values():
-        if parameter is None or parameter.device.type == "meta":
-            continue
-        device = parameter.device
-        if device not in probed:
-            with torch.no_grad():
-                probe = fn(torch.empty(0, dtype=parameter.dtype, device=device))
-            probed[device] = (probe.device.type == DEVICE_TYPE) != (device.type == DEVICE_TYPE)
-        if probed[device]:
-            return True
-    return False
-
-
-def _flush_after_optimizer() -> None:
+@opaque
+def after_step() -> None:
     """A training step ends with the optimizer: whatever is pending then is one computation."""
-    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-
-    def flush(optimizer: Any, args: Any, kwargs: Any) -> None:
-        error = flush_mine("step")
-        if error is not None:
-            raise error
-        step_ended()
-
-    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-        for group in optimizer.param_groups:
-            _own_gradients(group["params"])
-
-    register_optimizer_step_pre_hook(opaque(before))
-    register_optimizer_step_post_hook(opaque(flush))
+    error = flush_mine("step")
+    if error is not None:
+        raise error
+    step_ended()
 
 
 _ALONE = (3, 2, 2)
@@ -237,49 +162,9 @@ _own_gradients = own_gradients
 
 
 def use_native(form: Callable[[Iterable[torch.Tensor]], None]) -> None:
-    """Give gradients wrappers by this function from now on (:data:`torchport.core.native.flush`)."""
+    """Give gradients wrappers by this function from now on (:data:`torchport.native.flush`)."""
     global _own_gradients
     _own_gradients = form
-
-
-class _HostStorage(torch.UntypedStorage):
-    """A CPU storage that stands for one on the device while a file is written or read.
-
-    ``torch.load`` makes an empty tensor on ``storage.device`` and sets the storage into it; the device's ``set_``
-    copies the contents.
-    """
-
-    index = 0
-
-    @classmethod
-    def of(cls, storage: torch.UntypedStorage, index: int) -> _HostStorage:
-        """A copy of a CPU storage that says it is on ``port:index``."""
-        made = cls(storage.nbytes())
-        torch.UntypedStorage.copy_(made, storage)
-        made.index = index
-        return made
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return torch.device(DEVICE_TYPE, self.index)
-
-    def cpu(self) -> torch.UntypedStorage:
-        made = torch.UntypedStorage(self.nbytes())
-        return made.copy_(self)
-
-
-def _load_onto_device() -> None:
-    """``torch.save`` tags storages of the device, and ``torch.load`` puts storages on it where told to."""
-
-    def tag(storage: Any) -> str | None:
-        return f"{DEVICE_TYPE}:{storage.index}" if isinstance(storage, _HostStorage) else None
-
-    def deserialize(storage: Any, location: str) -> Any:
-        if not location.startswith(DEVICE_TYPE):
-            return None
-        return _HostStorage.of(storage, torch.device(location).index or 0)
-
-    torch.serialization.register_package(5, tag, deserialize)
 
 
 # -- memory that is not there --------------------------------------------------------------------------------------
@@ -318,6 +203,7 @@ def storages_are_names() -> Iterator[None]:
         _names.allowed = before
 
 
+@functools.cache
 def _guard_memory() -> None:
     """Everything that would hand out the memory of a ``port`` tensor raises :class:`StorageAccess` instead."""
 
@@ -326,7 +212,7 @@ def _guard_memory() -> None:
 
         @functools.wraps(original)
         def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.device.type == DEVICE_TYPE and not _names.allowed and is_ours(self):
+            if device_of(self).type == DEVICE_TYPE and not _names.allowed and is_ours(self):
                 raise StorageAccess(
                     f"{name} needs the memory of a tensor on {self.device}, which has none in this process: "
                     "its values may be pending, or held by the backend. Use .cpu() to get a copy in host memory"
@@ -338,16 +224,8 @@ def _guard_memory() -> None:
     for name in _TENSOR_METHODS:
         guard(torch.Tensor, name)
 
-    def new_storage(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == DEVICE_TYPE:
-            raise StorageAccess(
-                f"there are no storages on {kwargs['device']}: its tensors have no memory in this process"
-            )
-        return torch._C.StorageBase.__new__(cls, *args, **kwargs)
 
-    torch.UntypedStorage.__new__ = new_storage  # type: ignore[assignment]
-
-
+@functools.cache
 def _checkpoint_on_any_index() -> None:
     """Checkpointing asks for generators' states with their device as the current one, which index 0 alone can be."""
     import torch.utils.checkpoint as module
@@ -371,3 +249,41 @@ def _checkpoint_on_any_index() -> None:
         return None
 
     module.get_device_states, module.set_device_states = get_device_states, set_device_states
+
+
+@functools.cache
+def _trace_anew_for_another_default_dtype() -> None:
+    """What a trace has seen holds for one default dtype: that of ``torch.ones(2)``, and of an integer's ``sin``."""
+
+    def noticing(original: Callable[[Any], None]) -> Callable[[Any], None]:
+        @functools.wraps(original)
+        def set_default(value: Any) -> None:
+            before = torch.get_default_dtype()
+            original(value)
+            if torch.get_default_dtype() is not before:
+                flush_mine("default dtype")  # errors stay with their values
+                for runtime in runtimes.all():
+                    runtime.forget_decisions()
+
+        return opaque(set_default)
+
+    torch._C._set_default_dtype = noticing(torch._C._set_default_dtype)
+    torch._C._set_default_tensor_type = noticing(torch._C._set_default_tensor_type)
+
+
+@functools.cache
+def _backward_on_the_calling_thread() -> None:
+    """Backward goes on with the trace of the forward, which is the calling thread's.
+
+    PyTorch's switch for this is the thread's own, and leaving ``torch.inference_mode`` sets it back to what it was
+    before. So each backward sets it.
+    """
+    original = torch.autograd.graph._engine_run_backward
+
+    @functools.wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.set_multithreading_enabled(False):
+            return original(*args, **kwargs)
+
+    for module in (torch.autograd, torch.autograd.graph):
+        setattr(module, "_engine_run_backward", opaque(run))  # noqa: B010  (a private name)

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from ...core.errors import UnsupportedOp
-from ...lazy.executor import is_dense
-from ...lazy.record import user_line
-from ...lazy.tensor import DEVICE_TYPE, LazyTensor
-from ...lazy.trace import unwrap
+from ...core.frames import user_line
+from ...run.values import is_dense
+from ...trace.handle import DEVICE_TYPE, LazyTensor
+from ...trace.wrapping import unwrap
 from . import routes
 from .inplace import overriding
 from .opaque import opaque
@@ -29,6 +29,7 @@ __all__ = ["install"]
 def install(library: torch.library.Library) -> None:
     """Register what comes before PyTorch's own kernels, at autograd and, for inference mode, at functionalization."""
     library.impl("as_strided", opaque(_as_strided), "AutogradPrivateUse1", with_keyset=True)
+    library.impl("fill_diagonal_", opaque(_fill_diagonal_), "AutogradPrivateUse1")
     library.impl("as_strided_copy", opaque(_as_strided_copy), "AutogradPrivateUse1", with_keyset=True)
     library.impl("as_strided_scatter", opaque(_as_strided_scatter), "AutogradPrivateUse1", with_keyset=True)
     with overriding():
@@ -44,6 +45,12 @@ def _as_strided(
     if self._is_view() and self.device.type == DEVICE_TYPE:
         extent = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=False))
         base: Any = self._base
+        if storage_offset is not None and base.dtype != self.dtype:
+            raise UnsupportedOp(
+                "it would count in the memory of a tensor of another dtype; write x.clone() first",
+                op="aten.as_strided.default",
+                source=user_line(),
+            )
         if storage_offset is not None:
             # A view that shows all of its base serves as well, and has the tangent where make_dual made it.
             whole = self.is_contiguous() and base.is_contiguous() and self.numel() == base.numel()
@@ -60,6 +67,21 @@ def _as_strided(
     return torch.ops.aten.as_strided.default.redispatch(
         routes.to_stock_autograd(keys), self, size, stride, storage_offset
     )
+
+
+def _fill_diagonal_(self: torch.Tensor, fill_value: Any, wrap: bool = False) -> torch.Tensor:
+    """By diagonals: PyTorch's composite takes ``as_strided`` at ``storage_offset()``, which is not known here."""
+    if self.dim() < 2 or (self.dim() > 2 and len(set(self.shape)) > 1):
+        raise RuntimeError(
+            "dimensions must larger than 1" if self.dim() < 2 else "all dimensions of input must be of equal length"
+        )
+    height, width = self.shape[0], self.shape[1]
+    for start in range(0, height, width + 1) if wrap and self.dim() == 2 else (0,):
+        diagonal = self[start:]
+        while diagonal.dim() > 1:
+            diagonal = diagonal.diagonal(0, 0, -1)
+        diagonal.fill_(fill_value)
+    return self
 
 
 def _as_strided_copy(

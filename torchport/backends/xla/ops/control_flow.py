@@ -16,11 +16,10 @@ _while_loop: Any = torch.ops.higher_order.while_loop
 _BOOL = np.dtype(np.bool_)
 
 
-def _function(graph: fx.GraphModule) -> Callable[..., tuple[Array, ...]]:
+def _function(call: Call, graph: fx.GraphModule) -> Callable[..., tuple[Array, ...]]:
     """A graph as a function of arrays; a result that is left out (``None``) stays so."""
-    from ..lowering import inner_results
-
-    return lambda *arrays: inner_results(graph, arrays)
+    context: Any = call.context
+    return lambda *arrays: context.inner_results(graph, arrays)
 
 
 @lowers(_cond)
@@ -28,8 +27,8 @@ def cond(
     call: Call, predicate: Any, true: fx.GraphModule, false: fx.GraphModule, operands: Sequence[Array] = ()
 ) -> tuple[Array, ...]:
     if isinstance(predicate, (bool, int)):
-        return _function(true if predicate else false)(*operands)
-    return lax.cond(lax.reshape(cast(predicate, _BOOL), ()), _function(true), _function(false), *operands)
+        return _function(call, true if predicate else false)(*operands)
+    return lax.cond(lax.reshape(cast(predicate, _BOOL), ()), _function(call, true), _function(call, false), *operands)
 
 
 @lowers(_while_loop)
@@ -40,7 +39,7 @@ def while_loop(
     carried: Sequence[Array],
     additional: Sequence[Array] = (),
 ) -> tuple[Array, ...]:
-    goes_on, step = _function(condition), _function(body)
+    goes_on, step = _function(call, condition), _function(call, body)
 
     def holds(state: tuple[Array, ...]) -> Array:
         (answer,) = goes_on(*state, *additional)

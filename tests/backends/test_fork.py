@@ -1,0 +1,218 @@
+"""Forked children: by every door an engine works there, or says why it cannot, and nothing waits for lost threads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from torchport.backend.registry import registry
+from torchport.core.forks import guarded_lock, guarded_rlock
+from torchport.run.jobs import State
+from torchport.run.queue import DeviceQueue
+
+COMMON = """
+import os, sys, time, warnings
+warnings.simplefilter("ignore")
+import torch, torchport
+torch.set_num_threads(2)  # so that OpenMP has a thread that the child does not get
+engine = sys.argv[1]
+model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8)).eval()
+x = torch.randn(512, 256)
+torch.set_grad_enabled(False)
+want = model(x)
+actions = {}
+def close(y, wanted=want):
+    assert torch.allclose(y.cpu(), wanted, atol=1e-3), "wrong"
+actions["pytorch"] = lambda: close(model(x))
+"""
+DOORS = {
+    "lazy": """
+import copy
+torchport.use(engine)
+there, px = copy.deepcopy(model).to("port"), x.to("port")
+for _ in range(2):
+    close(there(px))
+old, pending = there(px), there(px)
+torchport.sync()
+in_flight = there(px)
+torchport.sync(wait=False)
+actions["read"] = lambda: close(old)
+actions["read what was in flight"] = lambda: close(in_flight)
+actions["compute"] = lambda: close(there(px))
+actions["copy"] = lambda: close(torch.ones(64).to("port") * 2, torch.ones(64) * 2)
+actions["index"] = lambda: close(px[3], x[3])
+""",
+    "compile": """
+f = torch.compile(model, backend="torchport", options={"backend": engine})
+close(f(x))
+close(f(x))
+actions["call"] = lambda: close(f(x))
+actions["compile"] = lambda: close(f(x[:100].contiguous()), want[:100])
+""",
+    "file": """
+from torchport import aot, runtime
+aot.lower(model, (x,), backend=engine).save("program.pt2")
+program = runtime.load("program.pt2")
+method = program.load_method()
+close(method(x)[0])
+actions["call"] = lambda: close(method(x)[0])
+actions["load a method"] = lambda: close(program.load_method()(x)[0])
+actions["load"] = lambda: close(runtime.load("program.pt2").load_method()(x)[0])
+actions["close"] = lambda: method.close()
+""",
+}
+FORKS = """
+for name, action in actions.items():
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        try:
+            action()
+            print(f"{name}: works")
+        except RuntimeError as error:
+            print(f"{name}: {error}".replace(chr(10), " "))
+        sys.stdout.flush()
+        os._exit(0)
+    end = time.monotonic() + 60
+    while not os.waitpid(child, os.WNOHANG)[0]:
+        time.sleep(0.02)
+        if time.monotonic() > end:
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+            print(f"{name}: HANGS")
+            break
+child = os.fork()
+if child == 0:
+    sys.exit(0)  # through Python's end and the engines' destructors
+end = time.monotonic() + 60
+while not os.waitpid(child, os.WNOHANG)[0]:
+    time.sleep(0.02)
+    if time.monotonic() > end:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        print("end: HANGS")
+        break
+else:
+    print("end: works")
+sys.stdout.flush()
+if actions.get("call"):
+    actions["call"]()  # the parent goes on
+"""
+IN_WORDS = "its threads stayed in the parent"
+READS = {"pytorch", "read", "read what was in flight", "close", "end"}
+LOST = {"openvino", "xla"}
+"""Engines with threads of their own that cannot be started again."""
+QUICK = {("openvino", "file")}
+
+
+@pytest.mark.parametrize(
+    ("engine", "door"),
+    [
+        pytest.param(engine, door, marks=[] if (engine, door) in QUICK else pytest.mark.slow)
+        for engine in ("reference", "inductor", "xla", "openvino", "executorch")
+        for door in DOORS
+    ],
+)
+def test_a_forked_child_computes_or_says_why_not(engine: str, door: str, tmp_path: Path) -> None:
+    if registry.get_optional(engine) is None:
+        pytest.skip(f"{engine} cannot run here")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment.pop("OMP_NUM_THREADS", None)
+    done = subprocess.run(
+        [sys.executable, "-c", COMMON + DOORS[door] + FORKS, engine],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        cwd=tmp_path,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    said = dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": " in line)
+    assert len(said) >= 4
+    for name, text in said.items():
+        if engine in LOST and name not in READS:
+            assert IN_WORDS in text, (name, text)
+            assert "spawn" in text
+        else:
+            assert text == "works", (name, text)
+
+
+# -- locks ---------------------------------------------------------------------------------------------------------
+def _in_child(action: Callable[[], bool]) -> bool:
+    """Whether an action in a forked child returns true, within ten seconds."""
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if action() else 1)
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        gone, status = os.waitpid(child, os.WNOHANG)
+        if gone:
+            return status == 0
+        time.sleep(0.01)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    return False
+
+
+@pytest.mark.parametrize("make", [guarded_lock, guarded_rlock])
+def test_a_child_has_no_lock_that_another_thread_holds(
+    make: Callable[[], threading.Lock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchport.core.forks.LONGEST_WAIT", 0.1)
+    lock, held, end = make(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            end.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    assert _in_child(lambda: lock.acquire(timeout=1))
+    assert not lock.acquire(timeout=0.01)  # the parent's thread has it still
+    end.set()
+    thread.join()
+    assert lock.acquire(timeout=1)
+    lock.release()
+
+
+def test_a_fork_waits_for_a_lock_and_gives_it_back() -> None:
+    lock, held, inside = guarded_lock(), threading.Event(), []
+
+    def hold() -> None:
+        with lock:
+            inside.append(1)
+            held.set()
+            time.sleep(0.2)
+            inside.clear()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    assert _in_child(lambda: not inside and lock.acquire(timeout=1))
+    thread.join()
+    assert lock.acquire(timeout=1)
+    lock.release()
+    mine = guarded_rlock()
+    with mine:
+        assert _in_child(lambda: mine.acquire(timeout=1))
+    assert not mine._is_owned()  # type: ignore[attr-defined]
+
+
+def test_a_child_does_not_wait_for_a_thread_that_was_about_to_start_a_job() -> None:
+    worker = DeviceQueue("queue", starts=True)
+    about_to, begun = SimpleNamespace(started=None, state=None), SimpleNamespace(started=object(), state=State.STARTED)
+    worker._started.extend([begun, about_to])  # type: ignore[list-item]
+    worker.after_fork_in_child()
+    assert list(worker._started) == [begun]
+    assert about_to.state is State.HELD

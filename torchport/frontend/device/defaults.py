@@ -1,0 +1,99 @@
+"""What PyTorch picks for a program that names no device, where its pick of the accelerator would not work.
+
+Most of PyTorch that is told no device stays on the CPU. A few places take the accelerator, and then need of it what
+this device does not have: ``torch._C._scatter``, a communication backend, masks for tensors of the CPU.
+A program for the CPU worked there before torchport was installed, so there the pick is the CPU, as if this device were
+not. A program that names ``port`` gets it. Runs inside ``import torch``.
+
+Private torch APIs used here: ``torch._utils._get_available_device_type`` (as ``torch.nn.parallel.data_parallel``
+imports it), ``torch._C._get_accelerator``.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import torch
+
+from .late import when_imported
+from .names import NAME
+
+__all__ = ["install"]
+
+
+def install() -> None:
+    """Change the places that are imported already, and the others when they are."""
+    _data_parallel(sys.modules["torch.nn.parallel.data_parallel"])
+    when_imported("torch.nn.attention.flex_attention", _block_masks)
+    if torch.distributed.is_available():
+        when_imported("torch.distributed.distributed_c10d", _process_groups)
+        when_imported("torch.distributed.fsdp._fully_shard._fsdp_init", _sharded_modules)
+        when_imported("torch.distributed.run", _processes_of_torchrun)
+
+
+def _is_ours() -> bool:
+    return torch._C._get_accelerator().type == NAME
+
+
+def _data_parallel(module: Any) -> None:
+    """``DataParallel`` calls its module as it is, as on ``mps``: there is one current device to scatter to."""
+    original = module._get_available_device_type
+
+    @functools.wraps(original)
+    def available() -> str | None:
+        found = original()
+        return None if found == NAME else found
+
+    module._get_available_device_type = available
+
+
+def _block_masks(module: Any) -> None:
+    """``create_block_mask`` makes a mask for tensors of the CPU unless it is told a device."""
+    original = module.create_block_mask
+
+    @functools.wraps(original)
+    def create_block_mask(*args: Any, **kwargs: Any) -> Any:
+        if len(args) < 6 and kwargs.get("device") is None and _is_ours():
+            kwargs["device"] = "cpu"
+        return original(*args, **kwargs)
+
+    module.create_block_mask = create_block_mask
+
+
+def _process_groups(module: Any) -> None:
+    """``init_process_group()`` without a backend takes the CPU's, unless somebody registered one for this device."""
+    kind, known = module.BackendConfig, module.Backend.default_device_backend_map
+    original = kind.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, backend: Any) -> None:
+        if str(backend) == module.Backend.UNDEFINED and _is_ours() and NAME not in known:
+            backend = f"cpu:{known['cpu']}"
+        original(self, backend)
+
+    kind.__init__ = init
+
+
+def _sharded_modules(module: Any) -> None:
+    """``fully_shard`` without a mesh spreads modules over the CPUs of a process group that only they take part in."""
+    original = module.init_device_mesh
+
+    @functools.wraps(original)
+    def init_device_mesh(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        known = sys.modules["torch.distributed.distributed_c10d"].Backend.default_device_backend_map
+        return original("cpu" if device_type == NAME and NAME not in known else device_type, *args, **kwargs)
+
+    module.init_device_mesh = init_device_mesh
+
+
+def _processes_of_torchrun(module: Any) -> None:
+    """``torchrun --nproc-per-node=auto`` starts a process per core, not one for the only device there is."""
+    original = module.determine_local_world_size
+
+    @functools.wraps(original)
+    def determine_local_world_size(nproc_per_node: str) -> int:
+        return original("cpu" if nproc_per_node == "auto" and _is_ours() else nproc_per_node)
+
+    module.determine_local_world_size = determine_local_world_size

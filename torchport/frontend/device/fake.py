@@ -1,0 +1,124 @@
+"""How Dynamo and AOTAutograd see ``port`` tensors: one shim for each place that looks at what a tensor is made of.
+
+Private torch APIs used here: ``torch._subclasses.meta_utils.MetaTensorDescriber.describe_tensor``, which takes every
+functionalization wrapper apart except those of the devices ``xla`` and ``lazy``. A ``port`` tensor is such a wrapper,
+too, and is to be described as what the user sees: a plain strided tensor, whose storage says which tensors are views
+of one another. ``torch._functorch._aot_autograd.runtime_wrappers.HANDLED_TYPES`` are the classes of tensors that a
+compiled function's first call may meet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+import types
+import warnings
+from typing import Any
+
+import torch
+
+from ...core.default_state import default_state
+from ...trace.handle import DEVICE_TYPE, IndexedLazyTensor, LazyTensor
+from .shims import TorchWithoutWrapping, is_ours, storages_are_names
+
+__all__ = ["handle_handles", "install", "install_lift"]
+
+aten = torch.ops.aten
+
+
+def install() -> None:
+    """Make what looks into tensors know those of this device, each once: installing may be tried again."""
+    _describe_as_seen()
+    _no_constants()
+    _handle_handles_if_compiling()
+
+
+@functools.cache
+def _describe_as_seen() -> None:
+    """Wrap the describer. Tensors of this device are described by a copy of it that sees other globals."""
+    import torch._subclasses.meta_utils as module
+
+    describer: Any = module.MetaTensorDescriber
+    original = describer.describe_tensor
+    ours: Any = types.FunctionType(original.__code__, {**vars(module), "torch": TorchWithoutWrapping()})
+    ours.__kwdefaults__ = original.__kwdefaults__
+
+    @functools.wraps(original)
+    def describe_tensor(self: Any, t: torch.Tensor, *, recurse: bool = True, trace: bool = False) -> Any:
+        _handle_handles_if_compiling()
+        if t.device.type != DEVICE_TYPE or not torch._is_functional_tensor(t):
+            return original(self, t, recurse=recurse, trace=trace)
+        torch._sync(t)
+        with storages_are_names():
+            described = ours(self, t, recurse=recurse, trace=trace)
+        return dataclasses.replace(described, storage_offset=_offset(t)) if t._base is not None else described
+
+    describer.describe_tensor = describe_tensor
+
+
+def _offset(view: torch.Tensor) -> int:
+    """Where a view begins in what it is a view of: handles do not know, each having a value of its own."""
+    base: Any = view._base
+    with default_state():
+        like = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
+        return view._view_func_unsafe(like).storage_offset()  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _no_constants() -> None:
+    """A fake tensor of no or one element may carry a real one, to compute with while tracing; never one of ours."""
+    import torch._subclasses.fake_tensor as module
+
+    mode, converter = module.FakeTensorMode, module.FakeTensorConverter
+    may_turn, invalidate = mode.may_turn_const, converter.invalidate_constant_aliases
+
+    @functools.wraps(may_turn)
+    def may_turn_const(self: Any, t: torch.Tensor) -> bool:
+        return t.device.type != DEVICE_TYPE and may_turn(self, t)
+
+    @functools.wraps(invalidate)
+    def invalidate_constant_aliases(self: Any, tensor: torch.Tensor) -> None:
+        if tensor.device.type != DEVICE_TYPE:
+            invalidate(self, tensor)
+
+    mode.may_turn_const = may_turn_const  # type: ignore[method-assign]
+    converter.invalidate_constant_aliases = invalidate_constant_aliases  # type: ignore[method-assign]
+
+
+_RUNTIME_WRAPPERS = "torch._functorch._aot_autograd.runtime_wrappers"
+
+
+def _handle_handles_if_compiling() -> None:
+    """Whichever compiler is in use: what it compiled may bring its own tensors to the device."""
+    if _RUNTIME_WRAPPERS in sys.modules:
+        handle_handles()
+
+
+@functools.cache
+def handle_handles() -> None:
+    """AOTAutograd watches the first call of what it compiled, and would not let operators on handles pass."""
+    import torch._functorch._aot_autograd.runtime_wrappers as module
+
+    watched: Any = module
+    watched.HANDLED_TYPES = (*watched.HANDLED_TYPES, LazyTensor, IndexedLazyTensor)
+
+
+def install_lift(library: torch.library.Library) -> None:
+    """``torch.tensor(data, device="port")`` while a mode watches: a constant on the host that moves to the device.
+
+    PyTorch makes such a tensor with modes off and then shows it to them by the operator ``lift_fresh``. Fake tensors
+    and tracing take a host tensor for a constant; what a handle stands for they cannot see.
+    """
+    original: Any = torch.library.get_kernel("aten::lift_fresh", "Functionalize")
+
+    def lift_fresh(keys: Any, self: torch.Tensor) -> torch.Tensor:
+        if not (torch._C._len_torch_dispatch_stack() and self.device.type == DEVICE_TYPE and is_ours(self)):
+            return original.call_boxed(keys, self)
+        with default_state():
+            held = self.cpu()
+        return aten.lift_fresh.default(held).to(self.device)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch says that a kernel was replaced, which is what is meant
+        library.impl("lift_fresh", lift_fresh, "Functionalize", with_keyset=True, allow_override=True)

@@ -1,0 +1,152 @@
+"""``Module.to`` keeps the module's parameters when they come to the device or leave it.
+
+A new ``Parameter`` object would untie tied weights and orphan an optimizer made before, as PyTorch's own conversion
+makes one where the two tensors cannot share an object's inside. ``Module.to`` may itself be the first use of the
+device, so this is in place before, from ``import torch`` on, and imports nothing of the device.
+
+Private torch APIs used here: ``torch.nn.Module._apply``, ``torch.Tensor._backward_hooks``,
+``torch.Tensor._post_accumulate_grad_hooks``.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .names import device_of
+from .opaque import opaque
+
+__all__ = ["install"]
+
+_NAME: Final = "port"
+_Convert = Callable[[torch.Tensor], torch.Tensor]
+
+
+def install() -> None:
+    """Wrap ``Module._apply``, which ``to``, ``cpu``, ``to_empty`` and their kin are made of."""
+    original = torch.nn.Module._apply
+
+    @functools.wraps(original)
+    def apply(self: torch.nn.Module, fn: _Convert, recurse: bool = True) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # which takes other modules' conversions into its graph
+            ours = _is_port(fn(torch.empty(0))) or any(map(_is_port, self.parameters()))
+            return outside_of_graphs(self, fn, recurse) if ours else original(self, fn, recurse)
+        return convert(self, fn, recurse)
+
+    def convert(self: torch.nn.Module, fn: _Convert, recurse: bool) -> Any:
+        if torch.__future__.get_swap_module_params_on_conversion():
+            return original(self, fn, recurse)
+        if recurse:
+            for child in self.children():
+                child._apply(fn)
+        before, uninitialized = dict(self._parameters), {}
+        if any(isinstance(parameter, torch.nn.UninitializedParameter) for parameter in before.values()):
+            uninitialized = _move_uninitialized(self, fn) if _crosses(self, fn) else {}
+        try:
+            return original(self, fn, False)
+        finally:
+            for name, parameter in before.items():
+                converted = self._parameters[name]
+                if parameter is None or converted is None or converted is parameter:
+                    continue
+                if _is_port(converted) != _is_port(parameter):
+                    _become(parameter, converted)
+                    self._parameters[name] = parameter
+            self._parameters.update(uninitialized)
+
+    def outside_of_graphs(self: torch.nn.Module, fn: _Convert, recurse: bool) -> Any:
+        return convert(self, fn, recurse)
+
+    # What ``torch.compiler.disable`` sets, which would import Dynamo.
+    vars(outside_of_graphs)["_torchdynamo_disable"] = True
+    for wrapper in (convert, outside_of_graphs):
+        opaque(wrapper)
+    torch.nn.Module._apply = opaque(apply)  # type: ignore[method-assign]
+
+
+def _is_port(tensor: torch.Tensor) -> bool:
+    return device_of(tensor).type == _NAME
+
+
+def _crosses(module: torch.nn.Module, fn: _Convert) -> bool:
+    """Whether ``fn`` moves any of the module's own parameters to or from the device: asked with empty tensors."""
+    for parameter in module._parameters.values():
+        if parameter is not None and device_of(parameter).type != "meta":
+            with torch.no_grad():
+                result = fn(torch.empty(0, dtype=parameter.dtype, device=parameter.device))
+            if _is_port(result) != _is_port(parameter):
+                return True
+    return False
+
+
+def _become(parameter: torch.nn.Parameter, converted: torch.nn.Parameter) -> None:
+    """Put what a converted parameter is into the object that everyone holds; its attributes and hooks stay."""
+    kind, attributes = type(parameter), dict(vars(parameter))
+    hooks: Any = parameter._backward_hooks
+    after: Any = parameter._post_accumulate_grad_hooks
+    swap_tensors()(parameter, _without_base(converted))
+    if type(parameter) is not kind:
+        parameter.__class__ = kind
+    # Swapping gave them to the tensor that is dropped; what a subclass holds (its tensors) has moved, too.
+    after_the_swap = vars(parameter) if is_traceable_wrapper_subclass(parameter) else {}
+    vars(parameter).update({**attributes, **after_the_swap})
+    if hooks is not None:  # autograd's part of a hook goes with the tensor; setting them makes it anew
+        parameter._backward_hooks = hooks
+    if after is not None:
+        parameter._post_accumulate_grad_hooks = after
+
+
+class _NoWeakReferences:
+    """``weakref`` for a copied function that asks whether there are any."""
+
+    @staticmethod
+    def getweakrefs(value: object) -> list[Any]:
+        return []
+
+
+@functools.cache
+def swap_tensors() -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """PyTorch's function, without its refusal of tensors with weak references.
+
+    Those are to the object that keeps its identity, which is what who holds them wants.
+    """
+    original: Any = torch.utils.swap_tensors
+    return types.FunctionType(original.__code__, {**original.__globals__, "weakref": _NoWeakReferences})
+
+
+def _without_base(converted: torch.nn.Parameter) -> torch.nn.Parameter:
+    """A parameter of this device with a wrapper of its own.
+
+    ``Parameter(x)`` is a view of ``x``. Nobody holds that any more, but each write to the parameter would update it.
+    """
+    if not _is_port(converted) or not torch._is_functional_tensor(converted):
+        return converted
+    from ...trace.wrapping import unwrap, wrap  # on demand: ``import torch`` must stay light
+
+    own: Any = wrap(unwrap(converted)).requires_grad_(converted.requires_grad)
+    own.__class__ = type(converted)
+    own.grad, converted.grad = converted.grad, None
+    return own
+
+
+def _move_uninitialized(module: torch.nn.Module, fn: _Convert) -> dict[str, Any]:
+    """Move the parameters of lazy modules, which stay uninitialized; they are taken out of the module and returned.
+
+    PyTorch's conversion would make ordinary parameters without elements of them.
+    """
+    found: dict[str, Any] = {}
+    for name, parameter in module._parameters.items():
+        if isinstance(parameter, torch.nn.UninitializedParameter):
+            with torch.no_grad():
+                probe = fn(torch.empty(0, dtype=parameter.dtype, device=parameter.device))
+            make: Any = torch.nn.UninitializedParameter  # its annotations do not know these options
+            moved = make(parameter.requires_grad, device=probe.device, dtype=probe.dtype)
+            swap_tensors()(parameter, moved)
+            found[name] = parameter
+            module._parameters[name] = None
+    return found

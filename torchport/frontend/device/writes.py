@@ -1,0 +1,229 @@
+"""Writes that the CPU refuses: in-place operators and ``out=`` are tried on CPU tensors that lie in memory alike.
+
+PyTorch's functionalization turns a write into an operator that gives a new value. Nobody asks any more what the CPU's
+kernels ask of the tensor that is written: whether its dtype can hold the result, whether its elements share memory,
+whether it overlaps in part with what is read. So the operator itself is asked, once per kind of arguments.
+
+Private torch APIs used here: ``torch._C._functionalization.get_view_meta_sequence`` and
+``apply_view_meta_sequence`` (what a wrapper is a view of), ``torch._is_functional_tensor``,
+``torch._from_functional_tensor``, ``torch._C._is_alias_of``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ...backend.probe import PlacedSpec, cpu_result
+from ...core.errors import UnsupportedOp
+from ...core.frames import user_line
+from ...core.specs import TensorSpec
+from ...trace.handle import LazyTensor
+from .opaque import opaque
+
+__all__ = ["boxable", "install", "refuse_as_cpu", "share_memory"]
+
+_views: Final[Any] = torch._C._functionalization  # type: ignore[attr-defined]
+_is_functional = torch._is_functional_tensor
+_is_alias_of: Final[Callable[[torch.Tensor, torch.Tensor], bool]] = torch._C._is_alias_of  # type: ignore[attr-defined]
+"""A Python object of the storage would count as a view of it, and ``resize_`` refuses to make viewed memory larger."""
+
+
+def share_memory(one: Any, other: Any) -> bool:
+    """Whether an argument is in the memory of a tensor of this device."""
+    return isinstance(other, torch.Tensor) and _is_functional(other) and _is_alias_of(one, other)
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
+    """What a tensor is a view of, as an identity, and a tensor without memory that lies in it as this one does.
+
+    A wrapper knows by which views it was made, not from which shape; autograd knows the base.
+    """
+    base: Any = tensor._base
+    root = tensor if base is None else base
+    placed = torch.empty_strided(root.shape, root.stride(), dtype=root.dtype, device="meta")
+    made_by = _views.get_view_meta_sequence(tensor)[len(_views.get_view_meta_sequence(root)) :]
+    return id(root), _views.apply_view_meta_sequence(placed, [_as_view(meta) for meta in made_by])
+
+
+def _as_view(meta: Any) -> Any:
+    """The same step, giving a view where functionalization has a copy."""
+    parts = list(meta.as_tuple())
+    mode = next(at for at, part in enumerate(parts) if isinstance(part, _views.InverseReturnMode))
+    parts[mode - 1] = True  # ``reapply_views``
+    return type(meta)(tuple(parts))
+
+
+def _described(values: Any) -> Any:
+    """The arguments with a spec for each tensor of this device; one spec object stands for one tensor."""
+    tensors = [value for value in tree_leaves(values) if isinstance(value, torch.Tensor) and _is_functional(value)]
+    specs: dict[int, TensorSpec] = {}
+    for tensor in tensors:
+        if id(tensor) in specs:
+            continue
+        spec = TensorSpec.of(tensor)
+        if any(other is not tensor and _is_alias_of(tensor, other) for other in tensors):
+            root, placed = _place(tensor)
+            if placed.shape == tensor.shape and placed.dtype == tensor.dtype:
+                spec = PlacedSpec(spec.shape, spec.dtype, tuple(placed.stride()), root, int(placed.storage_offset()))
+        specs[id(tensor)] = spec
+    return tree_map(lambda value: specs.get(id(value), value) if isinstance(value, torch.Tensor) else value, values)
+
+
+_accepted: Final[OrderedDict[Any, Any]] = OrderedDict()
+_REMEMBER: Final = 4096
+
+
+def _key(described: Any, places: dict[int, int]) -> Any:
+    """A hashable form of described arguments, where identity is the order of appearance."""
+    if isinstance(described, (list, tuple)):
+        return tuple(_key(item, places) for item in described)
+    if isinstance(described, dict):
+        return tuple((name, _key(value, places)) for name, value in described.items())
+    if isinstance(described, PlacedSpec):
+        spec = (described.shape, described.dtype, described.strides, described.offset)
+        return (spec, places.setdefault(described.memory, len(places)), places.setdefault(id(described), len(places)))
+    if isinstance(described, TensorSpec):
+        return (described, places.setdefault(id(described), len(places)))
+    if isinstance(described, torch.Tensor):
+        return (described.dtype, tuple(described.shape), described.item() if described.numel() == 1 else id(described))
+    return (described.__class__, repr(described))
+
+
+def refuse_as_cpu(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Raise what the CPU raises for a write with such arguments.
+
+    Returns what the CPU's kernel returned, on values of no meaning; ``None`` where it was not asked.
+    """
+    described: Any = _described((list(args), dict(kwargs)))
+    key = (op, torch.get_default_dtype(), _key(described, {}))
+    if key in _accepted:
+        return _accepted[key]
+    try:
+        found = cpu_result(op, *described)
+    except Exception as error:
+        error.add_note(f"torchport: called at {user_line()}")
+        raise
+    shapes = None if found is None else [tuple(value.shape) for value in tree_leaves(found)]
+    _accepted[key] = shapes
+    if len(_accepted) > _REMEMBER:
+        _accepted.popitem(last=False)
+    return shapes
+
+
+def boxable(op: Any, args: Sequence[Any], first: int = 0) -> list[Any]:
+    """Arguments for PyTorch's kernel, from the first on: Python numbers in a tensor's place as tensors again."""
+    taken = _tensor_places(op)[first:]
+    return [
+        torch.tensor(value) if of_tensor and isinstance(value, (int, float, complex)) else value
+        for value, of_tensor in zip(args, taken, strict=False)
+    ]
+
+
+@functools.cache
+def _tensor_places(op: Any) -> list[bool]:
+    """Per argument whether it is a tensor."""
+    return [str(argument.real_type) == "Tensor" for argument in op._schema.arguments]
+
+
+# -- out= --------------------------------------------------------------------------------------------------------------
+def install(library: torch.library.Library) -> None:
+    """Register what comes before functionalization's kernels of operators with ``out=``. Overrides PyTorch's."""
+    for name in torch._C._dispatch_get_all_op_names():
+        if not name.startswith("aten::") or not torch._C._dispatch_has_kernel_for_dispatch_key(name, "Functionalize"):
+            continue
+        base, _, overload = name.removeprefix("aten::").partition(".")
+        op = getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
+        if op is None:
+            continue
+        outs = [argument.name for argument in op._schema.arguments if argument.is_out]
+        if outs and all(str(a.real_type) == "Tensor" for a in op._schema.arguments if a.is_out):
+            original = torch.library.get_kernel(name, "Functionalize")
+            fn = opaque(_checked(op, outs, original))
+            library.impl(name.removeprefix("aten::"), fn, "Functionalize", with_keyset=True, allow_override=True)
+
+
+def _checked(op: Any, outs: Sequence[str], original: Any) -> Callable[..., Any]:
+    known: set[Any] = set()
+
+    def call(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        written: list[Any] = [kwargs.get(name) for name in outs]
+        signature = _signature(args, kwargs, written)
+        try:
+            if signature in known:
+                return original.call_boxed(keys, *boxable(op, args), **kwargs)
+        except TypeError:
+            signature = None  # sizes that are symbols
+        if all(map(_is_ours, written)):
+            shapes = refuse_as_cpu(op, args, kwargs)
+            for out, shape in zip(written, shapes or (), strict=False):
+                _refuse_to_resize_a_view(op, out, shape)
+                if tuple(out.shape) != shape:
+                    signature = None  # the next tensor may be a view
+            if signature is not None:
+                if len(known) >= _KNOWN_AT_MOST:
+                    known.clear()
+                known.add(signature)
+        return original.call_boxed(keys, *boxable(op, args), **kwargs)
+
+    return call
+
+
+_KNOWN_AT_MOST: Final = 1024
+_PLAIN: Final = frozenset({int, float, bool, complex, str, type(None), torch.dtype})
+
+
+def _signature(args: Sequence[Any], kwargs: Mapping[str, Any], written: Sequence[Any]) -> Any:
+    """What the CPU's answer to a call with ``out=`` depends on, found without describing it (a tenth of the time).
+
+    ``None`` where that takes more: where a written tensor shares memory with another one, or a tensor is elsewhere.
+    """
+    found: list[Any] = [torch.get_default_dtype()]
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            found.append(_kind(value, written))
+        elif value.__class__ in _PLAIN:
+            found.append((value.__class__, value))
+        elif not isinstance(value, (list, tuple)):
+            return None
+        elif any(isinstance(one, torch.Tensor) for one in value):  # pyright: ignore[reportUnknownVariableType]
+            found += [len(value), *(_kind(one, written) for one in value)]  # pyright: ignore
+        else:
+            found.append(repr(value))  # pyright: ignore[reportUnknownArgumentType]
+    return None if None in found else tuple(found)
+
+
+def _kind(value: Any, written: Sequence[Any]) -> Any:
+    """What the answer depends on of one tensor; ``None`` as above."""
+    if not isinstance(value, torch.Tensor) or not _is_functional(value):
+        return None
+    at = -1
+    for place, out in enumerate(written):
+        if value is out:
+            at = place
+        elif out is None or _is_alias_of(out, value):
+            return None
+    return (at, value.shape, value.stride(), value.dtype)
+
+
+def _is_ours(value: Any) -> bool:
+    """Whether a value is a tensor of this device, as a program has it."""
+    if not isinstance(value, torch.Tensor) or not _is_functional(value):
+        return False
+    return isinstance(torch._from_functional_tensor(value), LazyTensor)
+
+
+def _refuse_to_resize_a_view(op: Any, out: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Raise :class:`UnsupportedOp`: on the CPU the memory behind the view would hold the result."""
+    if tuple(out.shape) != shape and not torch._is_functional_tensor_base(out):
+        raise UnsupportedOp(
+            f"out= is a view of shape {list(out.shape)}, and the result has shape {list(shape)}: this device cannot "
+            "give a view another shape; pass a tensor of its own, or one of the result's shape",
+            op=str(op),
+            source=user_line(),
+        )

@@ -1,0 +1,434 @@
+// What the calls looked like that led from a node of the trie to its children, and whether a call looks like one of
+// them. Part of follow.cpp.
+#pragma once
+#include "objects.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/SmallVector.h>
+
+namespace {
+
+using namespace torchport;
+using Values = c10::ArrayRef<c10::IValue>;
+
+constexpr size_t kMostRecords = 8; // at one node
+
+// -- Python's side ----------------------------------------------------------------------------------------------
+PyObject* threads; // the traces of the calling thread
+PyTypeObject* trace_type;
+PyObject* copies_under_grad; // trace.COPIES_UNDER_GRAD
+long long leaf_base, span; // trace.LEAF, trace.SPAN
+PyObject* varying; // trace.FLOATS: what stands in a key for a number that may vary, by its size
+std::vector<double> limits; // trace.LIMITS
+
+// Which of ``varying`` stands for a finite number where its size matters, as ``trace.sized`` does it.
+uint32_t size_of(double value) {
+  const double size = std::fabs(value);
+  if (size <= limits[0]) {
+    return 0;
+  }
+  const auto at = std::lower_bound(limits.begin(), limits.end(), size) - limits.begin();
+  return static_cast<uint32_t>(2 * at - (value > 0));
+}
+
+// Which of ``varying`` an object is; -1 if it is none.
+long token_at(PyObject* part) {
+  for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(varying); ++at) {
+    if (PyTuple_GET_ITEM(varying, at) == part) {
+      return static_cast<long>(at);
+    }
+  }
+  return -1;
+}
+
+struct Gil {
+  PyGILState_STATE state = PyGILState_Ensure();
+  ~Gil() {
+    PyGILState_Release(state);
+  }
+};
+
+// The calling thread's trace of index 0; null if there is none yet or each operator is computed at once.
+THPObjectPtr current_trace() {
+  THPObjectPtr trace(PyObject_GetAttr(threads, py_.n_trace));
+  if (!trace) {
+    PyErr_Clear();
+  } else if (Py_TYPE(trace.get()) != trace_type) {
+    return THPObjectPtr();
+  }
+  return trace;
+}
+
+// The handle a tensor is, as a new reference; null for any other tensor.
+THPObjectPtr handle_of(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.is_privateuseone()) {
+    return THPObjectPtr();
+  }
+  THPObjectPtr handle(THPVariable_Wrap(tensor));
+  if (!handle) {
+    PyErr_Clear();
+  } else if (Py_TYPE(handle.get()) != py_.handle) {
+    return THPObjectPtr();
+  }
+  return handle;
+}
+
+bool holds(PyObject* trace, long long number) {
+  const long long base = integer(py_.base.of(trace));
+  return base <= number && number < base + span;
+}
+
+PyObject* result_at(PyObject* node, uint32_t offset, bool many) {
+  PyObject* ready = py_.ready.of(node);
+  if (ready == nullptr || ready == Py_None || !many) {
+    return ready;
+  }
+  if (PyList_CheckExact(ready)) {
+    return offset < PyList_GET_SIZE(ready) ? PyList_GET_ITEM(ready, offset) : nullptr;
+  }
+  return PyTuple_CheckExact(ready) && offset < PyTuple_GET_SIZE(ready) ? PyTuple_GET_ITEM(ready, offset) : nullptr;
+}
+
+// -- what a call looked like -------------------------------------------------------------------------------------
+enum class Kind : uint8_t {
+  Value, // the handle that a node before it has ready
+  Number, // a handle with this number
+  Leaf, // a value from before the trace, of this spec
+  None,
+  Wrapped, // a tensor that stands for a Python float, which may vary
+  Float, // a float, which may vary within its size
+  Filler, // the same, but neither 0 nor 1
+  Exact, // anything else: as it was
+  List, // of so many arguments, which come next
+};
+
+struct Expected {
+  Kind kind;
+  bool many = false; // Value: its node has several results
+  uint32_t offset = 0; // Value: which of them; List: how many; Exact: which of the record's; Float: its size
+  union {
+    PyObject* object = nullptr; // Value: the node, which lives as long as those after it; Leaf: the spec
+    long long number;
+  };
+};
+
+bool same(const c10::IValue& one, const c10::IValue& other) {
+  if (one.isNone() || other.isNone()) {
+    return one.isNone() && other.isNone();
+  }
+  if (one.isInt()) {
+    return other.isInt() && one.toInt() == other.toInt();
+  }
+  if (one.isBool()) {
+    return other.isBool() && one.toBool() == other.toBool();
+  }
+  if (one.isDouble()) {
+    const double a = one.toDouble(), b = other.isDouble() ? other.toDouble() : 0.0;
+    return other.isDouble() && std::memcmp(&a, &b, sizeof a) == 0; // 0.0 and -0.0 differ, NaN equals itself
+  }
+  if (one.isDevice()) {
+    return other.isDevice() && one.toDevice() == other.toDevice();
+  }
+  if (one.isString()) {
+    return other.isString() && one.toStringRef() == other.toStringRef();
+  }
+  if (one.isList() && other.isList()) {
+    const Values a = one.toListRef(), b = other.toListRef();
+    return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin(), same);
+  }
+  if (one.isTensor() && other.isTensor()) { // a tensor that stands for a Python integer
+    const at::Tensor &a = one.toTensor(), &b = other.toTensor();
+    if (!a.defined() || !b.defined() || a.scalar_type() != b.scalar_type() || !a.is_cpu() || !b.is_cpu() ||
+        !a.unsafeGetTensorImpl()->is_wrapped_number() || !b.unsafeGetTensorImpl()->is_wrapped_number()) {
+      return false;
+    }
+    if (a.scalar_type() == at::kLong) {
+      return *a.const_data_ptr<int64_t>() == *b.const_data_ptr<int64_t>();
+    }
+    return a.scalar_type() == at::kBool && *a.const_data_ptr<bool>() == *b.const_data_ptr<bool>();
+  }
+  return false;
+}
+
+struct Kernel;
+
+struct Record {
+  const Kernel* kernel;
+  PyObject* child; // borrowed: a node lets go of its children and of this at the same time
+  std::vector<Expected> expected;
+  std::vector<c10::IValue> exact;
+  ~Record() {
+    for (const Expected& one : expected) {
+      if (one.kind == Kind::Leaf) {
+        Py_XDECREF(one.object);
+      }
+    }
+  }
+};
+
+// The records of a node, as a Python object in its slot.
+struct Records {
+  PyObject_HEAD
+  std::vector<std::unique_ptr<Record>>* list;
+};
+
+void free_records(PyObject* self) {
+  delete reinterpret_cast<Records*>(self)->list;
+  PyObject_Free(self);
+}
+
+PyTypeObject records_type = {
+    .ob_base = {PyObject_HEAD_INIT(nullptr)},
+    .tp_name = "torchport.Records",
+    .tp_basicsize = sizeof(Records),
+    .tp_dealloc = free_records,
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+};
+
+Records* records_of(PyObject* node, bool make = false) {
+  PyObject*& held = py_.records.of(node);
+  if (held != nullptr && Py_TYPE(held) == &records_type) {
+    return reinterpret_cast<Records*>(held);
+  }
+  if (!make) {
+    return nullptr;
+  }
+  Records* made = PyObject_New(Records, &records_type);
+  if (made == nullptr) {
+    PyErr_Clear();
+    return nullptr;
+  }
+  made->list = new std::vector<std::unique_ptr<Record>>();
+  Py_XDECREF(std::exchange(held, reinterpret_cast<PyObject*>(made)));
+  return made;
+}
+
+// -- comparing -----------------------------------------------------------------------------------------------------
+struct NewLeaf {
+  THPObjectPtr handle;
+  THPObjectPtr value;
+  bool fresh; // from the host, and no trace has used it yet
+};
+
+// A further handle of a leaf's value, and the leaf's number.
+struct Alias {
+  THPObjectPtr handle;
+  THPObjectPtr number;
+};
+
+// What a call adds to its trace.
+struct Additions {
+  c10::SmallVector<NewLeaf, 4> leaves;
+  c10::SmallVector<Alias, 1> aliases;
+  c10::SmallVector<double, 4> numbers;
+};
+
+bool is_new_leaf(PyObject* trace, const at::Tensor& tensor, PyObject* spec, Additions& added) {
+  NewLeaf leaf{handle_of(tensor), THPObjectPtr(), false};
+  if (!leaf.handle || number_of(leaf.handle.get()) != -1) {
+    return false;
+  }
+  leaf.value = attribute(leaf.handle.get(), py_.n_value);
+  THPObjectPtr held(attribute(leaf.handle.get(), py_.n_spec)), fresh(attribute(leaf.handle.get(), py_.n_fresh));
+  leaf.fresh = fresh.get() == Py_True;
+  if (!leaf.value || leaf.value.get() == Py_None || held.get() != spec ||
+      py_.info.of(leaf.value.get()) != py_.runtime.of(trace)) {
+    return false;
+  }
+  added.leaves.push_back(std::move(leaf));
+  return true;
+}
+
+// Whether a tensor is the leaf or value with this number, or will be once what the call adds is added.
+bool has_number(PyObject* trace, const at::Tensor& tensor, long long expected, Additions& added) {
+  THPObjectPtr handle = handle_of(tensor);
+  const long long number = handle ? number_of(handle.get()) : -2;
+  if (number != -1) {
+    return number == expected;
+  }
+  PyObject* leaves = py_.leaves.of(trace);
+  const long long known = PyList_GET_SIZE(leaves);
+  const long long position = expected - integer(py_.base.of(trace)) - leaf_base;
+  if (position < 0 || position >= known + static_cast<long long>(added.leaves.size())) {
+    return false;
+  }
+  if (position >= known) { // the same argument once more
+    return added.leaves[position - known].handle.get() == handle.get();
+  }
+  PyObject* leaf = PyList_GET_ITEM(leaves, position);
+  THPObjectPtr value(attribute(leaf, py_.n_value)), spec(attribute(leaf, py_.n_spec));
+  THPObjectPtr mine(attribute(handle.get(), py_.n_value)), like(attribute(handle.get(), py_.n_spec)),
+      fresh(attribute(handle.get(), py_.n_fresh));
+  if (leaf == handle.get() || !value || value.get() == Py_None || mine.get() != value.get() ||
+      like.get() != spec.get() || fresh.get() != Py_False) {
+    return false;
+  }
+  added.aliases.push_back({std::move(handle), THPObjectPtr(PyLong_FromLongLong(expected))});
+  return true;
+}
+
+// Whether an argument is as the next of a record's; what it adds to the trace goes to ``added``.
+bool fits(
+    PyObject* trace, const Record& record, const Expected*& expected, const c10::IValue& given, Additions& added) {
+  const Expected& one = *expected++;
+  switch (one.kind) {
+    case Kind::Value: {
+      if (!given.isTensor()) {
+        return false;
+      }
+      PyObject* ready = result_at(one.object, one.offset, one.many);
+      return ready != nullptr && ready != Py_None &&
+          THPVariable_Unpack(ready).unsafeGetTensorImpl() == given.unsafeToTensorImpl();
+    }
+    case Kind::Number:
+      return given.isTensor() && has_number(trace, given.toTensor(), one.number, added);
+    case Kind::Leaf:
+      return given.isTensor() && is_new_leaf(trace, given.toTensor(), one.object, added);
+    case Kind::None:
+      return given.isNone() || (given.isTensor() && !given.toTensor().defined());
+    case Kind::Wrapped: {
+      if (!given.isTensor()) {
+        return false;
+      }
+      const at::Tensor& tensor = given.toTensor();
+      if (!tensor.defined() || !tensor.unsafeGetTensorImpl()->is_wrapped_number() || !tensor.is_cpu() ||
+          tensor.scalar_type() != at::kDouble) {
+        return false;
+      }
+      added.numbers.push_back(*tensor.const_data_ptr<double>());
+      return std::isfinite(added.numbers.back());
+    }
+    case Kind::Float:
+    case Kind::Filler: {
+      if (!given.isDouble()) {
+        return false;
+      }
+      const double value = given.toDouble();
+      added.numbers.push_back(value);
+      return std::isfinite(value) && size_of(value) == one.offset && !(one.kind == Kind::Filler && (value == 0.0 || value == 1.0));
+    }
+    case Kind::Exact:
+      return same(record.exact[one.offset], given);
+    case Kind::List: {
+      if (!given.isList()) {
+        return false;
+      }
+      const Values items = given.toListRef();
+      if (items.size() != one.offset) {
+        return false;
+      }
+      for (const c10::IValue& item : items) {
+        if (!fits(trace, record, expected, item, added)) {
+          return false;
+        }
+      }
+      return true;
+    }
+  }
+  return false;
+}
+
+// -- taking note ---------------------------------------------------------------------------------------------------
+void forget(PyObject* dict, PyObject* object) {
+  THPObjectPtr name(PyLong_FromVoidPtr(object));
+  if (!name || PyDict_DelItem(dict, name.get()) != 0) {
+    PyErr_Clear();
+  }
+}
+
+// Whether the name was new in the dictionary, where it now is.
+bool enter(PyObject* dict, PyObject* object, PyObject* number) {
+  THPObjectPtr name(PyLong_FromVoidPtr(object));
+  return name && PyDict_GetItemWithError(dict, name.get()) == nullptr && !PyErr_Occurred() &&
+      PyDict_SetItem(dict, name.get(), number) == 0;
+}
+
+void set(PyObject*& slot, PyObject* value) {
+  Py_INCREF(value);
+  Py_XDECREF(std::exchange(slot, value));
+}
+
+void note_fresh(PyObject* trace, Additions& added) {
+  for (NewLeaf& leaf : added.leaves) {
+    if (!leaf.fresh) {
+      continue;
+    }
+    if (PyObject_SetAttr(leaf.handle.get(), py_.n_fresh, Py_False) != 0) {
+      PyErr_Clear();
+    }
+    set(py_.fresh.of(trace), Py_True);
+    if (!at::GradMode::is_enabled()) {
+      set(py_.copies.of(trace), copies_under_grad);
+    }
+  }
+}
+
+// As ``trace.leaf`` does; on failure the trace is as it was.
+bool add_leaves(PyObject* trace, Additions& added) {
+  if (added.leaves.empty()) {
+    return true;
+  }
+  PyObject *leaves = py_.leaves.of(trace), *known = py_.leaf_numbers.of(trace);
+  const Py_ssize_t before = PyList_GET_SIZE(leaves);
+  const long long first = integer(py_.base.of(trace)) + leaf_base + before;
+  size_t done = 0;
+  for (NewLeaf& leaf : added.leaves) {
+    THPObjectPtr number(PyLong_FromLongLong(first + static_cast<long long>(done)));
+    if (!number || !enter(known, leaf.handle.get(), number.get())) {
+      break;
+    }
+    if (!enter(known, leaf.value.get(), number.get())) {
+      forget(known, leaf.handle.get());
+      break;
+    }
+    ++done;
+    if (PyObject_SetAttr(leaf.handle.get(), py_.n_number, number.get()) != 0 ||
+        PyList_Append(leaves, leaf.handle.get()) != 0) {
+      break;
+    }
+  }
+  if (done == added.leaves.size() && !PyErr_Occurred()) {
+    note_fresh(trace, added);
+    return true;
+  }
+  PyErr_Clear();
+  THPObjectPtr none(PyLong_FromLong(-1));
+  for (size_t at = 0; at < done; ++at) {
+    forget(known, added.leaves[at].value.get());
+    forget(known, added.leaves[at].handle.get());
+    if (PyObject_SetAttr(added.leaves[at].handle.get(), py_.n_number, none.get()) != 0) {
+      PyErr_Clear();
+    }
+  }
+  PyList_SetSlice(leaves, before, PyList_GET_SIZE(leaves), nullptr);
+  return false;
+}
+
+void add_aliases(PyObject* trace, Additions& added) {
+  for (Alias& alias : added.aliases) {
+    if (!alias.number || PyObject_SetAttr(alias.handle.get(), py_.n_number, alias.number.get()) != 0 ||
+        PyList_Append(py_.made.of(trace), alias.handle.get()) != 0) {
+      throw python_error();
+    }
+  }
+}
+
+void add_numbers(PyObject* trace, const Additions& added) {
+  for (const double value : added.numbers) {
+    THPObjectPtr number(PyFloat_FromDouble(value));
+    if (!number || PyList_Append(py_.numbers.of(trace), number.get()) != 0) {
+      throw python_error();
+    }
+  }
+}
+
+} // namespace

@@ -1,0 +1,518 @@
+// Kernels that go along a path of the trace which it has taken before, without Python.
+//
+// A node of the trie keeps, beside the dictionary of its children, what the calls looked like that led to them. A
+// kernel compares its arguments with that, takes note of new leaves and numbers as the Python kernel does, moves the
+// cursor and returns what the child has ready. Whatever is not exactly as it was goes to the Python kernel, which knows
+// everything; what that does is remembered here if it found a child that was there. All state is the Python objects'
+// own.
+#include "calls.h"
+
+#include <string>
+
+#include <ATen/FunctionalTensorWrapper.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/library.h>
+
+namespace {
+
+uint64_t followed = 0;
+
+// -- kernels -------------------------------------------------------------------------------------------------------
+// Where a call starts from, to learn from it once Python has done it.
+struct Start {
+  PyObject* node = nullptr;
+  Py_ssize_t children = 0;
+  std::vector<c10::IValue> given;
+
+  void note(PyObject* trace, Values values) {
+    node = py_.cursor.of(trace);
+    Py_INCREF(node);
+    children = PyDict_Size(py_.children.of(node));
+    given.assign(values.begin(), values.end());
+  }
+
+  ~Start() {
+    if (node != nullptr) {
+      Gil gil;
+      Py_DECREF(node);
+    }
+  }
+};
+
+// A functional operator's arguments. A letter each: t(ensor), T(ensors), n(umber), f(iller), N(umbers), g(enerator),
+// d(evice), p(lain: as it was).
+struct Kernel {
+  std::string letters;
+  long long number; // in trace keys
+
+  // The child that the arguments lead to, where the cursor now is; null if they lead to none that is known here.
+  PyObject* follow(PyObject* trace, Values given, bool written) const {
+    const Records* records = records_of(py_.cursor.of(trace));
+    if (records == nullptr) {
+      return nullptr;
+    }
+    for (const auto& record : *records->list) {
+      if (record->kernel != this) {
+        continue;
+      }
+      PyObject* child = record->child;
+      PyObject* ready = py_.ready.of(child);
+      if (ready == nullptr || ready == Py_None || (written && py_.fits.of(child) != Py_True)) {
+        continue;
+      }
+      Additions added;
+      const Expected* expected = record->expected.data();
+      const bool fit = std::all_of(given.begin(), given.end(), [&](const c10::IValue& value) {
+        return fits(trace, *record, expected, value, added);
+      });
+      if (!fit) {
+        continue;
+      }
+      if (!add_leaves(trace, added)) {
+        return nullptr;
+      }
+      add_aliases(trace, added);
+      add_numbers(trace, added);
+      set(py_.cursor.of(trace), child);
+      ++followed;
+      return child;
+    }
+    return nullptr;
+  }
+
+  // Remember how a call led from where it started to the cursor.
+  void learn(const Start& start) const {
+    if (start.node == nullptr) {
+      return;
+    }
+    Gil gil;
+    THPObjectPtr trace = current_trace();
+    if (!trace) {
+      return;
+    }
+    PyObject* before = start.node;
+    PyObject* child = py_.cursor.of(trace.get());
+    PyObject* key = child == before ? nullptr : py_.key.of(child);
+    if (key == nullptr || py_.parent.of(child) != before || PyDict_Size(py_.children.of(before)) != start.children ||
+        py_.ready.of(child) == Py_None || !PyTuple_CheckExact(key) || integer(PyTuple_GET_ITEM(key, 0)) != number) {
+      return;
+    }
+    auto record = std::make_unique<Record>();
+    record->kernel = this;
+    record->child = child;
+    Py_ssize_t part = 0;
+    for (size_t at = 0; at < letters.size(); ++at) {
+      const bool in_key = letters[at] != 'g' && letters[at] != 'd';
+      if (in_key && ++part >= PyTuple_GET_SIZE(key)) {
+        return;
+      }
+      if (!expect(*record, letters[at], in_key ? PyTuple_GET_ITEM(key, part) : nullptr, start.given[at])) {
+        return;
+      }
+    }
+    Records* records = records_of(before, true);
+    if (records == nullptr) {
+      return;
+    }
+    auto& list = *records->list;
+    // What it says of this call may be out of date, such as which values are in their nodes' pools.
+    std::erase_if(list, [&](const auto& other) { return other->kernel == this && other->child == child; });
+    if (list.size() >= kMostRecords) {
+      list.pop_back();
+    }
+    list.insert(list.begin(), std::move(record));
+  }
+
+ private:
+  static bool expect(Record& record, char letter, PyObject* part, const c10::IValue& given) {
+    switch (letter) {
+      case 't':
+        return expect_tensor(record, part, given);
+      case 'T':
+      case 'N': {
+        if (!given.isList() || !PyTuple_CheckExact(part)) {
+          return false;
+        }
+        const Values items = given.toListRef();
+        if (static_cast<size_t>(PyTuple_GET_SIZE(part)) != items.size()) {
+          return false;
+        }
+        record.expected.push_back({.kind = Kind::List, .offset = static_cast<uint32_t>(items.size())});
+        for (size_t at = 0; at < items.size(); ++at) {
+          if (!expect(record, letter == 'T' ? 't' : 'n', PyTuple_GET_ITEM(part, at), items[at])) {
+            return false;
+          }
+        }
+        return true;
+      }
+      case 'n':
+      case 'f':
+        if (const long size = token_at(part); size >= 0) {
+          const Kind kind = letter == 'n' ? Kind::Float : Kind::Filler;
+          record.expected.push_back({.kind = kind, .offset = static_cast<uint32_t>(size)});
+          return given.isDouble();
+        }
+        return expect_exact(record, given);
+      default:
+        return expect_exact(record, given);
+    }
+  }
+
+  static bool expect_exact(Record& record, const c10::IValue& given) {
+    record.expected.push_back({.kind = Kind::Exact, .offset = static_cast<uint32_t>(record.exact.size())});
+    record.exact.push_back(given);
+    return same(given, given);
+  }
+
+  static bool expect_tensor(Record& record, PyObject* part, const c10::IValue& given) {
+    if (part == Py_None) {
+      record.expected.push_back({.kind = Kind::None});
+      return true;
+    }
+    if (part == PyTuple_GET_ITEM(varying, 0)) {
+      record.expected.push_back({.kind = Kind::Wrapped});
+      return true;
+    }
+    if (PyTuple_CheckExact(part)) {
+      return given.isTensor() && expect_exact(record, given);
+    }
+    if (!given.isTensor()) {
+      return false;
+    }
+    THPObjectPtr handle = handle_of(given.toTensor());
+    if (!handle) {
+      return false;
+    }
+    Expected expected{.kind = Kind::Leaf};
+    if (!PyLong_CheckExact(part)) {
+      Py_INCREF(part);
+      expected.object = part;
+      record.expected.push_back(expected);
+      return true;
+    }
+    expected.kind = Kind::Number;
+    expected.number = integer(part);
+    THPObjectPtr home(attribute(handle.get(), py_.n_home));
+    if (home && PyTuple_CheckExact(home.get()) && PyTuple_GET_SIZE(home.get()) == 2) {
+      PyObject* node = PyTuple_GET_ITEM(home.get(), 0);
+      const long long offset = integer(PyTuple_GET_ITEM(home.get(), 1));
+      PyObject* ready = py_.ready.of(node);
+      const bool many = ready != handle.get();
+      if (integer(py_.number.of(node)) + offset == expected.number &&
+          result_at(node, static_cast<uint32_t>(offset), many) == handle.get()) {
+        expected.kind = Kind::Value;
+        expected.many = many;
+        expected.offset = static_cast<uint32_t>(offset);
+        expected.object = node;
+      }
+    }
+    record.expected.push_back(expected);
+    return true;
+  }
+};
+
+// What a node has ready, as an operator returns it. Held from now on: what is dropped or written meanwhile may run code
+// that flushes, for which a pool's handles that nobody holds are free.
+using Results = c10::SmallVector<at::Tensor, 2>;
+
+Results results_of(PyObject* node) {
+  PyObject* ready = py_.ready.of(node);
+  if (Py_TYPE(ready) == py_.handle) {
+    return {THPVariable_Unpack(ready)};
+  }
+  Results results;
+  for (Py_ssize_t at = 0; at < PySequence_Fast_GET_SIZE(ready); ++at) {
+    PyObject* item = PySequence_Fast_GET_ITEM(ready, at);
+    results.push_back(item == Py_None ? at::Tensor() : THPVariable_Unpack(item));
+  }
+  return results;
+}
+
+void replace_arguments(torch::jit::Stack& stack, size_t count, Results results, bool one_list) {
+  torch::jit::drop(stack, count);
+  if (one_list) {
+    stack.emplace_back(c10::List<at::Tensor>(at::TensorList(results)));
+    return;
+  }
+  for (at::Tensor& result : results) {
+    stack.emplace_back(std::move(result));
+  }
+}
+
+// A functional operator's kernel on handles.
+struct Functional final : c10::OperatorKernel {
+  Functional(const Kernel& kernel, c10::SafeKernelFunction python, bool one_list)
+      : kernel(kernel), python(std::move(python)), one_list(one_list) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    const size_t count = kernel.letters.size();
+    Start start;
+    {
+      Gil gil;
+      THPObjectPtr trace = current_trace();
+      if (trace) {
+        const Values given(stack->data() + stack->size() - count, count);
+        if (PyObject* child = kernel.follow(trace.get(), given, false)) {
+          replace_arguments(*stack, count, results_of(child), one_list);
+          return;
+        }
+        start.note(trace.get(), given);
+      }
+    }
+    python.callBoxed(op, keys, stack);
+    kernel.learn(start);
+  }
+
+  const Kernel& kernel;
+  const c10::SafeKernelFunction python;
+  const bool one_list;
+};
+
+// ``detach`` and its kin: another handle of the same value; nothing is traced. As ``copies._same_value`` does.
+struct SameValue final : c10::OperatorKernel {
+  explicit SameValue(c10::SafeKernelFunction python) : python(std::move(python)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    at::Tensor made;
+    {
+      Gil gil;
+      THPObjectPtr trace = current_trace();
+      if (trace) {
+        made = another(trace.get(), stack->back().toTensor());
+      }
+    }
+    if (made.defined()) {
+      stack->back() = std::move(made);
+    } else {
+      python.callBoxed(op, keys, stack);
+    }
+  }
+
+  static at::Tensor another(PyObject* trace, const at::Tensor& tensor) {
+    THPObjectPtr handle = handle_of(tensor);
+    if (!handle) {
+      return {};
+    }
+    THPObjectPtr value(attribute(handle.get(), py_.n_value)), spec(attribute(handle.get(), py_.n_spec)),
+        failure(attribute(handle.get(), py_.n_failure)), number(attribute(handle.get(), py_.n_number));
+    if (!value || !spec || !number || failure.get() != Py_None) {
+      return {};
+    }
+    const bool pending = value.get() == Py_None;
+    if (pending && !holds(trace, integer(number.get()))) {
+      return {}; // pending in another thread's trace, which knows its own handles only
+    }
+    THPObjectPtr made(THPVariable_Wrap(tensor.variable_data(), py_.handle));
+    if (!made || PyObject_SetAttr(made.get(), py_.n_spec, spec.get()) != 0 ||
+        PyObject_SetAttr(made.get(), pending ? py_.n_number : py_.n_value, (pending ? number : value).get()) != 0 ||
+        (pending && PyList_Append(py_.made.of(trace), made.get()) != 0)) {
+      PyErr_Clear();
+      return {};
+    }
+    return THPVariable_Unpack(made.get());
+  }
+
+  const c10::SafeKernelFunction python;
+};
+
+// -- operators in place ----------------------------------------------------------------------------------------------
+at::FunctionalTensorWrapper* wrapper_of(const at::Tensor& tensor) {
+  if (!tensor.defined() || !at::functionalization::impl::isFunctionalTensor(tensor)) {
+    return nullptr;
+  }
+  return at::functionalization::impl::unsafeGetFunctionalWrapper(tensor);
+}
+
+at::Tensor unwrapped(const at::Tensor& tensor) {
+  at::FunctionalTensorWrapper* wrapper = wrapper_of(tensor);
+  if (wrapper == nullptr) {
+    return tensor;
+  }
+  wrapper->sync_();
+  return wrapper->value();
+}
+
+c10::IValue unwrapped(const c10::IValue& value) {
+  if (value.isTensor()) {
+    return unwrapped(value.toTensor());
+  }
+  if (!value.isTensorList()) {
+    return value;
+  }
+  const Values items = value.toListRef();
+  c10::List<at::Tensor> list;
+  list.reserve(items.size());
+  for (const c10::IValue& item : items) {
+    list.push_back(unwrapped(item.toTensor()));
+  }
+  return list;
+}
+
+// An operator that writes to its first argument: the functional one, and what functionalization does after it.
+struct InPlace final : c10::OperatorKernel {
+  InPlace(const Kernel& kernel, c10::SafeKernelFunction python) : kernel(kernel), python(std::move(python)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    const size_t count = kernel.letters.size();
+    Start start;
+    {
+      Gil gil;
+      const Values given(stack->data() + stack->size() - count, count);
+      c10::SmallVector<at::Tensor, 1> written;
+      const bool ours = is_ours(given[0], written) && !reads_what_it_writes(given, written);
+      THPObjectPtr trace(ours ? current_trace().release() : nullptr);
+      if (trace) {
+        c10::SmallVector<c10::IValue, 6> values;
+        for (const c10::IValue& value : given) {
+          values.push_back(unwrapped(value));
+        }
+        if (PyObject* child = kernel.follow(trace.get(), values, true)) {
+          const bool list = given[0].isTensorList();
+          write(written, results_of(child), list);
+          replace_arguments(*stack, count, list ? Results() : Results{written[0]}, false);
+          return;
+        }
+        start.note(trace.get(), values);
+      }
+    }
+    python.callBoxed(op, keys, stack);
+    kernel.learn(start);
+  }
+
+  // Whether all that is to be written are wrappers, none of which shares its storage with another.
+  static bool is_ours(const c10::IValue& first, c10::SmallVector<at::Tensor, 1>& written) {
+    if (first.isTensor()) {
+      written.push_back(first.toTensor());
+    } else if (first.isTensorList()) {
+      for (const c10::IValue& item : first.toListRef()) {
+        written.push_back(item.toTensor());
+      }
+    }
+    c10::SmallVector<const void*, 1> storages;
+    for (const at::Tensor& tensor : written) {
+      if (!tensor.defined() || !tensor.is_privateuseone() || wrapper_of(tensor) == nullptr) {
+        return false;
+      }
+      storages.push_back(tensor.storage().unsafeGetStorageImpl());
+    }
+    std::sort(storages.begin(), storages.end());
+    return !written.empty() && std::adjacent_find(storages.begin(), storages.end()) == storages.end();
+  }
+
+  // Whether an argument is another view of what is written: the CPU refuses some of those, which Python finds out.
+  static bool reads_what_it_writes(Values given, const c10::SmallVector<at::Tensor, 1>& written) {
+    if (!given[0].isTensor()) {
+      return false;
+    }
+    const at::Tensor& target = written[0];
+    return std::any_of(given.begin() + 1, given.end(), [&](const c10::IValue& value) {
+      return value.isTensor() && value.toTensor().defined() && value.toTensor().has_storage() &&
+          value.toTensor().unsafeGetTensorImpl() != target.unsafeGetTensorImpl() &&
+          value.toTensor().storage().unsafeGetStorageImpl() == target.storage().unsafeGetStorageImpl();
+    });
+  }
+
+  static void write(const c10::SmallVector<at::Tensor, 1>& written, const Results& values, bool list) {
+    TORCH_CHECK(written.size() == values.size(), "as many values as tensors are needed");
+    for (size_t at = 0; at < written.size(); ++at) {
+      at::FunctionalTensorWrapper* wrapper = wrapper_of(written[at]);
+      wrapper->replace_(values[at]);
+      wrapper->commit_update();
+      wrapper->sync_();
+      if (list) { // PyTorch does it above this for a single tensor only
+        torch::autograd::impl::bump_version(written[at]);
+      }
+    }
+  }
+
+  const Kernel& kernel;
+  const c10::SafeKernelFunction python;
+};
+
+// -- registering -----------------------------------------------------------------------------------------------------
+template <class Made>
+void put(c10::DispatchKey key, const c10::OperatorName& name, std::unique_ptr<Made> made) {
+  static auto& libraries = *new std::vector<std::unique_ptr<torch::Library>>(); // for as long as the process
+  libraries.push_back(std::make_unique<torch::Library>(torch::Library::IMPL, "aten", key, __FILE__, __LINE__));
+  const std::string full = name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
+  libraries.back()->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::move(made)));
+}
+
+struct Quiet final : c10::WarningHandler { // PyTorch warns of kernels that replace others
+  void process(const c10::Warning&) override {}
+};
+
+} // namespace
+
+// Before anything else: what the kernels need to know of Python's side.
+extern "C" PyObject* torchport_follow_start(
+    PyObject* handle, PyObject* trace, PyObject* node, PyObject* data, PyObject* of_threads, PyObject* numbers,
+    PyObject* copies, PyObject* first_leaf, PyObject* numbers_of_a_trace) {
+  HANDLE_TH_ERRORS
+  if (!look(handle, trace, node, data) || PyType_Ready(&records_type) != 0) {
+    return nullptr;
+  }
+  PyObject* bounds = nullptr;
+  if (!PyArg_ParseTuple(numbers, "O!O!", &PyTuple_Type, &varying, &PyTuple_Type, &bounds)) {
+    return nullptr;
+  }
+  for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(bounds); ++at) {
+    limits.push_back(PyFloat_AsDouble(PyTuple_GET_ITEM(bounds, at)));
+  }
+  for (PyObject* held : {trace, of_threads, varying, copies}) {
+    Py_INCREF(held);
+  }
+  trace_type = reinterpret_cast<PyTypeObject*>(trace);
+  threads = of_threads;
+  copies_under_grad = copies;
+  leaf_base = integer(first_leaf);
+  span = integer(numbers_of_a_trace);
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// Put a kernel before the Python kernel of a functional operator, and before those of the operators that do the same in
+// place. ``number``: the operator's in trace keys.
+extern "C" PyObject* torchport_follow(
+    const char* name, const char* overload, const char* letters, long long number, const char* in_place) {
+  HANDLE_TH_ERRORS
+  Quiet quiet;
+  c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+  auto& dispatcher = c10::Dispatcher::singleton();
+  const Kernel& kernel = *new Kernel{letters, number};
+  const c10::OperatorHandle op = dispatcher.findSchemaOrThrow(name, overload);
+  if (op.schema().arguments().size() != kernel.letters.size()) {
+    PyErr_Format(PyExc_ValueError, "%s.%s does not have the arguments %s", name, overload, letters);
+    return nullptr;
+  }
+  const auto& returns = op.schema().returns();
+  const bool one_list = returns.size() == 1 && returns[0].type()->kind() == c10::TypeKind::ListType;
+  const auto dense = c10::DispatchKey::PrivateUse1, functionalize = c10::DispatchKey::Functionalize;
+  put(dense, op.operator_name(),
+      std::make_unique<Functional>(kernel, op.getComputedKernelForDispatchKey(dense), one_list));
+  if (*in_place != 0) {
+    const c10::OperatorHandle writing = dispatcher.findSchemaOrThrow(in_place, overload);
+    put(functionalize, writing.operator_name(),
+        std::make_unique<InPlace>(kernel, writing.getComputedKernelForDispatchKey(functionalize)));
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// The same for an operator that gives another handle of its argument's value.
+extern "C" PyObject* torchport_follow_same_value(const char* name) {
+  HANDLE_TH_ERRORS
+  Quiet quiet;
+  c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+  const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+  const auto dense = c10::DispatchKey::PrivateUse1;
+  put(dense, op.operator_name(), std::make_unique<SameValue>(op.getComputedKernelForDispatchKey(dense)));
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// How many calls were done without Python.
+extern "C" unsigned long long torchport_followed() {
+  return followed;
+}

@@ -1,0 +1,148 @@
+"""Ops that run at once instead of joining the graph: a backend's own kernels, and the counted host fallback."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from ..backend.decompositions import DECOMPOSE
+from ..backend.interface import BackendData
+from ..core import metrics
+from ..core.config import config
+from ..core.default_state import default_state
+from ..core.errors import ExecutionError, TorchportError, UnsupportedOp
+from ..core.frames import user_line
+from ..trace.handle import LazyTensor
+from ..trace.layouts import kind_of, refusal
+from ..trace.trace import Trace
+from ..trace.wrapping import unwrap
+from .flush import flush
+from .values import host_tensor, leaf_from_data, leaf_from_host, value_of
+
+if TYPE_CHECKING:
+    from ..trace.decide import AtOnce
+    from ..trace.trie import Node
+    from .runtime import DeviceRuntime
+
+__all__ = ["make_barrier", "note_fallback", "on_host"]
+
+
+def backend_kernel(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A barrier that calls a backend's own kernel: tensors arrive and leave as :class:`BackendData`."""
+
+    def run(trace: Trace, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        def argument(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            inner = unwrap(value)
+            if isinstance(inner, LazyTensor):
+                return value_of(inner, trace)
+            return trace.runtime.backend.to_device(inner, trace.runtime.device)
+
+        def result(value: Any) -> Any:
+            return leaf_from_data(trace.runtime, value) if isinstance(value, BackendData) else value
+
+        flush(trace, f"kernel {node.op}")
+        metrics.count("KernelCall")
+        try:
+            with default_state():
+                outputs = fn(*tree_map(argument, tuple(args)), **_given(tree_map(argument, dict(kwargs))))
+        except (TorchportError, IndexError, ValueError, TypeError):
+            raise
+        except RuntimeError as error:
+            error.add_note(f"torchport: in a kernel of backend {trace.runtime.backend.name!r} for {node.op}")
+            raise
+        except Exception as error:
+            raise ExecutionError(
+                f"backend {trace.runtime.backend.name!r} failed in its own kernel: {type(error).__name__}: {error}",
+                op=str(node.op),
+                source=node.source,
+            ) from error
+        return tree_map(result, outputs, is_leaf=lambda v: isinstance(v, BackendData))
+
+    return run
+
+
+def _given(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if value is not None}
+
+
+def make_barrier(runtime: DeviceRuntime, node: Node, decision: AtOnce) -> Callable[..., Any]:
+    """What runs a node's operator at once. Raises :class:`UnsupportedOp` where the policy forbids the host."""
+    kernel = decision.kernel
+    barrier = host(runtime, node, decision.reason) if kernel is None else backend_kernel(kernel)
+    return seeded(barrier) if decision.seeded else barrier
+
+
+def seeded(barrier: Callable[..., Any]) -> Callable[..., Any]:
+    """A barrier whose random numbers come from the device's generator: CPU's is seeded with its key, and put back."""
+
+    def run(trace: Trace, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        generator = torch.default_generator
+        before = generator.get_state()
+        generator.manual_seed(trace.runtime.next_key())
+        try:
+            return barrier(trace, node, args, kwargs)
+        finally:
+            generator.set_state(before)
+
+    return run
+
+
+def host(runtime: DeviceRuntime, node: Node, reason: str) -> Callable[..., Any]:
+    """The barrier that runs an op on the host. Raises :class:`UnsupportedOp` where the policy forbids it."""
+    message = f"backend {runtime.backend.name!r} does not take the operator: {reason}"
+    if config.fallback == "error":
+        raise UnsupportedOp(
+            f"{message}. Allow the host fallback with torchport.config.fallback = 'allow', "
+            "or give the backend a kernel or a decomposition",
+            op=str(node.op),
+            source=node.source,
+        )
+
+    def run(trace: Trace, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        note_fallback(node.op, node.source, message)
+        return on_host(trace, node.op, args, kwargs)
+
+    return run
+
+
+def note_fallback(op: Any, source: str | None, why: str) -> None:
+    """Count that an op runs on the host, and warn or raise :class:`UnsupportedOp` as ``config.fallback`` has it."""
+    if config.fallback == "error":
+        raise UnsupportedOp(f"{why}, and config.fallback is 'error'", op=str(op), source=source)
+    if config.fallback == "warn":
+        warnings.warn(f"{op} runs on the host: {why} (called at {source})", stacklevel=5)
+    metrics.count("Fallback")
+    metrics.count(op.name())
+
+
+def on_host(trace: Trace, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an op on CPU copies of its arguments and bring the results back."""
+
+    def argument(value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        if not isinstance(value, torch.Tensor):
+            return value
+        inner = unwrap(value)
+        return host_tensor(inner) if isinstance(inner, LazyTensor) else inner
+
+    def result(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.layout is not torch.strided:
+            raise UnsupportedOp(refusal(kind_of(value.layout)), op=str(op), source=user_line())
+        return leaf_from_host(trace.runtime, value)
+
+    flush(trace, f"host {op}")
+    formula: Callable[..., Any] = op
+    if op in DECOMPOSE and not torch._C._dispatch_has_computed_kernel_for_dispatch_key(op.name(), "CPU"):
+        formula = DECOMPOSE[op]  # such as fused LSTM cells, which PyTorch has for other devices only
+    with default_state():
+        outputs = formula(*tree_map(argument, tuple(args)), **tree_map(argument, dict(kwargs)))
+    return tree_map(result, outputs)

@@ -1,0 +1,236 @@
+"""Flush: (cursor, live values) → plan → job → values.
+
+The steady state of a flush is a dictionary look-up of the live values' numbers at the cursor's node, one list of
+arguments and one call of the backend. Everything else here runs once per new computation, or when something fails.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from ..backend.compiler import computations
+from ..core import metrics
+from ..core.default_state import default_state
+from ..core.errors import CompileError, TorchportError
+from ..core.frames import user_line
+from ..core.specs import TensorSpec
+from ..trace.finalizers import may_collect, refuse_computing, without_collecting
+from ..trace.handle import LazyTensor, shown_as
+from ..trace.trace import Trace, lock
+from ..trace.trie import Node
+from .donation import likely_donated
+from .future import Future
+from .history import history
+from .jobs import Job
+from .plans import Plan, make_plan
+from .queue import Where
+from .reasons import APART, explain_compile
+from .replay import replay
+from .split import parts_to_compute
+
+if TYPE_CHECKING:
+    from .runtime import DeviceRuntime
+
+__all__ = [
+    "Plan",
+    "by_number",
+    "flush",
+    "is_known",
+]
+
+NOW: Final = frozenset({"read", "eager", "host", "kernel"})
+"""Causes of a flush after which the calling thread needs a value at once."""
+
+PLANS_AT_MOST: Final = 256
+"""Plans kept at one place of a trie: a program that keeps other values each time would fill it without end."""
+
+WAITING: Final = NOW - {"eager"}
+"""Those that the program could do without."""
+
+
+# -- flushing ----------------------------------------------------------------------------------------------------
+def _plan(trace: Trace, node: Node, numbers: tuple[int, ...], cause: str, whole: bool) -> Plan:
+    """The plan for these values at this node. If they are the ``whole``, a known one that gives more serves, too."""
+    if node.plans is None:
+        node.plans = {}
+    plan = node.plans.get(numbers)
+    if plan is None or (plan.__class__ is Plan and plan.computation is None):  # type: ignore[union-attr]
+        wanted = set(numbers)
+        known = (p for p in node.plans.values() if isinstance(p, Plan) and p.computation is not None)
+        plan = next((p for p in known if whole and wanted.issubset(p.numbers)), None)
+        if plan is None:
+            specs = [leaf.spec or TensorSpec.of(leaf) for leaf in trace.leaves]
+            reason = explain_compile(trace, node, numbers, cause)
+            compiled = metrics.counter("UncachedCompile")
+            try:
+                with may_collect():
+                    donated = likely_donated(trace) if whole else frozenset[int]()  # others may hold a part's
+                    runtime: DeviceRuntime = trace.runtime  # type: ignore[assignment]
+                    plan = make_plan(runtime, node.path(), numbers, specs, alone=trace.eager, donated=donated)
+            except CompileError as error:
+                plan = error
+            if metrics.counter("UncachedCompile") > compiled:
+                history.reasons.append(reason)
+        if len(node.plans) >= PLANS_AT_MOST:
+            node.plans.clear()
+            node.apart = None
+        node.plans[numbers] = plan
+    if isinstance(plan, CompileError):
+        # What did not compile once is not tried again on every step.
+        raise plan.with_traceback(None)
+    assert plan.computation is not None
+    computations.touch(plan.computation)
+    return plan
+
+
+def by_number(handles: Iterable[LazyTensor]) -> dict[int, list[LazyTensor]]:
+    """The pending values' numbers in the trace, in order, and the handles of each.
+
+    Several may stand for one value (a parameter's wrapper and its storage do), which is then computed once.
+    """
+    groups: dict[int, list[LazyTensor]] = {}
+    for handle in handles:
+        groups.setdefault(handle.number, []).append(handle)
+    return groups
+
+
+def is_known(trace: Trace) -> bool:
+    """Whether the values that are pending were computed before at the same place, so that a flush compiles nothing."""
+    with lock:
+        plans = trace.cursor.plans
+        return bool(plans) and tuple(by_number(trace.live())) in plans
+
+
+def flush(trace: Trace, cause: str, read: int | None = None) -> TorchportError | None:
+    """Compute every live value of the trace and begin an empty one. ``read``: the number of the value it is done for.
+
+    If the computation fails, its ops are run one by one: values that do not depend on the failing op get computed,
+    the others remember the error and raise it when they are used. Returns the first such error, unless the computation
+    runs on the device's own thread: then whoever uses a value gets it.
+    """
+    runtime: DeviceRuntime = trace.runtime  # type: ignore[assignment]
+    queue = runtime.queue
+    refuse_computing()
+    with lock, without_collecting:
+        if queue.failed:
+            queue.settle_failures()
+        if trace.cursor.parent is None:
+            if trace.leaves or trace.numbers or trace.generation != trace.runtime.generation:
+                trace.restart()
+            return None
+        handles = trace.live()
+        if not handles:
+            trace.restart()
+            return None
+        kind = cause.split()[0]
+        metrics.count("Flush")
+        metrics.count(f"Flush: {kind}")
+        metrics.count("TracedOps", trace.cursor.depth)
+        history.flushed(trace.cursor)
+        if kind in WAITING:
+            history.waited(cause, user_line())
+        with default_state():
+            failure = _run(trace, handles, cause, read)
+    queue.wait_for_room()
+    return failure
+
+
+def _run(trace: Trace, handles: Sequence[LazyTensor], cause: str, read: int | None) -> TorchportError | None:
+    """Compute the handles' values; returns the first error where some could not be computed."""
+    groups = by_number(handles)
+    parts = parts_to_compute(trace, tuple(groups), read)
+    # After an interrupt in here the values are still pending in the trace, and the next flush computes them.
+    try:
+        jobs = deque([_job(trace, part, cause, whole=len(parts) == 1) for part in parts])
+    except Exception:
+        trace.restart()
+        raise
+    trace.restart()
+    handles_of = [[groups[number] for number in job.wanted] for job in jobs]
+    for job, of_job in list(zip(jobs, handles_of, strict=True))[1:]:
+        # While the first runs, and if it is interrupted, other threads find out whom to ask.
+        job.promise(of_job, _specs(of_job) if job.plan is None else job.plan.select(job.wanted, job.plan.specs))
+    failure: TorchportError | None = None
+    kind = cause.split()[0]
+    for of_job in handles_of:
+        error = _start(jobs.popleft(), of_job, kind)  # popped, so that nothing holds what a job has run on
+        failure = failure or error
+        kind = "rest"
+    return failure
+
+
+def _job(trace: Trace, numbers: tuple[int, ...], cause: str, whole: bool) -> Job:
+    """A run that brings these values, which are the ``whole`` of what is pending or not. It may not compile: failed."""
+    try:
+        plan = _plan(trace, trace.cursor, numbers, cause if whole else cause + APART, whole)
+    except TorchportError as error:
+        job = Job.of_trace(trace, None, numbers)
+        job.fail(error)
+        return job
+    return Job.of_trace(trace, plan, numbers)
+
+
+def _start(job: Job, owners: Sequence[Sequence[LazyTensor]], kind: str) -> TorchportError | None:
+    """Run a job, or hand it to the device's queue, and give the owners of its values what it brings or will bring."""
+    plan = job.plan
+    if plan is None:
+        return _replay(job, owners)
+    try:
+        if kind != "eager" and _hand_over(job, owners, plan, kind in NOW):
+            return None
+        results = job.run()
+    except TorchportError as error:
+        job.fail(error)
+        return _replay(job, owners)
+    except BaseException as error:
+        # An interrupt: whoever needs one of the values has the job run again, if its inputs are still there.
+        if not job.futures:
+            job.promise(owners, _specs(owners))
+        job.interrupted(error)
+        raise
+    if job.futures:
+        job.keep(plan.select(job.wanted, results))
+        return None
+    specs = plan.select(job.wanted, plan.specs)
+    for group, result, spec in zip(owners, plan.select(job.wanted, results), specs, strict=True):
+        for handle in group:
+            handle.value, handle.spec = result, spec
+    return None
+
+
+def _hand_over(job: Job, owners: Sequence[Sequence[LazyTensor]], plan: Plan, wanted_now: bool) -> bool:
+    """Have the backend or the device's thread run a job, if that is where it runs; its values are futures then."""
+    queue = job.runtime.queue
+    where = queue.place(job, wanted_now)
+    if where in (Where.BACKEND, Where.THREAD) and not job.futures:
+        job.promise(owners, plan.select(job.wanted, plan.specs))
+    if where is Where.BACKEND:
+        if queue.start(job):
+            return True
+        where = queue.place(job, wanted_now, startable=False)
+    job.beside = where is Where.OVERLAPPED
+    if where is Where.THREAD:
+        queue.submit(job)
+        return True
+    return False
+
+
+def _specs(groups: Sequence[Sequence[LazyTensor]]) -> list[TensorSpec]:
+    return [group[0].spec or TensorSpec.of(group[0]) for group in groups]
+
+
+def _replay(job: Job, owners: Sequence[Sequence[LazyTensor]]) -> TorchportError | None:
+    if not job.futures:
+        job.promise(owners, _specs(owners))
+    error = replay(job)
+    for handle in itertools.chain(*owners):
+        future: Any = handle.value
+        if future.__class__ is not Future:  # another thread has asked for it meanwhile
+            continue
+        handle.value, handle.failure = future.data, future.error
+        if future.data is not None:
+            handle.spec = shown_as(future.data.spec, TensorSpec.of(handle))
+    return error

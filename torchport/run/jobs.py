@@ -1,0 +1,284 @@
+"""Jobs: runs of plans, at once or while the program goes on tracing (:mod:`.queue`).
+
+A :class:`Job` is one run of a plan on values it has taken hold of, so that nothing traced later can change it. What it
+will bring are futures (:mod:`.future`); whoever needs one waits. When a job has failed, the first thread that asks for
+one of its values, or that traces on, has its operators run one by one (:mod:`.replay`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import threading
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from ..backend.execution import execute, execution_error
+from ..backend.interface import BackendData, Computation, ExecutionContext, Started
+from ..core import metrics
+from ..core.errors import ExecutionError, TorchportError
+from ..core.specs import TensorSpec
+from ..trace.handle import LazyTensor
+from ..trace.trace import Trace, lock
+from ..trace.trie import Node
+from .donation import find_unshared
+from .future import Future
+from .plans import Plan
+
+if TYPE_CHECKING:
+    from .runtime import DeviceRuntime
+
+__all__ = ["Job", "State", "here", "on_device_thread"]
+
+here: Final = threading.local()
+"""``queue`` is there on a device's own thread."""
+
+
+def on_device_thread() -> bool:
+    """Whether the calling thread is a device's own."""
+    return getattr(here, "queue", None) is not None
+
+
+class State(enum.Enum):
+    """Where a job stands.
+
+    ``HELD`` jobs run on the thread that first needs one of their values; ``STARTED`` ones run on the backend's own
+    queue (:meth:`.Backend.start`), ``QUEUED`` and ``RUNNING`` ones on the device's own thread.
+    """
+
+    HELD = enum.auto()
+    STARTED = enum.auto()
+    QUEUED = enum.auto()
+    RUNNING = enum.auto()
+    DONE = enum.auto()
+    FAILED = enum.auto()
+
+
+class Job:
+    """One run of a plan: the values it starts from, and whom its results belong to.
+
+    ``wanted`` are the numbers of the values to bring, ``args`` the values of the plan's leaves, ``numbers`` and
+    ``keys`` the trace's. A job without a plan, whose computation did not compile, has failed from the start; its
+    ``args`` are all leaves of the trace.
+    """
+
+    __slots__ = (
+        "args",
+        "beside",
+        "computation",
+        "cursor",
+        "donated",
+        "error",
+        "futures",
+        "keys",
+        "numbers",
+        "plan",
+        "runtime",
+        "started",
+        "state",
+        "threads",
+        "wanted",
+    )
+
+    def __init__(
+        self,
+        runtime: DeviceRuntime,
+        cursor: Node,
+        plan: Plan | None,
+        args: list[Any],
+        numbers: Sequence[float],
+        keys: Sequence[int],
+        wanted: tuple[int, ...],
+    ) -> None:
+        self.runtime = runtime
+        self.cursor = cursor
+        self.plan = plan
+        self.computation = None if plan is None else plan.computation
+        self.args = args
+        self.beside = False
+        """Whether it runs on the calling thread while the worker is at another job."""
+        self.numbers = numbers
+        self.keys = keys
+        self.wanted = wanted
+        self.donated: frozenset[int] = frozenset()
+        self.futures: list[Future] = []
+        self.error: TorchportError | None = None
+        self.state = State.HELD
+        self.started: Started | None = None
+        """What the backend said when it was started; its results are in the pending values."""
+        self.threads = 0
+
+    @classmethod
+    def of_trace(cls, trace: Trace, plan: Plan | None, wanted: tuple[int, ...]) -> Job:
+        """A run of a plan at the trace's cursor, on its present leaves, numbers and keys."""
+        leaves = trace.leaves
+        args = [x.value for x in leaves] if plan is None else [leaves[at].value for at in plan.leaves]
+        runtime: DeviceRuntime = trace.runtime  # type: ignore[assignment]
+        return cls(runtime, trace.cursor, plan, args, trace.numbers, trace.keys, wanted)
+
+    @classmethod
+    def of(
+        cls, runtime: DeviceRuntime, plan: Plan, args: Sequence[Any], numbers: Sequence[float], keys: Sequence[int]
+    ) -> Job:
+        """A run of a single op's plan on some of the values in ``args``, by the positions of its leaves."""
+        return cls(runtime, Node.root(), plan, [args[at] for at in plan.leaves], numbers, keys, plan.numbers)
+
+    # -- running ---------------------------------------------------------------------------------------------
+    def run(self) -> Sequence[BackendData]:
+        """The values the plan brings, in its order. Raises :class:`ExecutionError`."""
+        plan, computation, runtime = self.plan, self.computation, self.runtime
+        assert plan is not None
+        assert computation is not None
+        args = [a.result() if a.__class__ is Future else a for a in self.args]
+        self._add_packs(plan, args)
+        with contextlib.nullcontext() if self.beside else runtime.queue.running:
+            results = execute(computation, args, self._context(computation, plan, args))
+        self._note_donated()
+        if on_device_thread():
+            metrics.metrics.add_time("AsyncExecuteTime", computation.seconds)
+        for result in results:
+            result.info = runtime
+        return results
+
+    def _context(self, computation: Computation, plan: Plan, args: Sequence[BackendData]) -> ExecutionContext:
+        """What the backend is told about this run: which arguments nobody else holds."""
+        if not computation.backend.donation:
+            return computation.context
+        self.donated = find_unshared(self.args, args)
+        return plan.context(self.donated, computation.context)
+
+    def _note_donated(self) -> None:
+        if self.donated:
+            metrics.count("Donated", len(self.donated))
+
+    def has_arguments(self) -> bool:
+        """Whether no argument is still on its way."""
+        return all(a.__class__ is not Future or a.has_value for a in self.args)
+
+    def _add_packs(self, plan: Plan, args: list[Any]) -> None:
+        """Add to the values of the plan's leaves the packs of numbers: together what ``execute`` gets."""
+        backend, device = self.runtime.backend, self.runtime.device
+        for positions, source, dtype in (
+            (plan.singles, self.numbers, torch.float32),
+            (plan.doubles, self.numbers, torch.float64),
+            (plan.keys, self.keys, torch.int64),
+        ):
+            if positions:
+                packed = torch.tensor([source[at] for at in positions], dtype=dtype)
+                args.append(backend.to_device(packed, device))
+
+    # -- on the backend's own queue --------------------------------------------------------------------------
+    def start(self) -> bool:
+        """Have the backend begin, if it can, what promises were made of. Raises :class:`ExecutionError`."""
+        plan, computation = self.plan, self.computation
+        assert plan is not None
+        assert computation is not None
+        args = [a.data if a.__class__ is Future else a for a in self.args]
+        if None in args:  # to be run on the thread, or failed
+            return False
+        self._add_packs(plan, args)
+        with self.runtime.queue.running:
+            context = self._context(computation, plan, args)
+            try:
+                started = computation.backend.start(computation.handle, args, context)
+            except Exception as error:
+                raise execution_error(computation, error) from error
+            if started is None:
+                self.donated = frozenset()
+                return False
+        results, started.results = started.results, ()  # nothing but the promises is to hold them
+        for future, result in zip(self.futures, plan.select(self.wanted, results), strict=True):
+            future.data, result.info = result, self.runtime
+        self.started, self.state = started, State.STARTED
+        metrics.count("Execute")
+        metrics.count("AsyncExecute")
+        self._note_donated()
+        return True
+
+    def collect(self) -> None:
+        """Wait for what was started; an error is kept for whoever needs a value. Two threads may do so at once."""
+        started = self.started
+        assert started is not None
+        try:
+            seconds = started.wait()
+        except Exception as error:
+            if self.state is State.STARTED:
+                assert self.computation is not None
+                failed = execution_error(self.computation, error)
+                failed.__cause__ = error
+                self.fail(failed)
+                self.runtime.queue.failed.append(self)
+            return
+        # Each of these does no harm when another thread does it, too.
+        first = self.state is State.STARTED
+        for future in self.futures:
+            future.job = None
+        self.state = State.DONE
+        self.futures, self.args = [], []
+        if first:
+            assert self.computation is not None
+            self.computation.seconds = seconds
+            metrics.metrics.add_time("ExecuteTime", seconds)
+            metrics.metrics.add_time("AsyncExecuteTime", seconds)
+
+    # -- promises --------------------------------------------------------------------------------------------
+    def promise(self, owners: Iterable[Sequence[LazyTensor]], specs: Iterable[TensorSpec]) -> None:
+        """Give handles values that this job will bring: ``owners`` has, in the order of ``wanted``, those of each."""
+        for handles, spec in zip(owners, specs, strict=True):
+            future = Future(self, spec)
+            self.futures.append(future)
+            for handle in handles:
+                handle.value, handle.spec = future, spec
+
+    def deliver(self, outcomes: Sequence[BackendData | TorchportError]) -> None:
+        """Keep every promise, in the order of ``wanted``; the job lets go of what it held."""
+        for future, outcome in zip(self.futures, outcomes, strict=True):
+            future.settle(outcome)
+        self.futures, self.args = [], []
+
+    def keep(self, results: Sequence[BackendData]) -> None:
+        """Keep every promise: the job has run."""
+        self.deliver(results)
+        self.state = State.DONE
+
+    def attempt(self) -> None:
+        """Run and deliver; an error is kept for whoever needs a value. After an interrupt it can be run again."""
+        try:
+            assert self.plan is not None
+            self.keep(self.plan.select(self.wanted, self.run()))
+        except TorchportError as error:
+            self.fail(error)
+        except BaseException as error:
+            self.interrupted(error)
+            raise
+
+    def interrupted(self, error: BaseException) -> None:
+        """Note that a run did not end: it can be repeated, unless inputs were given away and did not come back."""
+        if self.state is State.STARTED:
+            return
+        given = [self.args[at] for at in self.donated if at < len(self.args)]
+        kept = self.runtime.backend.restores_donated and all(value.has_value for value in given)
+        if self.donated and not kept:
+            self.fail(ExecutionError(f"it was interrupted ({type(error).__name__}) while its inputs were donated"))
+
+    def fail(self, error: TorchportError) -> None:
+        """Note that the job as a whole ended in an error."""
+        self.error = error
+        self.state = State.FAILED
+
+    def finish(self) -> None:
+        """Return when every value is there or its error known: waits for the worker, or does what is left to do."""
+        while self.futures and self.state is not State.DONE:
+            if self.state is State.STARTED:
+                self.runtime.queue.collect(self)
+                continue
+            if self.state in (State.QUEUED, State.RUNNING):
+                self.runtime.queue.wait_for(self)
+                continue
+            with lock:  # meanwhile the thread that made it may have started it
+                if self.state is State.HELD:
+                    self.attempt()
+                if self.state is State.FAILED and self.futures:
+                    self.runtime.replay(self)

@@ -1,0 +1,247 @@
+"""A device index bound to a backend: its queue, its generator, and what traces and jobs need of whoever runs them."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+from ..backend.builder import capture_of
+from ..backend.interface import Backend, BackendDevice
+from ..backend.registrar import registrar_of
+from ..backend.registry import note_used, registry, resolve_device
+from ..core import metrics
+from ..core.config import config
+from ..core.default_state import default_state
+from ..core.errors import BackendUnavailable, TorchportError
+from ..core.forks import guarded_lock, guarded_rlock
+from ..core.specs import CompileSpecs
+from ..trace.decide import AtOnce
+from ..trace.handle import LazyTensor
+from ..trace.threads import ThreadTraces, every_trace, threads
+from ..trace.trace import Trace, lock
+from ..trace.trie import Node
+from . import step_closures
+from .barriers import make_barrier
+from .flush import flush, is_known
+from .jobs import Job
+from .queue import queue_of, queues
+from .replay import replay
+from .values import settle
+
+__all__ = ["DeviceRuntime", "Runtimes", "default_backend", "rebind", "runtimes"]
+
+_SPLITMIX: Final = 0x9E3779B97F4A7C15
+_MASK64: Final = (1 << 64) - 1
+DEFAULT_SEED: Final = 67280421310721
+"""PyTorch's default seed (c10::detail ``default_rng_seed_val``)."""
+
+
+_generations = itertools.count(1)
+
+
+def mix64(value: int) -> int:
+    """SplitMix64's finaliser (Steele, Lea and Flood 2014) on an unsigned 64-bit integer."""
+    value &= _MASK64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return value ^ (value >> 31)
+
+
+class DeviceRuntime:
+    """One device index bound to one backend device. A new binding of the index is a new runtime."""
+
+    def __init__(self, index: int, backend: Backend, device: BackendDevice) -> None:
+        self.index = index
+        self.backend = backend
+        self.device = device
+        self.specs = CompileSpecs()
+        self.generation = next(_generations)
+        self.seed = DEFAULT_SEED
+        self.draws = 0
+        self.capture = capture_of(backend)
+        self._drawing = guarded_lock()
+        self.queue = queue_of(backend, device)
+        self.kernels = registrar_of(backend)
+        self.kernels.listen(self)
+        note_used(backend)
+
+    def forget_decisions(self) -> None:
+        """The backend's kernels have changed: traces start from an empty trie after what is pending."""
+        self.generation = next(_generations)
+        for trace in every_trace():
+            if trace.runtime is self and trace.cursor.parent is None:
+                trace.restart()
+
+    # -- what traces and jobs need --------------------------------------------------------------------------------
+    def settle(self, trace: Trace, handle: LazyTensor) -> None:
+        """Give a handle from elsewhere data on this runtime. Raises the error its computation ended in."""
+        settle(trace, handle)
+
+    def flush(self, trace: Trace, cause: str, read: int | None = None) -> TorchportError | None:
+        """Compute what is live and begin an empty trace; the first error."""
+        return flush(trace, cause, read)
+
+    def barrier(self, node: Node, decision: AtOnce) -> Callable[..., Any]:
+        """What runs a node's operator at once. Raises :class:`UnsupportedOp` where the policy forbids it."""
+        return make_barrier(self, node, decision)
+
+    def replay(self, job: Job) -> TorchportError | None:
+        """Run a failed job's operators one by one; the first error."""
+        return replay(job)
+
+    # -- random numbers ------------------------------------------------------------------------------------------
+    def next_key(self) -> int:
+        """The key of the next random operator, a signed 64-bit integer: a function of the seed and of the count."""
+        with self._drawing:
+            draw, self.draws = self.draws, self.draws + 1
+        return self._key(draw)
+
+    def _key(self, draw: int) -> int:
+        key = mix64(mix64(self.seed + _SPLITMIX) + draw * _SPLITMIX)
+        return key - (1 << 64) if key >> 63 else key
+
+    def take_back(self, key: int) -> None:
+        """The operator with this key was refused: the next one gets it, unless another thread has drawn meanwhile."""
+        with self._drawing:
+            if self.draws and self._key(self.draws - 1) == key:
+                self.draws -= 1
+
+    def __repr__(self) -> str:
+        return f"port:{self.index} ({self.backend.name} on {self.device})"
+
+
+class Runtimes:
+    """Which device index stands for which backend device. Index 0 is the default, bound on first use."""
+
+    def __init__(self) -> None:
+        self._by_index: list[DeviceRuntime | None] = [None]
+        self._lock = guarded_rlock()
+        self._seed = DEFAULT_SEED
+        self._seeded = False
+
+    def get(self, index: int) -> DeviceRuntime:
+        """The runtime of an index. Raises :class:`TorchportError` for an index nothing is bound to."""
+        with self._lock:
+            if index == 0 and self._by_index[0] is None:
+                self._by_index[0] = self._make(0, *default_backend())
+            runtime = self._by_index[index] if 0 <= index < len(self._by_index) else None
+        if runtime is None:
+            bound = ", ".join(repr(r) for r in self._by_index if r is not None) or "none yet"
+            raise TorchportError(
+                f"no backend is bound to port:{index}. Bound are: {bound}. "
+                "Write torchport.device('backend name') to get the device of a backend"
+            )
+        return runtime
+
+    def _make(self, index: int, backend: Backend, ordinal: int) -> DeviceRuntime:
+        with default_state():  # whatever the program has on where it first uses the device
+            runtime = DeviceRuntime(index, backend, resolve_device(backend, ordinal))
+            runtime.seed = self._seed
+            if self._seeded and all(other.backend is not backend for other in self.all()):
+                backend.seed(self._seed)  # as if it had been there when ``torch.manual_seed`` was called
+        return runtime
+
+    def bind(self, backend: Backend, ordinal: int = 0, least: int = 0) -> int:
+        """The index that stands for a backend's device, ``least`` or above; a new one if there is none yet."""
+        with self._lock:
+            self.get(0)
+            for runtime in self._by_index[least:]:
+                if runtime and runtime.backend is backend and runtime.device.ordinal == ordinal:
+                    return runtime.index
+            self._by_index.append(self._make(len(self._by_index), backend, ordinal))
+            return len(self._by_index) - 1
+
+    def use(self, backend: Backend, ordinal: int = 0, index: int = 0) -> DeviceRuntime:
+        """Bind an existing index. Values of the former binding move to the new one when they are next used."""
+        with self._lock:
+            current = self._by_index[index]
+            if current is None or current.backend is not backend or current.device.ordinal != ordinal:
+                self._by_index[index] = self._make(index, backend, ordinal)
+            runtime = self._by_index[index]
+            assert runtime is not None
+            return runtime
+
+    def all(self) -> list[DeviceRuntime]:
+        """Every bound runtime."""
+        return [runtime for runtime in self._by_index if runtime is not None]
+
+    @property
+    def count(self) -> int:
+        """How many indices exist; index 0 always does."""
+        return len(self._by_index)
+
+    def seed_all(self, seed: int) -> None:
+        """``torch.manual_seed``: also what devices bound later start from."""
+        self._seed, self._seeded = seed & _MASK64, True
+        for runtime in self.all():
+            runtime.seed, runtime.draws = self._seed, 0
+            runtime.backend.seed(self._seed)
+
+
+runtimes: Final = Runtimes()
+ThreadTraces.runner_of = staticmethod(runtimes.get)
+
+
+@atexit.register
+def _shut_down() -> None:
+    """Let every device end its work, and say which errors nobody has seen. Backends end after this.
+
+    What is pending is computed as far as that needs no compiling: nobody can read it any more.
+    """
+    try:
+        step_closures.finish()
+    except Exception as error:
+        print(f"torchport: a step closure raised {type(error).__name__}: {error}", file=sys.stderr)
+    for trace in threads.mine():
+        if is_known(trace):
+            flush(trace, "exit")
+    for queue in queues():
+        queue.stop()
+        error = queue.take_unseen()
+        if error is not None:
+            print(f"torchport: a computation failed, and its values were never used: {error}", file=sys.stderr)
+
+
+def _backend_metrics() -> dict[str, float]:
+    """The counters of every backend that was used, under its name."""
+    backends = {runtime.backend for runtime in runtimes.all()}
+    return {f"{backend.name}: {name}": value for backend in backends for name, value in backend.metrics().items()}
+
+
+metrics.metrics.sources.append(_backend_metrics)
+
+
+def default_backend() -> tuple[Backend, int]:
+    """The backend of port:0 when nobody chose one: ``config.backend``, else inductor, else reference."""
+    if config.backend:
+        return registry.get(config.backend), 0
+    try:
+        return registry.get("inductor"), 0
+    except TorchportError as error:
+        reason = str(error)
+    try:
+        backend = registry.get("reference")
+    except TorchportError as error:
+        raise BackendUnavailable(f"no backend can run: {reason}; {error}") from error
+    # Said once per process, to people: a warning would break programs that turn warnings into errors.
+    print(f"torchport: using the 'reference' backend for port:0 ({reason})", file=sys.stderr)
+    metrics.count("DefaultBackendFallback")
+    return backend, 0
+
+
+def rebind(backend: Backend, ordinal: int = 0, index: int = 0) -> None:
+    """Bind an existing index to another backend: pending values are computed on the former one first.
+
+    Call it while no other thread traces on that index.
+    """
+    with lock:
+        former = [trace for trace in every_trace() if trace.index == index]
+        for trace in former:
+            flush(trace, "rebind")
+        runtime = runtimes.use(backend, ordinal, index)
+        for trace in former:
+            trace.runtime = runtime
+            trace.restart()

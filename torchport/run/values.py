@@ -1,0 +1,168 @@
+"""Values: what a handle comes to, on the device and on the host; a value that is pending is computed first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..backend.interface import BackendData
+from ..core import metrics
+from ..core.default_state import default_state
+from ..core.errors import ExecutionError
+from ..core.specs import TensorSpec
+from ..trace.finalizers import refuse_computing, without_collecting
+from ..trace.handle import LazyTensor, make_handle
+from ..trace.pool import release
+from ..trace.threads import threads
+from ..trace.trace import Runner, Trace, lock, owners
+from ..trace.trie import SPAN
+from .flush import flush
+from .future import resolve
+from .jobs import Job, on_device_thread
+from .plans import make_plan
+
+if TYPE_CHECKING:
+    from .runtime import DeviceRuntime
+
+__all__ = ["host_tensor", "is_dense", "leaf_from_data", "leaf_from_host", "settle", "value_of"]
+
+
+def settle(trace: Trace, tensor: LazyTensor) -> None:
+    """Give a value from elsewhere (another trace, a former binding of the index) data on this trace's runtime.
+
+    Raises the error its computation ended in, if it did.
+    """
+    compute(tensor)
+    value = tensor.value
+    assert value is not None
+    if value.info is trace.runtime:
+        return
+    value = resolve(tensor)
+    if value.info is not trace.runtime:
+        former: Runner = value.info  # type: ignore[assignment]
+        if former.backend is trace.runtime.backend and former.device == trace.runtime.device:
+            value.info = trace.runtime
+            return
+        metrics.count("Moved")
+        value.exported = True
+        moved = trace.runtime.backend.to_device(former.backend.from_device(value), trace.runtime.device)
+        moved.info, moved.exported = trace.runtime, True
+        tensor.value = moved
+
+
+def compute(tensor: LazyTensor) -> None:
+    """Have a value on its way that is pending in a trace. Raises the error its computation ended in, if known."""
+    if tensor.value is not None:
+        return
+    if tensor.failure is not None:
+        raise tensor.failure
+    refuse_computing()
+    owner = owners.get(tensor.number // SPAN)
+    if owner is None:
+        with lock:  # its thread may have been about to give it a value
+            if tensor.failure is not None:
+                raise tensor.failure
+            if tensor.value is not None:
+                return
+        raise ExecutionError("the value was lost: the thread that traced it has ended before it was computed")
+    if on_device_thread():
+        raise ExecutionError("a finalizer on the device's own thread cannot compute values that are pending")
+
+    if threads.owns(owner):
+        flush(owner, "read", tensor.number)
+    else:
+        _compute_alone(owner, tensor)
+    if tensor.failure is not None:
+        raise tensor.failure
+
+
+def _compute_alone(owner: Trace, tensor: LazyTensor) -> None:
+    """Compute one value of another thread's trace without touching that trace, which may be growing right now."""
+    with lock, without_collecting:
+        if tensor.value is not None or tensor.failure is not None:
+            return
+        node, number = owner.cursor, tensor.number
+        metrics.count("Flush: thread")
+        with default_state():
+            specs = [leaf.spec or TensorSpec.of(leaf) for leaf in owner.leaves]
+            runtime: DeviceRuntime = owner.runtime  # type: ignore[assignment]
+            plan = make_plan(runtime, node.path(), (number,), specs)
+            (result,) = Job.of_trace(owner, plan, (number,)).run()
+        release(tensor)
+        owner.computed.append(tensor)  # its number ends with the trace
+        tensor.value, tensor.spec = result, plan.specs[0]
+
+
+def value_of(tensor: LazyTensor, trace: Trace) -> BackendData:
+    """The data of a handle on the trace's runtime, computed if pending."""
+    if tensor.value is None or tensor.value.info is not trace.runtime:
+        settle(trace, tensor)
+    return resolve(tensor)
+
+
+# -- the host ----------------------------------------------------------------------------------------------------
+def host_tensor(tensor: LazyTensor) -> torch.Tensor:
+    """The value as a CPU tensor with the handle's strides. It may share the device's memory: do not write."""
+    compute(tensor)
+    value = resolve(tensor)
+    runtime: Runner = value.info  # type: ignore[assignment]
+    value.exported = True
+    start = perf_counter()
+    try:
+        result = runtime.backend.from_device(value)
+    except Exception as error:
+        raise _transfer_failed(runtime, "to the host", error) from error
+    metrics.metrics.add_time("TransferFromDeviceTime", perf_counter() - start)
+    strides = tensor.stride()
+    if result.stride() == strides or not result.numel():
+        return result
+    if is_dense(tensor.shape, strides):
+        return torch.empty_strided(result.shape, strides, dtype=result.dtype).copy_(result)
+    return result.contiguous()
+
+
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether the strides are the row-major ones of some permutation of the dimensions."""
+    step = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
+        if stride != step:
+            return False
+        step *= size
+    return True
+
+
+def _transfer_failed(runtime: Runner, way: str, error: Exception) -> ExecutionError:
+    return ExecutionError(
+        f"backend {runtime.backend.name!r} failed to copy a tensor {way}: {type(error).__name__}: {error}"
+    )
+
+
+def leaf_from_data(runtime: Runner, data: BackendData) -> LazyTensor:
+    """A handle whose value is there already."""
+    handle = make_handle(data.spec, runtime.index)
+    data.info, data.exported = runtime, True
+    handle.value = data
+    return handle
+
+
+def leaf_from_host(runtime: Runner, tensor: torch.Tensor, private: bool = False) -> LazyTensor:
+    """A handle with a CPU tensor's value. The tensor is the device's from now on; pass a copy if others may write.
+
+    ``private``: nobody else can read its memory either, so it may be donated.
+    """
+    start = perf_counter()
+    if tensor._is_zerotensor():  # what forward-mode differentiation makes of a missing tangent, without memory
+        tensor = torch.zeros(tensor.shape, dtype=tensor.dtype)
+    try:
+        data = runtime.backend.to_device(tensor, runtime.device)
+    except Exception as error:
+        raise _transfer_failed(runtime, "to the device", error) from error
+    metrics.count("TransferToDevice")
+    metrics.metrics.add_time("TransferToDeviceTime", perf_counter() - start)
+    handle = make_handle(TensorSpec.of(tensor), runtime.index)
+    data.info, data.exported = runtime, not private
+    handle.value = data
+    return handle

@@ -1,0 +1,141 @@
+"""Who runs an op: one numbered list, at one place. The answer is remembered in the trie.
+
+1. a kernel the backend registered for the operator, as the dispatcher's table for its component says;
+2. capture into the graph, where the backend supports what the operator lowers to;
+3. (part of 2) a decomposition, the backend's own first, then PyTorch's core ATen ones, into supported operators;
+4. the backend's boxed fallback kernel, for what no graph of static shapes can hold;
+5. the host, counted, as far as ``config.fallback`` allows;
+6. an error that says what was tried.
+
+Here is decided, not run: 1, 4 and 5 are an :class:`AtOnce`, which the trace's runner makes a barrier of.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ..backend.builder import Refused
+from ..backend.decompositions import DECOMPOSE
+from ..backend.infer import DataDependent, Inferred, NoShapeRule, infer_as_on_cpu
+from ..backend.lowering import view_form
+from ..backend.random import is_random
+from ..core.errors import UnsupportedOp
+from ..core.frames import user_line
+from ..core.specs import TensorSpec
+from .graph import build_graph
+from .trace import Runner
+from .trie import Leaf, Node, Value, is_template, single_op
+
+__all__ = ["AtOnce", "decide", "refusal"]
+
+
+@dataclass(frozen=True, slots=True)
+class AtOnce:
+    """The op is not captured: ``kernel``, one of the backend's, runs it at once, or the host where that is ``None``.
+
+    ``reason``: why the backend cannot have it in a graph. ``seeded``: it draws numbers, from CPU's generator, which
+    gets the device's next key as its seed.
+    """
+
+    kernel: Callable[..., Any] | None = None
+    reason: str = ""
+    seeded: bool = False
+
+
+def decide(runner: Runner, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Inferred | AtOnce:
+    """The results of capturing the op, or that it is run at once instead.
+
+    ``args`` and ``kwargs`` hold a :class:`TensorSpec` where the op has a tensor. Raises what shape inference raises.
+    """
+    kernel = runner.kernels.kernel(node.op)
+    if kernel is not None:
+        return AtOnce(kernel)
+    if node.op in _OF_STRIDES:
+        _refuse_repetition(node.op, *args[_OF_STRIDES.index(node.op) :][:2])
+    if _draws_on_the_host(node.op):
+        return _boxed_or_host(
+            runner, node, "it draws random numbers of a kind the device has no formula for", seeded=True
+        )
+    try:
+        inferred = infer_as_on_cpu(DECOMPOSE.get(node.op) or view_form(node.op), args, kwargs)
+    except (DataDependent, NoShapeRule) as error:
+        return _boxed_or_host(runner, node, str(error))
+    if not runner.capture.takes_all:
+        reason = refusal(runner, *_alone(node, inferred, args, kwargs))
+        if reason is not None:
+            return AtOnce(reason=reason)
+    return inferred
+
+
+def refusal(runner: Runner, node: Node, specs: Sequence[TensorSpec]) -> str | None:
+    """Why the backend cannot have the op in a graph, or ``None`` if it can.
+
+    ``node`` is a path of its own whose leaves have these specs. An unsupported operator is replaced by its
+    decomposition, the backend's own or PyTorch's core ATen one, if what that gives is supported.
+    """
+    outputs = [number for number, spec in enumerate(node.specs) if spec is not None]
+    try:
+        build_graph([node], outputs, specs, runner.capture, strict=True)
+    except Refused as refused:
+        return refused.reason
+    return None
+
+
+_OF_STRIDES = (torch.ops.aten.empty_strided.default, torch.ops.aten.new_empty_strided.default)
+"""Operators whose sizes and strides stand at the place that they have here, and at the next."""
+
+
+def _refuse_repetition(op: Any, sizes: Sequence[int], strides: Sequence[int]) -> None:
+    """Elements that share memory are views of something on this device; here there is nothing they could be of."""
+    if any(step == 0 and size > 1 for size, step in zip(sizes, strides, strict=False)):
+        raise UnsupportedOp(
+            "a tensor that shows an element more than once is a view of one that holds it; write "
+            "torch.empty(…).expand(…)",
+            op=str(op),
+            source=user_line(),
+        )
+
+
+def _draws_on_the_host(op: Any) -> bool:
+    """Whether the op draws random numbers of a kind the device has no formula for."""
+    # Fused attention draws only under dropout, which the device never asks of it.
+    return (
+        torch.Tag.nondeterministic_seeded in op.tags
+        and not is_random(op)
+        and not op.name().startswith("aten::_scaled_dot_product")
+    )
+
+
+def _boxed_or_host(runner: Runner, node: Node, reason: str, seeded: bool = False) -> AtOnce:
+    """The backend's boxed kernel, else the host."""
+    boxed = runner.kernels.boxed
+    kernel = None if boxed is None else functools.partial(_boxed, boxed, node.op)
+    return AtOnce(kernel, reason, seeded)
+
+
+def _boxed(fn: Callable[..., Any], op: Any, *args: Any, **kwargs: Any) -> Any:
+    return fn(op, args, kwargs)
+
+
+def _alone(
+    node: Node, inferred: Inferred, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Node, list[TensorSpec]]:
+    """The op as a path of its own, each tensor argument a leaf, and the leaves' specs."""
+    templates = tree_leaves((list(node.args), dict(node.kwargs)), is_leaf=is_template)
+    given = tree_leaves((list(args), dict(kwargs)), is_leaf=lambda v: isinstance(v, TensorSpec))
+    position_of: dict[Any, int] = {}
+    specs: list[TensorSpec] = []
+    for template, spec in zip(templates, given, strict=False):
+        key = ("leaf" if template.__class__ is Leaf else "value", getattr(template, "number", None))
+        if template.__class__ in (Leaf, Value) and key not in position_of:
+            position_of[key] = len(specs)
+            specs.append(spec)
+    alone = single_op(node, position_of)
+    alone.specs, alone.container, alone.end = inferred.specs, inferred.container, len(inferred.specs)
+    return alone, specs

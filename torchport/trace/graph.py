@@ -1,0 +1,202 @@
+"""From a path in the trie to an FX graph in normal form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_iter, tree_map
+
+from ..backend.builder import Capture, GraphBuilder
+from ..backend.random import RANDOM
+from ..core.errors import GraphError
+from ..core.specs import TensorSpec
+from .trie import HostScalar, Leaf, Node, Number, RandomKey, Value, is_template
+
+__all__ = ["TraceGraph", "build_graph", "inputs_of", "needed"]
+
+aten = torch.ops.aten
+_WIDE: Final = {torch.float64, torch.complex128}
+
+
+@dataclass(slots=True)
+class TraceGraph:
+    """A graph and where its inputs come from, in placeholder order.
+
+    ``leaves`` are positions in the trace's leaves; then come, if not empty, the float32 and float64 numbers and the
+    random keys, each packed into one 1-D tensor, as positions in the trace's numbers and keys.
+    """
+
+    module: fx.GraphModule
+    leaves: tuple[int, ...]
+    singles: tuple[int, ...]
+    doubles: tuple[int, ...]
+    keys: tuple[int, ...]
+
+
+def inputs_of(node: Node) -> list[tuple[str, int]]:
+    """What a node uses, each once: ``("leaf", position)`` or ``("value", number)``."""
+    found: list[tuple[str, int]] = []
+    for template in tree_iter((node.args, node.kwargs), is_leaf=is_template):
+        if template.__class__ is Leaf:
+            found.append(("leaf", template.number))
+        elif template.__class__ is Value:
+            found.append(("value", template.number))
+    return list(dict.fromkeys(found))
+
+
+def needed(path: Sequence[Node], outputs: Iterable[int]) -> list[Node]:
+    """The nodes of a path that the values with these numbers depend on, in its order."""
+    wanted = set(outputs)
+    kept: list[Node] = []
+    for node in reversed(path):
+        if any(number in wanted for number in range(node.number, node.end)):
+            kept.append(node)
+            wanted.update(number for kind, number in inputs_of(node) if kind == "value")
+    kept.reverse()
+    return kept
+
+
+class _TraceBuilder:
+    """Builds one graph for the given outputs of a trace path."""
+
+    def __init__(self, path: Sequence[Node], leaf_specs: Sequence[TensorSpec], builder: GraphBuilder) -> None:
+        self.path = path
+        self.leaf_specs = leaf_specs
+        self.b = builder
+        self.values: dict[int, Any] = {}
+        self.leaves: dict[int, fx.Node] = {}
+        self.packs: dict[str, tuple[fx.Node, dict[int, int]]] = {}
+        self.contiguous = {
+            node.number + offset: spec.is_contiguous
+            for node in path
+            for offset, spec in enumerate(node.specs)
+            if spec is not None
+        }
+
+    # -- which inputs are needed -------------------------------------------------------------------------
+    def declare_inputs(self, nodes: Sequence[Node], donated: Set[int]) -> TraceGraph:
+        """Placeholders for what the nodes use, and the record of where each comes from."""
+        leaves: set[int] = set()
+        singles: set[int] = set()
+        doubles: set[int] = set()
+        keys: set[int] = set()
+        for node in nodes:
+            wide = self._is_wide(node)
+            for template in tree_iter((node.args, node.kwargs), is_leaf=is_template):
+                if isinstance(template, HostScalar):
+                    template = template.value
+                if isinstance(template, Leaf):
+                    leaves.add(template.number)
+                elif isinstance(template, Number):
+                    (doubles if wide else singles).add(template.number)
+                elif isinstance(template, RandomKey):
+                    keys.add(template.number)
+        for position in sorted(leaves):
+            self.leaves[position] = self.b.placeholder(f"arg{position}", self.leaf_specs[position])
+            if position in donated:
+                self.leaves[position].meta["donated"] = True
+        kinds = (("singles", singles, torch.float32), ("doubles", doubles, torch.float64), ("keys", keys, torch.int64))
+        for name, positions, dtype in kinds:
+            if positions:
+                spec = TensorSpec((len(positions),), dtype, (1,))
+                places = {position: place for place, position in enumerate(sorted(positions))}
+                self.packs[name] = self.b.placeholder(name, spec), places
+        unused = fx.GraphModule(torch.nn.Module(), fx.Graph())
+        ordered = [tuple(sorted(p)) for p in (leaves, singles, doubles, keys)]
+        return TraceGraph(unused, *ordered)
+
+    def _is_wide(self, node: Node) -> bool:
+        """Whether the node computes in double precision, so that its numbers must come as float64."""
+        if any(spec is not None and spec.dtype in _WIDE for spec in node.specs):
+            return True
+        return any(isinstance(t, HostScalar) and t.dtype in _WIDE for t in tree_iter(node.args, is_leaf=is_template))
+
+    # -- one traced op ---------------------------------------------------------------------------------------
+    def _packed(self, pack: str, position: int) -> fx.Node:
+        node, places = self.packs[pack]
+        return self.b(aten.select.int, node, 0, places[position])
+
+    def _argument(self, template: Any, wide: bool) -> Any:
+        if isinstance(template, Leaf):
+            return self.leaves[template.number]
+        if isinstance(template, Number):
+            return self._packed("doubles" if wide else "singles", template.number)
+        if isinstance(template, RandomKey):
+            return self._packed("keys", template.number)
+        if isinstance(template, Value):
+            return self.values[template.number]
+        if isinstance(template, HostScalar):
+            return self.b.cast(self._argument(template.value, wide), template.dtype)
+        return template
+
+    def emit(self, node: Node) -> None:
+        """Add one traced op to the graph."""
+        b = self.b
+        b.debug_handle, b.source = node.depth, node.source
+        wide = self._is_wide(node)
+        args, kwargs = tree_map(
+            lambda t: self._argument(t, wide), (list(node.args), dict(node.kwargs)), is_leaf=is_template
+        )
+        result = self._lower(node, args, kwargs)
+        for offset, spec in enumerate(node.specs):
+            if spec is not None:
+                one = result if node.container is None else b.item(result, offset)
+                self.values[node.number + offset] = self._checked(node, one, spec)
+
+    def _lower(self, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        b, op = self.b, node.op
+        if op in RANDOM:
+            kwargs = {k: v for k, v in kwargs.items() if k not in {"device", "layout", "pin_memory", "generator"}}
+            return RANDOM[op](b, kwargs.pop("random_key"), node.specs[0], *args, **kwargs)
+        return b.lower(op, node.specs, args, kwargs)
+
+    def _checked(self, node: Node, made: fx.Node, spec: TensorSpec) -> fx.Node:
+        """The value with the dtype the trace promised. Raises :class:`GraphError` on another shape."""
+        value = self.b.val(made)
+        if tuple(value.shape) != spec.shape:
+            raise GraphError(f"{node.op} was traced as {spec} but lowers to {TensorSpec.of(value)} ({node.source})")
+        return self.b.cast(made, spec.dtype)
+
+    # -- outputs ---------------------------------------------------------------------------------------------
+    def outputs(self, numbers: Sequence[int]) -> list[fx.Node]:
+        """The output nodes; what would share memory with an input or another output is cloned."""
+        results: list[fx.Node] = []
+        for number in numbers:
+            node = self.values[number]
+            if self.contiguous.get(number) and not self.b.val(node).is_contiguous():
+                # A later trace takes the value as a leaf, and may view it as contiguous memory.
+                node = self.b(aten.clone.default, node, memory_format=torch.contiguous_format)
+            results.append(node)
+        return self.b.separate(results)
+
+
+def build_graph(
+    path: Sequence[Node],
+    outputs: Sequence[int],
+    leaf_specs: Sequence[TensorSpec],
+    capture: Capture,
+    strict: bool = False,
+    donated: Set[int] = frozenset(),
+) -> TraceGraph:
+    """The graph in normal form that computes the values numbered ``outputs`` at the end of a trace path.
+
+    ``strict``: raise :class:`~torchport.backend.builder.Refused` for what the backend does not take in any form.
+    ``donated``: leaves that are likely to be donated, whose placeholders get ``meta["donated"]``.
+    Time and memory are linear in the path's length.
+    """
+    builder = GraphBuilder(capture, strict)
+    trace_builder = _TraceBuilder(path, leaf_specs, builder)
+    nodes = needed(path, outputs)
+    made = trace_builder.declare_inputs(nodes, donated)
+    for node in nodes:
+        trace_builder.emit(node)
+    results = trace_builder.outputs(outputs)
+    output = builder.graph.output(tuple(results))
+    output.meta["val"] = tuple(builder.val(node) for node in results)
+    builder.graph.eliminate_dead_code()
+    made.module = fx.GraphModule(torch.nn.Module(), builder.graph)
+    return made

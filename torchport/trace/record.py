@@ -1,0 +1,302 @@
+"""What a first-time op costs: decide who runs it, infer what it returns, and add a node to the trie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ..backend.random import is_random
+from ..core.config import config
+from ..core.default_state import default_state
+from ..core.errors import DeviceMismatch
+from ..core.frames import user_line
+from ..core.specs import TensorSpec
+from .decide import AtOnce, decide
+from .eager import EagerTrace
+from .finalizers import without_collecting
+from .handle import LazyTensor, intern_spec, make_handle, make_template, shown_spec
+from .keys import leaf
+from .layouts import kind_of, refusal
+from .pool import fill_pool, new_handle
+from .trace import CHECKPOINT_EVERY, Trace, lock
+from .trie import FOREIGN_DEVICE, LEAF, NONE, HostScalar, Leaf, Node, Number, RandomKey, Value, Varying
+from .wrapping import unwrap, wrap
+
+if TYPE_CHECKING:
+    from ..backend.infer import Inferred
+    from .kernels import Kernel
+
+__all__ = ["emit", "record"]
+
+
+# -- recording ---------------------------------------------------------------------------------------------------
+def record(trace: Trace, kernel: Kernel, key: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Handle an op the trie has not seen at this place.
+
+    Raises what PyTorch's own shape inference raises for wrong arguments, and :class:`DeviceMismatch`,
+    with the operator and the user's line as notes; the trace is then as if the op had not been called.
+    """
+    if trace.index == 0 and (index := _index_of_wrapper(args)):
+        # Below functionalization, PyTorch's dispatcher looks for what is on other indices at a key that wrappers lack.
+        _Mark(trace, key, is_random(kernel.op)).undo()
+        return kernel.indexed(kernel.trace_of(index), *args, **kwargs)
+    if isinstance(trace, EagerTrace):
+        return trace.at_once(
+            key, lambda node: emit(trace, node, args, kwargs), lambda: _record(trace, kernel, key, args, kwargs)
+        )
+    return _record(trace, kernel, key, args, kwargs)
+
+
+def _index_of_wrapper(args: Sequence[Any]) -> int:
+    """The index above 0 of an operator's first tensor, if that is in a wrapper; else 0."""
+    for value in args:
+        first = value[0] if isinstance(value, (list, tuple)) and value else value
+        if isinstance(first, torch.Tensor):
+            return unwrap(first).get_device() if torch._is_functional_tensor(first) else 0
+    return 0
+
+
+def _record(trace: Trace, kernel: Kernel, key: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    with lock, without_collecting:
+        mark = _Mark(trace, key, is_random(kernel.op))
+        parts = [(a.is_list, key[a.part]) for a in kernel.arguments if a.holds_tensors and a.part is not None]
+        if any(_is_strayed(trace, part if is_list else [part]) for is_list, part in parts):
+            # A pending value of another thread or of a former binding: it becomes a leaf, and the key is made again.
+            mark.undo()
+            for tensor in _handles((args, kwargs)):
+                if not trace.holds(tensor.number) and leaf(trace, tensor) is FOREIGN_DEVICE:
+                    raise _mismatch(trace, kernel.op, tensor)
+            call = kernel.fast if trace.index == 0 else kernel.indexed
+            return call(*(() if trace.index == 0 else (trace,)), *args, **kwargs)
+        try:
+            with default_state():
+                node = _make_node(trace, kernel, key, args, kwargs, mark)
+        except BaseException as error:
+            mark.undo()
+            if not isinstance(error, DeviceMismatch):
+                error.add_note(f"torchport: while tracing {kernel.op}")
+                error.add_note(f"torchport: called at {user_line()}")
+            raise
+        trace.cursor.children[key] = node
+        trace.nodes += 1
+    return emit(trace, node, args, kwargs)
+
+
+def _flat(key: Any) -> Any:
+    for part in key:
+        if part.__class__ is tuple:
+            yield from _flat(part)
+        else:
+            yield part
+
+
+def _is_strayed(trace: Trace, part: Sequence[Any]) -> bool:
+    """Whether one of the key parts of tensors is a number of another thread's trace."""
+    return any(number.__class__ is int and not trace.holds(number) for number in part)
+
+
+def _handles(value: Any) -> list[LazyTensor]:
+    leaves: list[Any] = tree_leaves(value)
+    return [inner for x in leaves if isinstance(x, torch.Tensor) and isinstance(inner := unwrap(x), LazyTensor)]
+
+
+class _Mark:
+    """How far leaves, numbers and keys had come before an op's key was made, to go back to if the op is refused."""
+
+    def __init__(self, trace: Trace, key: tuple[Any, ...], random: bool) -> None:
+        parts = list(_flat(key))
+        self.trace = trace
+        self.leaves = len(trace.leaves) - sum(isinstance(part, TensorSpec) for part in parts)
+        self.numbers = len(trace.numbers) - sum(part.__class__ is Varying for part in parts)
+        self.keys = len(trace.keys) - random
+        self.random = random
+
+    def undo(self) -> None:
+        trace = self.trace
+        for tensor in trace.leaves[self.leaves :]:
+            del trace.leaf_numbers[id(tensor)]
+            tensor.number = NONE
+        del trace.leaves[self.leaves :]
+        first = trace.base + LEAF + self.leaves
+        for handle in trace.made:  # another handle of such a leaf's value has the leaf's number, and is kept there
+            if handle.number >= first and trace.holds(handle.number):
+                handle.number = NONE
+        del trace.numbers[self.numbers :]
+        if self.random:
+            trace.runtime.take_back(trace.keys[self.keys])
+            del trace.keys[self.keys :]
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------
+class _Call:
+    """An op's arguments twice, from its trace key: as templates for the node, and for shape inference.
+
+    The key says everything about the call except the values of varying numbers; parts are in schema order.
+    """
+
+    def __init__(self, trace: Trace, kernel: Kernel, mark: _Mark) -> None:
+        self.trace = trace
+        self.op = kernel.op
+        self.next_leaf = mark.leaves
+        self.next_number = mark.numbers
+        self.args: list[Any] = []
+        self.kwargs: dict[str, Any] = {}
+        self.infer_args: list[Any] = []
+        self.infer_kwargs: dict[str, Any] = {}
+
+    @classmethod
+    def of(
+        cls,
+        trace: Trace,
+        kernel: Kernel,
+        key: tuple[Any, ...],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        mark: _Mark,
+    ) -> _Call:
+        """Decode a key. Raises :class:`DeviceMismatch`."""
+        call = cls(trace, kernel, mark)
+        for position, argument in enumerate(kernel.arguments):
+            given = kwargs[argument.name] if argument.kwarg_only else args[position]
+            if argument.part is None:
+                shape_only = argument.is_device and kernel.is_factory
+                template, inferred = None, torch.device("cpu") if shape_only else None
+            elif argument.holds_tensors:
+                template, inferred = call._tensor_argument(key[argument.part], given)
+            else:
+                template, inferred = call._other(key[argument.part], given), given
+            if not argument.kwarg_only:
+                call.args.append(template)
+                call.infer_args.append(inferred)
+            elif inferred is not None or template is not None or not argument.has_default:
+                call.kwargs[argument.name] = template
+                call.infer_kwargs[argument.name] = inferred
+        return call
+
+    def _tensor_argument(self, part: Any, given: Any) -> tuple[Any, Any]:
+        if not isinstance(given, (list, tuple)):
+            return self._tensor(part, given)
+        pairs = [self._tensor(p, g) for p, g in zip(part, given, strict=True)]
+        return [template for template, _ in pairs], [inferred for _, inferred in pairs]
+
+    def _tensor(self, part: Any, given: Any) -> tuple[Any, Any]:
+        if part is None:
+            return None, None
+        if part.__class__ is int:
+            leaf_at = part - self.trace.base - LEAF
+            return Leaf(leaf_at) if leaf_at >= 0 else Value(part), TensorSpec.of(given)
+        if isinstance(part, TensorSpec):
+            self.next_leaf += 1
+            return Leaf(self.next_leaf - 1), shown_spec(part)
+        if part is FOREIGN_DEVICE:
+            raise _mismatch(self.trace, self.op, given)
+        if part.__class__ is tuple and isinstance(part[0], torch.dtype):
+            dtype, inner = part
+            template = self._number(inner)
+            held = HostScalar(dtype, template)
+            return held, given
+        return self._number(part), given
+
+    def _number(self, part: Any) -> Any:
+        if part.__class__ is Varying:
+            self.next_number += 1
+            return Number(self.next_number - 1)
+        value, kind = part
+        return kind(value) if kind is float or kind is complex else value
+
+    def _other(self, part: Any, given: Any) -> Any:
+        """The template of an argument that is no tensor: itself, with varying numbers cut out."""
+        if part.__class__ is Varying:
+            return self._number(part)
+        if part.__class__ is tuple and any(p.__class__ is Varying for p in part):
+            return [self._number(p) if p.__class__ is Varying else g for p, g in zip(part, given, strict=True)]
+        return list(given) if isinstance(given, (list, tuple)) else given
+
+
+def _mismatch(trace: Trace, op: Any, given: torch.Tensor) -> DeviceMismatch:
+    here = f"port:{trace.index}"
+    if given.layout is not torch.strided:
+        return DeviceMismatch(refusal(kind_of(given.layout)), op=str(op), source=user_line())
+    if str(unwrap(given).device) == here:
+        # Handles below functionalization are no wrappers; only Python code that runs down there mixes the two.
+        return DeviceMismatch(
+            f"a tensor of {here} is not in the form that operators take there: the Python code of a custom operator "
+            "(torch.library.custom_op) uses tensors that it made itself; call that code as a plain function instead",
+            op=str(op),
+            source=user_line(),
+        )
+    return DeviceMismatch(
+        f"expected all tensors to be on the same device, but found at least two devices, {here} and "
+        f"{unwrap(given).device}; move the tensor with .to({here!r})",
+        op=str(op),
+        source=user_line(),
+    )
+
+
+def _make_node(
+    trace: Trace, kernel: Kernel, key: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any], mark: _Mark
+) -> Node:
+    call = _Call.of(trace, kernel, key, args, kwargs, mark)
+    node = Node(trace.cursor, key, kernel.op)
+    node.args, node.kwargs, node.source = call.args, call.kwargs, user_line()
+    node.is_factory = kernel.is_factory
+    if is_random(kernel.op):
+        node.kwargs["random_key"] = RandomKey(mark.keys)
+    decision = decide(trace.runtime, node, call.infer_args, call.infer_kwargs)
+    if isinstance(decision, AtOnce):
+        node.barrier = trace.runtime.barrier(node, decision)
+    else:
+        _describe_outputs(node, decision, trace.index)
+    return node
+
+
+def _describe_outputs(node: Node, inferred: Inferred, index: int) -> None:
+    """Specs, numbers and templates of a node's results."""
+    node.container = inferred.container
+    node.specs = tuple(None if spec is None else intern_spec(spec) for spec in inferred.specs)
+    node.end = node.number + len(node.specs)
+    if index == 0:
+        node.templates = tuple(None if spec is None else make_template(spec) for spec in node.specs)
+    plain = not node.is_factory and node.depth % CHECKPOINT_EVERY != 0
+    if plain and node.templates:
+        if node.container is not None:
+            node.ready = node.container([None] * len(node.specs))
+        for offset, spec in enumerate(node.specs):
+            if spec is not None:
+                fill_pool(node, offset)
+
+
+# -- emitting ----------------------------------------------------------------------------------------------------
+def emit(trace: Trace, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Everything a kernel's one-tensor path does not do: several results, factories, barriers, checkpoints."""
+    if node.barrier is not None:
+        made = node.barrier(trace, node, args, kwargs)
+        return tree_map_only(LazyTensor, wrap, made) if node.is_factory else made
+    trace.cursor = node
+    if node.ready is not None:  # a node just recorded
+        return node.ready
+    results: list[Any] = []
+    for offset, spec in enumerate(node.specs):
+        result = None
+        if spec is not None:
+            result = new_handle(node, offset) if trace.index == 0 else make_handle(spec, trace.index)
+            result.number = node.number + offset
+            trace.keep(result)
+        results.append(result)
+    if node.is_factory:
+        results = [wrap(result) for result in results]
+    if node.depth % CHECKPOINT_EVERY == 0:
+        checkpoint(trace)
+    if node.container is None:
+        return results[0]
+    return node.container(results)
+
+
+def checkpoint(trace: Trace) -> None:
+    """Now and then: forget dead values, and flush a trace that has grown past the bound."""
+    trace.sweep()
+    if trace.cursor.depth >= config.max_trace_ops:
+        trace.runtime.flush(trace, "op bound")

@@ -1,0 +1,174 @@
+"""The trace: a cursor on the trie, and the live values of the path that leads to it.
+
+An operator makes a key of itself, the ids of its tensor arguments and its other arguments (:mod:`.keys`). If the
+cursor's node has a child under that key, shapes, dtypes and the dispatch decision are known already; making the
+output handle and moving the cursor is all that is left. Only a first-time operator does more (:mod:`.record`).
+
+Ids: a trace has the span ``[base, base + SPAN)`` of them for itself. Results count up from its base along the path;
+leaves (values that exist before the trace) count up from ``base + LEAF``. A handle that belongs to no pending trace has
+the id ``NONE``; any other id outside the span is of another thread's trace.
+
+A trace knows nothing of running. What it needs of whoever runs it is :class:`Runner`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from ..core.config import config
+from . import pool
+from .handle import LazyTensor
+from .trie import NONE, SPAN, Node
+
+if TYPE_CHECKING:
+    from ..backend.builder import Capture
+    from ..backend.interface import Backend, BackendDevice
+    from ..backend.registrar import BackendRegistrar
+    from ..core.errors import TorchportError
+    from .decide import AtOnce
+
+__all__ = ["CHECKPOINT_EVERY", "COPIES_UNDER_GRAD", "Runner", "Trace", "lock", "owners"]
+
+CHECKPOINT_EVERY: Final = 256
+"""Every so many ops the trace forgets dead values and looks at the op bound, so that flushing stays cheap."""
+
+COPIES_UNDER_GRAD: Final = 4
+"""While gradients are recorded the optimizer ends a step, and a copy after the forward is likely the batch's labels:
+only the fourth such copy counts as a new batch. Without gradients the first one does."""
+
+_epochs = itertools.count()
+
+
+class Runner(Protocol):
+    """What a trace needs of whoever runs it: one device index, bound to a backend.
+
+    ``generation`` changes when remembered decisions no longer hold; traces then start from an empty trie.
+    """
+
+    index: int
+    generation: int
+    backend: Backend
+    device: BackendDevice
+    capture: Capture
+    kernels: BackendRegistrar
+
+    def next_key(self) -> int:
+        """The key of the next random operator."""
+        ...
+
+    def take_back(self, key: int) -> None:
+        """The operator that drew this key was refused."""
+        ...
+
+    def settle(self, trace: Trace, handle: LazyTensor) -> None:
+        """Give a handle from elsewhere data of this runner's backend. Raises the error its computation ended in."""
+        ...
+
+    def flush(self, trace: Trace, cause: str, read: int | None = None) -> TorchportError | None:
+        """Compute what is live and begin an empty trace; the first error."""
+        ...
+
+    def barrier(self, node: Node, decision: AtOnce) -> Callable[..., Any]:
+        """What runs a node's operator at once. Raises :class:`UnsupportedOp` where the policy forbids it."""
+        ...
+
+
+class Trace:
+    """One thread's pending ops on one device.
+
+    ``made`` are handles made since the last flush: those in no pool, and those of pools up to the node ``swept`` that
+    were held when the trace came by; ``computed`` are those that another thread has given a value. ``leaves`` are the
+    values the trace starts from in order of first use, ``numbers`` its run-time floats and ``keys`` its random keys, in
+    order. ``fresh`` tells whether one of the leaves came from the host for this trace, ``copies`` how many copies from
+    the host came after that leaf was used.
+    """
+
+    eager = False
+    """Whether each op is computed at once."""
+
+    __slots__ = (
+        "__weakref__",
+        "base",
+        "computed",
+        "copies",
+        "cursor",
+        "fresh",
+        "generation",
+        "index",
+        "keep",
+        "keys",
+        "leaf_numbers",
+        "leaves",
+        "made",
+        "nodes",
+        "numbers",
+        "root",
+        "runtime",
+        "swept",
+    )
+
+    def __init__(self, runtime: Runner) -> None:
+        self.runtime = runtime
+        self.index = runtime.index
+        self.made: list[LazyTensor] = []
+        self.computed: list[LazyTensor] = []
+        self.keep: Callable[[LazyTensor], None] = self.made.append
+        epoch = next(_epochs)
+        self.base = epoch * SPAN
+        self.generation = runtime.generation
+        self.nodes = 0
+        self.root = self.cursor = self.swept = Node.root(self.base)
+        self.leaves: list[LazyTensor] = []
+        self.leaf_numbers: dict[int, int] = {}
+        self.numbers: list[float] = []
+        self.keys: list[int] = []
+        self.fresh = False
+        self.copies = 0
+        owners[epoch] = self
+
+    def restart(self) -> None:
+        """Begin an empty trace. Handles of the former one belong to no trace from now on."""
+        if self.swept is not self.cursor:  # a flush has looked already
+            self.sweep()
+        pool.forms().forget(self.made)
+        pool.forms().forget(self.leaves)
+        for handle in self.computed:
+            if self.holds(handle.number):
+                handle.number = NONE
+        self.computed.clear()
+        if self.generation != self.runtime.generation or self.nodes > config.max_trace_nodes:
+            self.generation = self.runtime.generation
+            self.root, self.nodes = Node.root(self.base), 0
+        self.cursor = self.swept = self.root
+        self.leaves = []
+        self.leaf_numbers = {}
+        self.numbers = []
+        self.keys = []
+        self.fresh = False
+        self.copies = 0
+        self.made.clear()
+
+    def holds(self, number: int) -> bool:
+        """Whether a number is of this trace's span."""
+        return self.base <= number < self.base + SPAN
+
+    def sweep(self) -> None:
+        """Look which handles are still held, of the nodes since the last sweep and of those that were held then."""
+        pool.forms().sweep(self.made, self.cursor, self.swept)
+        self.swept = self.cursor
+
+    def live(self) -> list[LazyTensor]:
+        """The handles that somebody holds and that have no value yet, oldest first; their nodes let go of them."""
+        self.sweep()
+        return pool.forms().pending(self.made)
+
+
+owners: Final[weakref.WeakValueDictionary[int, Trace]] = weakref.WeakValueDictionary()
+"""Epoch → trace, so that a thread can find the trace a pending handle belongs to."""
+
+lock: Final = threading.RLock()
+"""Held while a trace is flushed or recorded into; never on the steady-state path."""

@@ -1,0 +1,204 @@
+"""The trie: its nodes are operator calls, a path from the root is what a program called, one call after another.
+
+A node's children are the calls that were seen after it, by their keys (:mod:`.keys`). Its results, and what it
+remembers of its arguments, are value ids: results count up along the path from the id of the root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch.utils._pytree import tree_map
+
+from ..core.specs import TensorSpec
+from .handle import LazyTensor
+
+__all__ = [
+    "FLOAT",
+    "FLOATS",
+    "FOREIGN_DEVICE",
+    "LEAF",
+    "LIMITS",
+    "NONE",
+    "SPAN",
+    "HostScalar",
+    "Leaf",
+    "Node",
+    "Number",
+    "RandomKey",
+    "Value",
+    "Varying",
+    "is_template",
+    "single_op",
+]
+
+LEAF: Final = 1 << 30
+"""How far the ids of a trace's leaves are above those of its first results."""
+SPAN: Final = 1 << 32
+"""How many ids each trace has for itself."""
+NONE: Final = -1
+"""The number of a handle that belongs to no trace."""
+
+
+class _Token:
+    """A constant in a trace key that equals nothing but itself."""
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return self._name
+
+
+class Varying(_Token):
+    """Stands in a key for a floating-point number that is an input of the computation."""
+
+    __slots__ = ()
+
+
+LIMITS: Final = (
+    127.0, 128.0, 255.0, 256.0, 32767.0, 32768.0, 65504.0, 65535.0, 65536.0, 2.0**31 - 1, 2.0**31, 2.0**32 - 1, 2.0**63,
+    torch.finfo(torch.bfloat16).max, torch.finfo(torch.float32).max,
+)  # fmt: skip
+"""Where numbers stop to fit a dtype. The CPU refuses to fill with a number that does not fit, so numbers of different
+sizes take different paths, and what was found out for one on a path holds for all."""
+
+FLOATS: Final = (Varying("FLOAT"), *(Varying(f"FLOAT {sign} {limit:g}") for limit in LIMITS for sign in (">", "< -")))
+"""By size: up to the first limit in absolute value, then above each limit, the positive ones and the negative ones."""
+FLOAT: Final = FLOATS[0]
+
+FOREIGN_DEVICE: Final = _Token("FOREIGN_DEVICE")
+"""Stands in a key for a tensor of another device; recording refuses it."""
+
+
+# -- argument templates: what a node remembers of the arguments it was called with ------------------------------
+class Value:
+    """Argument template: the value with this number, made by an op of the trace."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class Leaf(Value):
+    """Argument template: the trace's leaf at this position."""
+
+    __slots__ = ()
+
+
+class Number(Value):
+    """Argument template: the trace's run-time number at this position."""
+
+    __slots__ = ()
+
+
+class HostScalar:
+    """Argument template: a 0-dim CPU tensor that is no Python number: its dtype counts in type promotion."""
+
+    __slots__ = ("dtype", "value")
+
+    def __init__(self, dtype: torch.dtype, value: Any) -> None:
+        self.dtype = dtype
+        self.value = value
+
+
+class RandomKey(Value):
+    """Argument template: the trace's random key at this position."""
+
+    __slots__ = ()
+
+
+class Node:
+    """An op at one place of a trace: its parent is the op before it, its children the ops seen after it."""
+
+    __slots__ = (
+        "apart",
+        "args",
+        "barrier",
+        "children",
+        "container",
+        "depth",
+        "end",
+        "fits",
+        "is_factory",
+        "key",
+        "kwargs",
+        "number",
+        "op",
+        "parent",
+        "plans",
+        "ready",
+        "records",
+        "source",
+        "specs",
+        "templates",
+    )
+
+    def __init__(self, parent: Node | None, key: Any, op: Any) -> None:
+        self.parent = parent
+        self.key = key
+        self.op = op
+        self.children: dict[Any, Node] = {}
+        self.plans: dict[tuple[int, ...], Any] | None = None  # the runner's, by the ids of the values wanted
+        self.apart: dict[tuple[tuple[int, ...], int], tuple[tuple[int, ...], ...]] | None = None
+        self.args: Sequence[Any] = ()
+        self.kwargs: dict[str, Any] = {}
+        self.specs: tuple[TensorSpec | None, ...] = ()
+        self.templates: tuple[LazyTensor | None, ...] = ()
+        self.ready: LazyTensor | Sequence[LazyTensor | None] | None = None
+        self.container: type | None = None
+        self.records: object = None  # what ``native/follow.cpp`` knows of the calls that led to children
+        self.is_factory = False
+        self.fits = False  # whether results are known to be like what an in-place form writes to
+        self.source: str | None = None
+        self.barrier: Callable[..., Any] | None = None
+        self.number = 0 if parent is None else parent.end
+        self.end = self.number
+        self.depth = 0 if parent is None else parent.depth + 1
+
+    @classmethod
+    def root(cls, base: int = 0) -> Node:
+        """The node before the first op, whose results count up from ``base``."""
+        root = cls(None, None, None)
+        root.number = root.end = base
+        return root
+
+    def path(self) -> list[Node]:
+        """The nodes from the first op to this one."""
+        nodes: list[Node] = []
+        node = self
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        nodes.reverse()
+        return nodes
+
+
+def is_template(value: Any) -> bool:
+    """Whether a leaf of a node's arguments stands for something the trace holds."""
+    return isinstance(value, (Value, HostScalar))
+
+
+def single_op(node: Node, position_of: dict[Any, int]) -> Node:
+    """A copy of the node as a path of its own; tensor arguments become leaves at the positions given per template key.
+
+    Keys are ``("leaf", n)`` for a trace's leaf and ``("value", n)`` for a value made by an op.
+    """
+
+    def relocate(template: Any) -> Any:
+        if template.__class__ is Leaf:
+            return Leaf(position_of["leaf", template.number])
+        if template.__class__ is Value:
+            return Leaf(position_of["value", template.number])
+        return template
+
+    copy = Node(Node.root(), node.key, node.op)
+    copy.args, copy.kwargs = tree_map(relocate, (list(node.args), dict(node.kwargs)), is_leaf=is_template)
+    copy.specs, copy.container, copy.is_factory = node.specs, node.container, node.is_factory
+    copy.source, copy.end = node.source, len(node.specs)
+    return copy
