@@ -23,7 +23,7 @@ class _UsageError(Exception):
     """The command line is wrong; the text says how."""
 
 
-class _Parser(argparse.ArgumentParser):
+class _CommandLine(argparse.ArgumentParser):
     """Reports a wrong command line as an exception, so that every error leaves by the same door."""
 
     def error(self, message: str) -> NoReturn:
@@ -47,7 +47,7 @@ def _names(text: str) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="torchport", description="PyTorch programs on backends written in Python.")
+    parser = _CommandLine(prog="torchport", description="PyTorch programs on backends written in Python.")
     parser.add_argument("--version", action="version", version=f"torchport {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 

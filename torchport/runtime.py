@@ -7,7 +7,7 @@ from .program.loader import BytesLoader, DataLoader, FileLoader, SegmentInfo
 from .program.method import Method, State
 from .program.package import check_header
 from .program.profile import Event, Profile
-from .program.runtime import DelegateMeta, MethodMeta, Program, TensorMeta, load
+from .program.program import DelegateMeta, MethodMeta, Program, TensorMeta, load
 
 __all__ = [
     "OLDEST",

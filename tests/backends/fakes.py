@@ -24,7 +24,7 @@ from torchport import (
     TensorData,
 )
 from torchport.backends.reference import ReferenceBackend
-from torchport.run.runtime import rebind
+from torchport.run.device_runtime import rebind
 
 _numbers = itertools.count()
 FRESH = 32

@@ -29,7 +29,7 @@ def test_a_program_for_any_accelerator(device: torch.device) -> None:
 
 
 def test_memory_figures_are_the_backends(device: torch.device) -> None:
-    from torchport.run.runtime import runtimes
+    from torchport.run.device_runtime import runtimes
 
     runtime = runtimes.get(0)
     known = runtime.backend.memory_info(runtime.device)

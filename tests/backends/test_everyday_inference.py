@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not ON_PORT, reason="compares port with the CPU;
 
 def _device(index: int) -> torch.device:
     import torchport
-    from torchport.run.runtime import runtimes
+    from torchport.run.device_runtime import runtimes
 
     first = torchport.use("reference")
     return first if index == 0 else torch.device("port", runtimes.bind(torchport.get_backend("reference"), least=index))

@@ -136,7 +136,7 @@ def test_a_device_that_could_not_be_made_ready_is_tried_again(steps: list[str], 
 
 def test_a_backend_is_told_the_seed_that_was_set_before_its_first_use() -> None:
     from torchport.backends.reference import ReferenceBackend
-    from torchport.run.runtime import Runtimes
+    from torchport.run.device_runtime import Runtimes
 
     class Seeded(ReferenceBackend):
         name = "seeded"

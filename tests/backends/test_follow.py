@@ -16,7 +16,7 @@ from native_support import COMPILER, compiles, said_without_and_with
 
 import torchport
 from torchport import native
-from torchport.run.runtime import runtimes
+from torchport.run.device_runtime import runtimes
 from torchport.trace import record
 from torchport.trace.threads import threads
 

@@ -15,7 +15,7 @@ import pytest
 
 from torchport.backend.registry import registry
 from torchport.core.forks import guarded_lock, guarded_rlock
-from torchport.run.jobs import State
+from torchport.run.jobs import JobState
 from torchport.run.queue import DeviceQueue
 
 COMMON = """
@@ -211,8 +211,11 @@ def test_a_fork_waits_for_a_lock_and_gives_it_back() -> None:
 
 def test_a_child_does_not_wait_for_a_thread_that_was_about_to_start_a_job() -> None:
     worker = DeviceQueue("queue", starts=True)
-    about_to, begun = SimpleNamespace(started=None, state=None), SimpleNamespace(started=object(), state=State.STARTED)
+    about_to, begun = (
+        SimpleNamespace(started=None, state=None),
+        SimpleNamespace(started=object(), state=JobState.STARTED),
+    )
     worker._started.extend([begun, about_to])  # type: ignore[list-item]
     worker.after_fork_in_child()
     assert list(worker._started) == [begun]
-    assert about_to.state is State.HELD
+    assert about_to.state is JobState.HELD

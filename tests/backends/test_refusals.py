@@ -95,7 +95,7 @@ def test_named_calls(device: torch.device, mode: str) -> None:
 
 def _other_index() -> int:
     from torchport.backend.registry import registry
-    from torchport.run.runtime import runtimes
+    from torchport.run.device_runtime import runtimes
 
     return runtimes.bind(registry.get("reference"), least=1)
 

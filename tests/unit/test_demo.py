@@ -14,7 +14,7 @@ from torchport import metrics
 from torchport.core.errors import BackendNotFound, TorchportError
 from torchport.demo import main as demo
 from torchport.demo import report
-from torchport.demo.job import JOBS, Job, Outcome, Steps, load_job
+from torchport.demo.job import JOBS, DemoJob, Outcome, Steps, load_job
 from torchport.demo.measure import Measured, measure
 from torchport.demo.text import paragraphs, sentences
 
@@ -43,8 +43,8 @@ def counting(device: str, steps: int) -> Steps:
     return Outcome(torch.tensor([1.0, 2.0]), "counted")
 
 
-def job(run: Callable[[str, int], Steps] = counting) -> Job:
-    return Job("Counting", "count", run, steps=8, quick_steps=2)
+def job(run: Callable[[str, int], Steps] = counting) -> DemoJob:
+    return DemoJob("Counting", "count", run, steps=8, quick_steps=2)
 
 
 # -- the text ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Imports of torchport's own modules: no circle, imports inside functions counted; few of those, each with a reason."""
+"""torchport's own modules: no circle of imports, few inside functions, each with a reason; one name for one class."""
 
 from __future__ import annotations
 
@@ -111,3 +111,14 @@ def test_imports_inside_functions_are_few_and_say_why() -> None:
         if "#" not in line:
             unexplained.append(f"{importer} -> {imported} ({node.lineno})")
     assert not unexplained, "an import inside a function says why on its line: # on demand: …"
+
+
+def test_no_two_classes_have_one_name() -> None:
+    """A name stands for one thing, so that a reader who finds a class by its name has found the right one."""
+    homes: dict[str, list[str]] = {}
+    for name, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(name)
+    assert len(homes) > 300
+    assert {name: where for name, where in homes.items() if len(where) > 1} == {}

@@ -62,7 +62,7 @@ def test_seeds_and_states_before_the_first_use_need_no_lazy_core() -> None:
         "assert 'torchport.run' not in sys.modules\n"
         "x = torch.rand(3, device='port').tolist(); torch.manual_seed(7)\n"
         "assert torch.rand(3, device='port').tolist() == x\n"
-        "from torchport.run.runtime import DEFAULT_SEED\n"
+        "from torchport.run.device_runtime import DEFAULT_SEED\n"
         "assert before.tolist() == list(DEFAULT_SEED.to_bytes(8, 'little')) + [0] * 8; print('done')"
     )
     done = python(code, TORCHPORT_BACKEND="reference")

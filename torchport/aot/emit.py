@@ -52,7 +52,7 @@ _OWN: Final = (
 """Files and folders whose frames are not the user's."""
 
 
-def place_of(node: fx.Node) -> doc.Place:
+def place_of(node: fx.Node) -> doc.Origin:
     """Where a node of an exported program comes from, as errors and profiles show it."""
     stack: Any = node.meta.get("nn_module_stack") or {}
     modules = [(str(path), str(kind).rpartition(".")[2]) for path, kind in stack.values()]
@@ -63,7 +63,7 @@ def place_of(node: fx.Node) -> doc.Place:
             code = " ".join(part.strip() for part in text.splitlines())
             frames.append(f"{file}:{line} in {function}" + (f"\n  {code}" if code else ""))
     shown = "\n".join(frames[-_FRAMES_KEPT:])
-    return doc.Place(module_path(node), source_line(node) or "", str(node.target), hierarchy, shown)
+    return doc.Origin(module_path(node), source_line(node) or "", str(node.target), hierarchy, shown)
 
 
 class Constants:
@@ -173,7 +173,7 @@ class _Emitter:
             else:
                 results.append(self.count)
                 self.count += 1
-        self.instructions.append(doc.Call(index, args, tuple(results)))
+        self.instructions.append(doc.CallRecord(index, args, tuple(results)))
 
     def kernel(self, node: fx.Node) -> None:
         """An operator that nobody took."""
@@ -200,7 +200,7 @@ class _Emitter:
         else:
             results = (self.number(node),) if node.users else (None,)
         handle = node.meta.get("debug_handle", 0)
-        self.instructions.append(doc.Kernel(str(node.target), tuple(args), kwargs, results, several, handle))
+        self.instructions.append(doc.KernelRecord(str(node.target), tuple(args), kwargs, results, several, handle))
 
     # -- outputs -----------------------------------------------------------------------------------------------------
     def outputs(
@@ -239,7 +239,7 @@ class _Emitter:
         copy = fx.Graph().call_function(torch.ops.aten.clone.default, (value,))
         copy.meta = dict(value.meta)
         number = self.numbers[value]
-        self.instructions.append(doc.Kernel("aten.clone.default", ({"n": number},), {}, (self.number(copy),)))
+        self.instructions.append(doc.KernelRecord("aten.clone.default", ({"n": number},), {}, (self.number(copy),)))
         return copy
 
     def _output(self, value: Any) -> doc.Output:

@@ -272,7 +272,7 @@ class _Lowering:
             self._split(doc.variant_name(name, sizes), graph, functional.graph_signature, set(unchanged), state)
         self.dynamic[name] = section(shapes, limits, sets, shapes.outputs, reason)
 
-    def _handles(self, before: Mapping[int, doc.Place]) -> None:
+    def _handles(self, before: Mapping[int, doc.Origin]) -> None:
         """Go back to the debug handles there were, since a graph that had others is not used."""
         self.debug.handles.clear()
         self.debug.handles.update(before)
@@ -328,7 +328,7 @@ class _Lowering:
         if any(isinstance(one, WholeProgram) for one in self.partitioners):
             for item in split.leftovers:
                 reason = self._left(item).reason
-                place = self.debug.handles.get(item.node.meta.get("debug_handle", 0), doc.Place())
+                place = self.debug.handles.get(item.node.meta.get("debug_handle", 0), doc.Origin())
                 stack = "".join(f"\n    {line}" for line in place.stack.splitlines())
                 count = len(split.leftovers)
                 raise UnsupportedOp(
@@ -412,18 +412,20 @@ class _Lowering:
                 raise CompileError(f"backend {backend!r} gave two different data the name {key!r}; names are unique")
             return entry
 
-        methods: dict[str, doc.Method] = {}
+        methods: dict[str, doc.MethodRecord] = {}
         for one in self.emitted:
-            delegates: list[doc.Delegate] = []
+            delegates: list[doc.DelegateRecord] = []
             for piece, made, bound in zip(self.pieces[one.name], processed[one.name], one.bound, strict=True):
                 inputs, outputs = delegate_specs(piece.graph)
                 who = piece.backend
                 data = {key: named_entry(who.name, key, value) for key, value in made.named_data.items()}
                 delegates.append(
-                    doc.Delegate(who.name, who.version, entry_of(made.data), piece.specs, inputs, outputs, bound, data)
+                    doc.DelegateRecord(
+                        who.name, who.version, entry_of(made.data), piece.specs, inputs, outputs, bound, data
+                    )
                 )
             self.debug.maps[one.name] = [dict(made.debug_map) for made in processed[one.name]]
-            methods[one.name] = doc.Method(
+            methods[one.name] = doc.MethodRecord(
                 one.name, one.values, one.inputs, one.outputs, one.constants, one.state, tuple(delegates),
                 one.instructions,
             )  # fmt: skip

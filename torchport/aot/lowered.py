@@ -24,7 +24,7 @@ from ..program.archive import ALIGNMENT
 from ..program.loader import SegmentInfo
 from ..program.method import Method
 from ..program.package import Package
-from ..program.runtime import Program
+from ..program.program import Program
 from .emit import Constants, file_spec
 from .save import Saved, save_program
 

@@ -1,4 +1,4 @@
-"""Rewrites that bring traced operators to the FX normal form: views, numbers that vary, foreach lists, factories."""
+"""Rewrites that bring traced operators to the FX normal form: views, scalar inputs, foreach lists, factories."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from .builder import GraphBuilder
 
-__all__ = ["LOWER", "lower_foreach", "lower_varying", "number_role", "view_form"]
+__all__ = ["LOWER", "lower_foreach", "lower_varying", "scalar_role", "view_form"]
 
 aten = torch.ops.aten
 
@@ -109,7 +109,7 @@ LOWER: Final[dict[Any, Callable[..., Any]]] = {
 }
 
 
-# -- numbers that vary --------------------------------------------------------------------------------------------
+# -- scalar inputs -------------------------------------------------------------------------------------------------
 # A Python float becomes a 0-dim tensor input. Where the operator has a Tensor in that place nothing else is needed;
 # the operators below take a Scalar there and are written out with tensor arithmetic, in eager's order of operations.
 def _scaled(b: GraphBuilder, factor: Any, x: fx.Node) -> fx.Node:
@@ -174,7 +174,7 @@ def _tensor_form(op: Any) -> Callable[..., fx.Node]:
 
 
 def _spread(b: GraphBuilder, value: Any, dtype: torch.dtype, size: Sequence[int]) -> fx.Node:
-    """A tensor of one varying number."""
+    """A tensor of one scalar input."""
     return _expanded(b, b.cast(value, dtype), size)
 
 
@@ -235,15 +235,15 @@ _FILLS: Final = {aten.fill.Scalar, aten.full.default, aten.full_like.default, at
 
 
 @functools.cache
-def number_role(op: Any) -> str:
-    """What floats given as Scalars to the op are: ``number`` or ``filler`` (inputs), or ``constant``."""
+def scalar_role(op: Any) -> str:
+    """What floats given as Scalars to the op are: ``scalar`` or ``filler`` (inputs), or ``constant``."""
     if op in _FILLS:
         return "filler"
-    return "number" if op in _VARYING or _foreach_name(op) in _FOREACH_VARYING else "constant"
+    return "scalar" if op in _VARYING or _foreach_name(op) in _FOREACH_VARYING else "constant"
 
 
 def lower_varying(op: Any) -> Callable[..., fx.Node] | None:
-    """The rewrite of an op that got a varying number in a Scalar's place."""
+    """The rewrite of an op that got a scalar input in a Scalar's place."""
     return _VARYING.get(op)
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
     from torch import fx
 
-__all__ = ["AddSubBackend", "Program", "Token"]
+__all__ = ["AddSubBackend", "AddSubProgram", "Token"]
 
 _OPS: Final = {"aten.add.Tensor": "aten::add", "aten.sub.Tensor": "aten::sub"}
 _TOKEN: Final = re.compile(
@@ -52,7 +52,7 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class AddSubProgram:
     """Parsed text: instructions, and which values are the results."""
 
     inputs: int
@@ -60,7 +60,7 @@ class Program:
     results: tuple[int, ...]
 
 
-def parse(text: str, inputs: int) -> Program:
+def parse(text: str, inputs: int) -> AddSubProgram:
     """The program a blob spells: ``token;token;…|%i,%j``. Raises :class:`CompileError` for anything else."""
     body, bar, results = text.partition("|")
     tokens: list[Token] = []
@@ -76,7 +76,7 @@ def parse(text: str, inputs: int) -> Program:
     numbers = tuple(int(one[1:]) for one in results.split(","))
     if not bar or any(one >= inputs + len(tokens) for one in numbers):
         raise CompileError("the program does not say what it returns; compile the model again")
-    return Program(inputs, tuple(tokens), numbers)
+    return AddSubProgram(inputs, tuple(tokens), numbers)
 
 
 def _is_number(value: object) -> bool:
@@ -139,7 +139,7 @@ class AddSubBackend(Backend):
         results = ",".join(f"%{numbers[node]}" for node in outputs)
         return Processed(f"{';'.join(tokens)}|{results}".encode(), debug)
 
-    def init(self, processed: FreeableBuffer, specs: CompileSpecs, context: InitContext) -> Program:
+    def init(self, processed: FreeableBuffer, specs: CompileSpecs, context: InitContext) -> AddSubProgram:
         try:
             program = parse(bytes(processed.data).decode(), len(context.inputs))
         except ValueError as error:
@@ -147,7 +147,9 @@ class AddSubBackend(Backend):
         processed.free()
         return program
 
-    def execute(self, handle: Program, args: Sequence[BackendData], context: ExecutionContext) -> Sequence[BackendData]:
+    def execute(
+        self, handle: AddSubProgram, args: Sequence[BackendData], context: ExecutionContext
+    ) -> Sequence[BackendData]:
         if len(args) != handle.inputs:
             raise DelegateError(
                 f"the program takes {handle.inputs} inputs, but got {len(args)}", code=ErrorCode.INVALID_ARGUMENT

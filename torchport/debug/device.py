@@ -12,7 +12,7 @@ from ..core.config import config
 from ..core.errors import TorchportError
 from ..dispatch import BackendComponent
 from ..frontend.device import copies, install, module
-from ..run.runtime import runtimes
+from ..run.device_runtime import runtimes
 
 __all__ = ["component_of", "device_lines", "make_ready"]
 

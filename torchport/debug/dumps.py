@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 from ..core.errors import ConfigError, UnsupportedOp
 from ..core.specs import TensorSpec
 from ..frontend.device import module
-from ..run.flush import by_number
-from ..run.runtime import runtimes
+from ..run.device_runtime import runtimes
+from ..run.flush import by_value_id
 from ..trace.graph import build_graph
 from ..trace.handle import LazyTensor
 from ..trace.threads import threads
@@ -57,10 +57,10 @@ def _pending(value: Any) -> Iterable[tuple[Any, fx.GraphModule]]:
             handles = trace.live() if trace.cursor.parent is not None else []
             if wanted is not None:
                 handles = [handle for handle in handles if any(handle is other for other in wanted)]
-            numbers = tuple(by_number(handles))
-            if numbers:
+            value_ids = tuple(by_value_id(handles))
+            if value_ids:
                 specs = [leaf.spec or TensorSpec.of(leaf) for leaf in trace.leaves]
-                yield trace.runtime, build_graph(trace.cursor.path(), numbers, specs, trace.runtime.capture).module
+                yield trace.runtime, build_graph(trace.cursor.path(), value_ids, specs, trace.runtime.capture).module
 
 
 def _render(module: fx.GraphModule, format: str, runtime: Any) -> str:

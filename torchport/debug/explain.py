@@ -477,7 +477,7 @@ def _explain_callable(function: Any, args: Sequence[Any], kwargs: Mapping[str, A
     seen: dict[tuple[str, int], tuple[Any, Sequence[Any], Mapping[str, Any]]] = {}
     getters = KeyGetters()
 
-    class Recorder(TorchDispatchMode):
+    class DispatchRecorder(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             bits = 0
@@ -486,7 +486,7 @@ def _explain_callable(function: Any, args: Sequence[Any], kwargs: Mapping[str, A
             seen.setdefault((func.name(), bits), (func, args, kwargs))
             return func(*args, **kwargs)
 
-    with Recorder():
+    with DispatchRecorder():
         function(*args, **kwargs)
     name = getattr(function, "__qualname__", None) or repr(function)
     return CallExplanation(name, tuple(explain(func, *a, **k) for func, a, k in seen.values()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .job import Job, Outcome, Steps
+from .job import DemoJob, Outcome, Steps
 
 __all__ = ["JOB"]
 
@@ -77,4 +77,4 @@ def train(device: str, steps: int) -> Steps:
     )
 
 
-JOB = Job(title="Conv net on digits", short="digits", run=train, steps=200, quick_steps=20)
+JOB = DemoJob(title="Conv net on digits", short="digits", run=train, steps=200, quick_steps=20)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .job import Job, Outcome, Steps
+from .job import DemoJob, Outcome, Steps
 from .text import paragraphs
 
 __all__ = ["JOB"]
@@ -100,4 +100,4 @@ def train(device: str, steps: int) -> Steps:
     )
 
 
-JOB = Job(title="GPT-2 on text", short="GPT-2", run=train, steps=300, quick_steps=20)
+JOB = DemoJob(title="GPT-2 on text", short="GPT-2", run=train, steps=300, quick_steps=20)

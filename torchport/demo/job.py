@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import torch
 
-__all__ = ["JOBS", "Job", "Outcome", "Steps", "load_job"]
+__all__ = ["JOBS", "DemoJob", "Outcome", "Steps", "load_job"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ Steps: TypeAlias = Generator[str, None, Outcome]
 
 
 @dataclass(frozen=True)
-class Job:
+class DemoJob:
     """A program and how long it runs; ``run(device, steps)`` is plain PyTorch and knows nothing of torchport."""
 
     title: str
@@ -42,6 +42,6 @@ class Job:
 JOBS = ("minilm", "digits", "gpt2")
 
 
-def load_job(name: str) -> Job:
+def load_job(name: str) -> DemoJob:
     """The job of that name; imports what it needs (transformers, scikit-learn, …)."""
     return importlib.import_module(f".{name}", __package__).JOB

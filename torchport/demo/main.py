@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from .. import use
 from ..backend.registry import registry
 from ..core.errors import BackendNotFound, BackendUnavailable, TorchportError
-from .job import JOBS, Job, load_job
+from .job import JOBS, DemoJob, load_job
 from .measure import measure
 from .report import EARLY_STEPS, difference, make_console, progress, show_outcome, show_summary
 
@@ -71,7 +71,7 @@ def _run_job(console: Console, name: str, backends: Sequence[str], steps: int) -
     return runs
 
 
-def _wrong(job: Job, runs: Sequence[Measured]) -> list[str]:
+def _wrong(job: DemoJob, runs: Sequence[Measured]) -> list[str]:
     """What is not as promised, one line each."""
     eager = runs[0].outcome
     lines: list[str] = []
@@ -99,7 +99,7 @@ def run_demo(
     names = _backends(backends)
     console = make_console()
     console.print(f"backends: {', '.join(names) or 'none can run here'}", markup=False)
-    rows: list[tuple[Job, list[Measured]]] = []
+    rows: list[tuple[DemoJob, list[Measured]]] = []
     wrong: list[str] = []
     for name in [only] if only else JOBS:
         job = load_job(name)

@@ -8,7 +8,7 @@ from statistics import median
 from time import perf_counter
 
 from .. import metrics
-from .job import Job, Outcome
+from .job import DemoJob, Outcome
 
 __all__ = ["Measured", "measure"]
 
@@ -84,7 +84,7 @@ class _Meter:
         return _Step(seconds, ops, compiles, waiting)
 
 
-def measure(name: str, job: Job, engine: str, device: str, steps: int, on_step: Callable[[str], None]) -> Measured:
+def measure(name: str, job: DemoJob, engine: str, device: str, steps: int, on_step: Callable[[str], None]) -> Measured:
     """Run ``job`` on ``device``; ``on_step`` is told after every step what may be shown. Never raises ``Exception``."""
     measured = Measured(name, engine)
     before = metrics.snapshot()

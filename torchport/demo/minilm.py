@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .job import Job, Outcome, Steps
+from .job import DemoJob, Outcome, Steps
 from .text import sentences
 
 __all__ = ["JOB"]
@@ -107,7 +107,7 @@ def _outcome(embeddings: torch.Tensor, reference: list[str]) -> Outcome:
     )
 
 
-JOB = Job(
+JOB = DemoJob(
     title="MiniLM sentence embeddings",
     short="MiniLM",
     run=embed,

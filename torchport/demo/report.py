@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from rich.text import Text
 
-from .job import Job, Outcome
+from .job import DemoJob, Outcome
 from .measure import Measured
 
 __all__ = ["EARLY_STEPS", "difference", "make_console", "progress", "show_outcome", "show_summary"]
@@ -53,7 +53,7 @@ def progress(console: Console, what: str, steps: int) -> Iterator[Callable[[str]
     console.print(f"{what}: {done} steps in {time.monotonic() - began:.1f} s")
 
 
-def show_outcome(console: Console, job: Job, engine: str, outcome: Outcome) -> None:
+def show_outcome(console: Console, job: DemoJob, engine: str, outcome: Outcome) -> None:
     """Print what a job computed, for people."""
     for title, columns, rows in outcome.tables:
         table = Table(title=title, title_justify="left")
@@ -85,7 +85,7 @@ def _cell(value: float | None, pattern: str) -> str:
     return "–" if value is None else pattern.format(value)
 
 
-def show_summary(console: Console, rows: Sequence[tuple[Job, Sequence[Measured]]]) -> None:
+def show_summary(console: Console, rows: Sequence[tuple[DemoJob, Sequence[Measured]]]) -> None:
     """Print the table: one row per job and engine, CPU eager first."""
     table = Table(title="CPU eager and the backends of the port device", title_justify="left", box=SIMPLE_HEAD)
     for column in ("job", "engine", "result"):

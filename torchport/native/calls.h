@@ -26,11 +26,11 @@ constexpr size_t kMostRecords = 8; // at one node
 PyObject* threads; // the traces of the calling thread
 PyTypeObject* trace_type;
 PyObject* copies_under_grad; // trace.COPIES_UNDER_GRAD
-long long leaf_base, span; // trace.LEAF, trace.SPAN
-PyObject* varying; // trace.FLOATS: what stands in a key for a number that may vary, by its size
-std::vector<double> limits; // trace.LIMITS
+long long leaf_base, span; // trie.LEAF, trie.SPAN
+PyObject* varying; // trie.FLOATS: what stands in a key for a scalar input, by its size
+std::vector<double> limits; // trie.LIMITS
 
-// Which of ``varying`` stands for a finite number where its size matters, as ``trace.sized`` does it.
+// Which of ``varying`` stands for a finite float where its size matters, as ``keys.sized`` does it.
 uint32_t size_of(double value) {
   const double size = std::fabs(value);
   if (size <= limits[0]) {
@@ -82,9 +82,9 @@ THPObjectPtr handle_of(const at::Tensor& tensor) {
   return handle;
 }
 
-bool holds(PyObject* trace, long long number) {
+bool holds(PyObject* trace, long long value_id) {
   const long long base = integer(py_.base.of(trace));
-  return base <= number && number < base + span;
+  return base <= value_id && value_id < base + span;
 }
 
 PyObject* result_at(PyObject* node, uint32_t offset, bool many) {
@@ -101,7 +101,7 @@ PyObject* result_at(PyObject* node, uint32_t offset, bool many) {
 // -- what a call looked like -------------------------------------------------------------------------------------
 enum class Kind : uint8_t {
   Value, // the handle that a node before it has ready
-  Number, // a handle with this number
+  ValueId, // a handle with this value id
   Leaf, // a value from before the trace, of this spec
   None,
   Wrapped, // a tensor that stands for a Python float, which may vary
@@ -117,7 +117,7 @@ struct Expected {
   uint32_t offset = 0; // Value: which of them; List: how many; Exact: which of the record's; Float: its size
   union {
     PyObject* object = nullptr; // Value: the node, which lives as long as those after it; Leaf: the spec
-    long long number;
+    long long value_id;
   };
 };
 
@@ -219,22 +219,22 @@ struct NewLeaf {
   bool fresh; // from the host, and no trace has used it yet
 };
 
-// A further handle of a leaf's value, and the leaf's number.
+// A further handle of a leaf's value, and the leaf's id.
 struct Alias {
   THPObjectPtr handle;
-  THPObjectPtr number;
+  THPObjectPtr value_id;
 };
 
 // What a call adds to its trace.
 struct Additions {
   c10::SmallVector<NewLeaf, 4> leaves;
   c10::SmallVector<Alias, 1> aliases;
-  c10::SmallVector<double, 4> numbers;
+  c10::SmallVector<double, 4> scalar_inputs;
 };
 
 bool is_new_leaf(PyObject* trace, const at::Tensor& tensor, PyObject* spec, Additions& added) {
   NewLeaf leaf{handle_of(tensor), THPObjectPtr(), false};
-  if (!leaf.handle || number_of(leaf.handle.get()) != -1) {
+  if (!leaf.handle || value_id_of(leaf.handle.get()) != -1) {
     return false;
   }
   leaf.value = attribute(leaf.handle.get(), py_.n_value);
@@ -248,12 +248,12 @@ bool is_new_leaf(PyObject* trace, const at::Tensor& tensor, PyObject* spec, Addi
   return true;
 }
 
-// Whether a tensor is the leaf or value with this number, or will be once what the call adds is added.
-bool has_number(PyObject* trace, const at::Tensor& tensor, long long expected, Additions& added) {
+// Whether a tensor is the leaf or value with this id, or will be once what the call adds is added.
+bool has_value_id(PyObject* trace, const at::Tensor& tensor, long long expected, Additions& added) {
   THPObjectPtr handle = handle_of(tensor);
-  const long long number = handle ? number_of(handle.get()) : -2;
-  if (number != -1) {
-    return number == expected;
+  const long long value_id = handle ? value_id_of(handle.get()) : -2;
+  if (value_id != -1) {
+    return value_id == expected;
   }
   PyObject* leaves = py_.leaves.of(trace);
   const long long known = PyList_GET_SIZE(leaves);
@@ -289,8 +289,8 @@ bool fits(
       return ready != nullptr && ready != Py_None &&
           THPVariable_Unpack(ready).unsafeGetTensorImpl() == given.unsafeToTensorImpl();
     }
-    case Kind::Number:
-      return given.isTensor() && has_number(trace, given.toTensor(), one.number, added);
+    case Kind::ValueId:
+      return given.isTensor() && has_value_id(trace, given.toTensor(), one.value_id, added);
     case Kind::Leaf:
       return given.isTensor() && is_new_leaf(trace, given.toTensor(), one.object, added);
     case Kind::None:
@@ -304,8 +304,8 @@ bool fits(
           tensor.scalar_type() != at::kDouble) {
         return false;
       }
-      added.numbers.push_back(*tensor.const_data_ptr<double>());
-      return std::isfinite(added.numbers.back());
+      added.scalar_inputs.push_back(*tensor.const_data_ptr<double>());
+      return std::isfinite(added.scalar_inputs.back());
     }
     case Kind::Float:
     case Kind::Filler: {
@@ -313,7 +313,7 @@ bool fits(
         return false;
       }
       const double value = given.toDouble();
-      added.numbers.push_back(value);
+      added.scalar_inputs.push_back(value);
       return std::isfinite(value) && size_of(value) == one.offset && !(one.kind == Kind::Filler && (value == 0.0 || value == 1.0));
     }
     case Kind::Exact:
@@ -338,7 +338,7 @@ bool fits(
 }
 
 // -- taking note ---------------------------------------------------------------------------------------------------
-void forget(PyObject* dict, PyObject* object) {
+void dict_remove(PyObject* dict, PyObject* object) {
   THPObjectPtr name(PyLong_FromVoidPtr(object));
   if (!name || PyDict_DelItem(dict, name.get()) != 0) {
     PyErr_Clear();
@@ -346,10 +346,10 @@ void forget(PyObject* dict, PyObject* object) {
 }
 
 // Whether the name was new in the dictionary, where it now is.
-bool enter(PyObject* dict, PyObject* object, PyObject* number) {
+bool dict_insert(PyObject* dict, PyObject* object, PyObject* value_id) {
   THPObjectPtr name(PyLong_FromVoidPtr(object));
   return name && PyDict_GetItemWithError(dict, name.get()) == nullptr && !PyErr_Occurred() &&
-      PyDict_SetItem(dict, name.get(), number) == 0;
+      PyDict_SetItem(dict, name.get(), value_id) == 0;
 }
 
 void set(PyObject*& slot, PyObject* value) {
@@ -372,26 +372,26 @@ void note_fresh(PyObject* trace, Additions& added) {
   }
 }
 
-// As ``trace.leaf`` does; on failure the trace is as it was.
+// As ``keys.leaf`` does; on failure the trace is as it was.
 bool add_leaves(PyObject* trace, Additions& added) {
   if (added.leaves.empty()) {
     return true;
   }
-  PyObject *leaves = py_.leaves.of(trace), *known = py_.leaf_numbers.of(trace);
+  PyObject *leaves = py_.leaves.of(trace), *known = py_.leaf_ids.of(trace);
   const Py_ssize_t before = PyList_GET_SIZE(leaves);
   const long long first = integer(py_.base.of(trace)) + leaf_base + before;
   size_t done = 0;
   for (NewLeaf& leaf : added.leaves) {
-    THPObjectPtr number(PyLong_FromLongLong(first + static_cast<long long>(done)));
-    if (!number || !enter(known, leaf.handle.get(), number.get())) {
+    THPObjectPtr value_id(PyLong_FromLongLong(first + static_cast<long long>(done)));
+    if (!value_id || !dict_insert(known, leaf.handle.get(), value_id.get())) {
       break;
     }
-    if (!enter(known, leaf.value.get(), number.get())) {
-      forget(known, leaf.handle.get());
+    if (!dict_insert(known, leaf.value.get(), value_id.get())) {
+      dict_remove(known, leaf.handle.get());
       break;
     }
     ++done;
-    if (PyObject_SetAttr(leaf.handle.get(), py_.n_number, number.get()) != 0 ||
+    if (PyObject_SetAttr(leaf.handle.get(), py_.n_value_id, value_id.get()) != 0 ||
         PyList_Append(leaves, leaf.handle.get()) != 0) {
       break;
     }
@@ -403,9 +403,9 @@ bool add_leaves(PyObject* trace, Additions& added) {
   PyErr_Clear();
   THPObjectPtr none(PyLong_FromLong(-1));
   for (size_t at = 0; at < done; ++at) {
-    forget(known, added.leaves[at].value.get());
-    forget(known, added.leaves[at].handle.get());
-    if (PyObject_SetAttr(added.leaves[at].handle.get(), py_.n_number, none.get()) != 0) {
+    dict_remove(known, added.leaves[at].value.get());
+    dict_remove(known, added.leaves[at].handle.get());
+    if (PyObject_SetAttr(added.leaves[at].handle.get(), py_.n_value_id, none.get()) != 0) {
       PyErr_Clear();
     }
   }
@@ -415,17 +415,17 @@ bool add_leaves(PyObject* trace, Additions& added) {
 
 void add_aliases(PyObject* trace, Additions& added) {
   for (Alias& alias : added.aliases) {
-    if (!alias.number || PyObject_SetAttr(alias.handle.get(), py_.n_number, alias.number.get()) != 0 ||
+    if (!alias.value_id || PyObject_SetAttr(alias.handle.get(), py_.n_value_id, alias.value_id.get()) != 0 ||
         PyList_Append(py_.made.of(trace), alias.handle.get()) != 0) {
       throw python_error();
     }
   }
 }
 
-void add_numbers(PyObject* trace, const Additions& added) {
-  for (const double value : added.numbers) {
-    THPObjectPtr number(PyFloat_FromDouble(value));
-    if (!number || PyList_Append(py_.numbers.of(trace), number.get()) != 0) {
+void add_scalar_inputs(PyObject* trace, const Additions& added) {
+  for (const double value : added.scalar_inputs) {
+    THPObjectPtr scalar_input(PyFloat_FromDouble(value));
+    if (!scalar_input || PyList_Append(py_.scalar_inputs.of(trace), scalar_input.get()) != 0) {
       throw python_error();
     }
   }

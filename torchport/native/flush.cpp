@@ -13,8 +13,8 @@ namespace {
 
 using namespace torchport;
 
-PyObject* release; // trace.release
-Slot job_of_promise; // of a value that a job will bring
+PyObject* python_release; // pool.release
+Slot job_of_future; // of a value that a job will bring
 
 // Whether somebody holds a handle besides those counted and, where it has a home, its node's pool.
 bool is_held(PyObject* handle, Py_ssize_t counted) {
@@ -31,21 +31,21 @@ bool is_held_besides_pool(PyObject* handle) {
   return Py_REFCNT(handle) > 1 || THPVariable_Unpack(handle).use_count() > 1;
 }
 
-// A handle of a node's result that is in no pool; ``trace.new_handle``.
+// A handle of a node's result that is in no pool; ``pool.new_handle``.
 PyObject* new_handle(PyObject* node, Py_ssize_t offset) {
   PyObject* templates = py_.templates.of(node);
   TORCH_CHECK(PyTuple_CheckExact(templates) && offset < PyTuple_GET_SIZE(templates), "the node has no such result");
   const at::Tensor& like = THPVariable_Unpack(PyTuple_GET_ITEM(templates, offset));
   THPObjectPtr made(THPVariable_Wrap(like.variable_data(), py_.handle));
-  THPObjectPtr number(PyLong_FromLongLong(integer(py_.number.of(node)) + offset));
-  if (!made || !number || PyObject_SetAttr(made.get(), py_.n_number, number.get()) != 0) {
+  THPObjectPtr value_id(PyLong_FromLongLong(integer(py_.first_id.of(node)) + offset));
+  if (!made || !value_id || PyObject_SetAttr(made.get(), py_.n_value_id, value_id.get()) != 0) {
     throw python_error();
   }
   return made.release();
 }
 
-// Has a node's pool let go of a handle, for which it gets a new one; ``trace.release``.
-void let_go(PyObject* handle) {
+// Has a node's pool let go of a handle, for which it gets a new one; ``pool.release``.
+void release(PyObject* handle) {
   THPObjectPtr home(attribute(handle, py_.n_home));
   if (!home || home.get() == Py_None) {
     return;
@@ -88,13 +88,13 @@ bool is_alone(const Held& held, Wrap wrap) {
 } // namespace
 
 extern "C" PyObject* torchport_flush_start(
-    PyObject* handle, PyObject* trace, PyObject* node, PyObject* data, PyObject* promise, PyObject* of_release) {
+    PyObject* handle, PyObject* trace, PyObject* node, PyObject* data, PyObject* future, PyObject* of_release) {
   HANDLE_TH_ERRORS
-  if (!look(handle, trace, node, data) || !find_slot(promise, "job", job_of_promise)) {
+  if (!look(handle, trace, node, data) || !find_slot(future, "job", job_of_future)) {
     return nullptr;
   }
   Py_INCREF(of_release);
-  release = of_release;
+  python_release = of_release;
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -114,7 +114,7 @@ extern "C" PyObject* torchport_alive(PyObject* handles) {
 }
 
 // Keeps of a list the handles that somebody holds besides it and their nodes' pools, and adds those of the pools of the
-// nodes from one up to another; ``trace.sweep``.
+// nodes from one up to another; ``pool.sweep``.
 extern "C" PyObject* torchport_sweep(PyObject* made, PyObject* node, PyObject* swept) {
   HANDLE_TH_ERRORS
   THPObjectPtr before(PyList_GetSlice(made, 0, PyList_GET_SIZE(made)));
@@ -149,7 +149,7 @@ extern "C" PyObject* torchport_sweep(PyObject* made, PyObject* node, PyObject* s
       if (PyList_Append(made, handle) != 0) {
         return nullptr;
       }
-      if (as_one && !THPObjectPtr(PyObject_CallOneArg(release, handle))) {
+      if (as_one && !THPObjectPtr(PyObject_CallOneArg(python_release, handle))) {
         return nullptr;
       }
     }
@@ -167,8 +167,8 @@ extern "C" PyObject* torchport_pending(PyObject* handles) {
     PyObject* handle = PyList_GET_ITEM(handles, at);
     THPObjectPtr value(attribute(handle, py_.n_value)), failure(attribute(handle, py_.n_failure));
     if (value.get() == Py_None && failure.get() == Py_None) {
-      let_go(handle);
-      found.emplace_back(number_of(handle), handle);
+      release(handle);
+      found.emplace_back(value_id_of(handle), handle);
     }
   }
   std::stable_sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
@@ -181,14 +181,14 @@ extern "C" PyObject* torchport_pending(PyObject* handles) {
   END_HANDLE_TH_ERRORS
 }
 
-// Has handles belong to no trace; those that are in their nodes' pools leave them. ``trace.forget``.
+// Has handles belong to no trace; those that are in their nodes' pools leave them. ``pool.forget``.
 extern "C" PyObject* torchport_forget(PyObject* handles) {
   HANDLE_TH_ERRORS
   THPObjectPtr none(PyLong_FromLong(-1));
   for (Py_ssize_t at = 0; none && at < PyList_GET_SIZE(handles); ++at) {
     PyObject* handle = PyList_GET_ITEM(handles, at);
-    let_go(handle);
-    if (PyObject_SetAttr(handle, py_.n_number, none.get()) != 0) {
+    release(handle);
+    if (PyObject_SetAttr(handle, py_.n_value_id, none.get()) != 0) {
       return nullptr;
     }
   }
@@ -199,7 +199,7 @@ extern "C" PyObject* torchport_forget(PyObject* handles) {
   END_HANDLE_TH_ERRORS
 }
 
-// The positions of arguments that nobody but their job holds; ``jobs.unshared``.
+// The positions of arguments that nobody but their job holds; ``donation.unshared``.
 extern "C" PyObject* torchport_unshared(PyObject* given, PyObject* args) {
   HANDLE_TH_ERRORS
   THPObjectPtr found(PyList_New(0));
@@ -207,8 +207,8 @@ extern "C" PyObject* torchport_unshared(PyObject* given, PyObject* args) {
   for (Py_ssize_t at = 0; found && at < PyList_GET_SIZE(args); ++at) {
     PyObject* data = PyList_GET_ITEM(args, at);
     if (at < leaves) {
-      PyObject* mine = PyList_GET_ITEM(given, at); // a promise is held by the job that is to keep it, too
-      const auto holders = [mine] { return job_of_promise.of(mine) == Py_None ? 1 : 2; };
+      PyObject* mine = PyList_GET_ITEM(given, at); // a future is held by the job that is to settle it, too
+      const auto holders = [mine] { return job_of_future.of(mine) == Py_None ? 1 : 2; };
       if (Py_REFCNT(data) != 2 || py_.exported.of(data) != Py_False || (mine != data && Py_REFCNT(mine) != holders())) {
         continue;
       }

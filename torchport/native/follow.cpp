@@ -1,7 +1,7 @@
 // Kernels that go along a path of the trace which it has taken before, without Python.
 //
-// A node of the trie keeps, beside the dictionary of its children, what the calls looked like that led to them. A
-// kernel compares its arguments with that, takes note of new leaves and numbers as the Python kernel does, moves the
+// A node of the trie keeps, besides the dictionary of its children, what the calls looked like that led to them. A
+// kernel compares its arguments with that, takes note of new leaves and scalar inputs as the Python kernel does, moves the
 // cursor and returns what the child has ready. Whatever is not exactly as it was goes to the Python kernel, which knows
 // everything; what that does is remembered here if it found a child that was there. All state is the Python objects'
 // own.
@@ -40,11 +40,11 @@ struct Start {
   }
 };
 
-// A functional operator's arguments. A letter each: t(ensor), T(ensors), n(umber), f(iller), N(umbers), g(enerator),
+// A functional operator's arguments. A letter each: t(ensor), T(ensors), s(calar), S(calars), f(iller), g(enerator),
 // d(evice), p(lain: as it was).
 struct Kernel {
   std::string letters;
-  long long number; // in trace keys
+  long long serial; // in trace keys
 
   // The child that the arguments lead to, where the cursor now is; null if they lead to none that is known here.
   PyObject* follow(PyObject* trace, Values given, bool written) const {
@@ -73,7 +73,7 @@ struct Kernel {
         return nullptr;
       }
       add_aliases(trace, added);
-      add_numbers(trace, added);
+      add_scalar_inputs(trace, added);
       set(py_.cursor.of(trace), child);
       ++followed;
       return child;
@@ -95,7 +95,7 @@ struct Kernel {
     PyObject* child = py_.cursor.of(trace.get());
     PyObject* key = child == before ? nullptr : py_.key.of(child);
     if (key == nullptr || py_.parent.of(child) != before || PyDict_Size(py_.children.of(before)) != start.children ||
-        py_.ready.of(child) == Py_None || !PyTuple_CheckExact(key) || integer(PyTuple_GET_ITEM(key, 0)) != number) {
+        py_.ready.of(child) == Py_None || !PyTuple_CheckExact(key) || integer(PyTuple_GET_ITEM(key, 0)) != serial) {
       return;
     }
     auto record = std::make_unique<Record>();
@@ -130,7 +130,7 @@ struct Kernel {
       case 't':
         return expect_tensor(record, part, given);
       case 'T':
-      case 'N': {
+      case 'S': {
         if (!given.isList() || !PyTuple_CheckExact(part)) {
           return false;
         }
@@ -140,16 +140,16 @@ struct Kernel {
         }
         record.expected.push_back({.kind = Kind::List, .offset = static_cast<uint32_t>(items.size())});
         for (size_t at = 0; at < items.size(); ++at) {
-          if (!expect(record, letter == 'T' ? 't' : 'n', PyTuple_GET_ITEM(part, at), items[at])) {
+          if (!expect(record, letter == 'T' ? 't' : 's', PyTuple_GET_ITEM(part, at), items[at])) {
             return false;
           }
         }
         return true;
       }
-      case 'n':
+      case 's':
       case 'f':
         if (const long size = token_at(part); size >= 0) {
-          const Kind kind = letter == 'n' ? Kind::Float : Kind::Filler;
+          const Kind kind = letter == 's' ? Kind::Float : Kind::Filler;
           record.expected.push_back({.kind = kind, .offset = static_cast<uint32_t>(size)});
           return given.isDouble();
         }
@@ -191,15 +191,15 @@ struct Kernel {
       record.expected.push_back(expected);
       return true;
     }
-    expected.kind = Kind::Number;
-    expected.number = integer(part);
+    expected.kind = Kind::ValueId;
+    expected.value_id = integer(part);
     THPObjectPtr home(attribute(handle.get(), py_.n_home));
     if (home && PyTuple_CheckExact(home.get()) && PyTuple_GET_SIZE(home.get()) == 2) {
       PyObject* node = PyTuple_GET_ITEM(home.get(), 0);
       const long long offset = integer(PyTuple_GET_ITEM(home.get(), 1));
       PyObject* ready = py_.ready.of(node);
       const bool many = ready != handle.get();
-      if (integer(py_.number.of(node)) + offset == expected.number &&
+      if (integer(py_.first_id.of(node)) + offset == expected.value_id &&
           result_at(node, static_cast<uint32_t>(offset), many) == handle.get()) {
         expected.kind = Kind::Value;
         expected.many = many;
@@ -279,7 +279,7 @@ struct SameValue final : c10::OperatorKernel {
       Gil gil;
       THPObjectPtr trace = current_trace();
       if (trace) {
-        made = another(trace.get(), stack->back().toTensor());
+        made = same_value(trace.get(), stack->back().toTensor());
       }
     }
     if (made.defined()) {
@@ -289,23 +289,23 @@ struct SameValue final : c10::OperatorKernel {
     }
   }
 
-  static at::Tensor another(PyObject* trace, const at::Tensor& tensor) {
+  static at::Tensor same_value(PyObject* trace, const at::Tensor& tensor) {
     THPObjectPtr handle = handle_of(tensor);
     if (!handle) {
       return {};
     }
     THPObjectPtr value(attribute(handle.get(), py_.n_value)), spec(attribute(handle.get(), py_.n_spec)),
-        failure(attribute(handle.get(), py_.n_failure)), number(attribute(handle.get(), py_.n_number));
-    if (!value || !spec || !number || failure.get() != Py_None) {
+        failure(attribute(handle.get(), py_.n_failure)), value_id(attribute(handle.get(), py_.n_value_id));
+    if (!value || !spec || !value_id || failure.get() != Py_None) {
       return {};
     }
     const bool pending = value.get() == Py_None;
-    if (pending && !holds(trace, integer(number.get()))) {
+    if (pending && !holds(trace, integer(value_id.get()))) {
       return {}; // pending in another thread's trace, which knows its own handles only
     }
     THPObjectPtr made(THPVariable_Wrap(tensor.variable_data(), py_.handle));
     if (!made || PyObject_SetAttr(made.get(), py_.n_spec, spec.get()) != 0 ||
-        PyObject_SetAttr(made.get(), pending ? py_.n_number : py_.n_value, (pending ? number : value).get()) != 0 ||
+        PyObject_SetAttr(made.get(), pending ? py_.n_value_id : py_.n_value, (pending ? value_id : value).get()) != 0 ||
         (pending && PyList_Append(py_.made.of(trace), made.get()) != 0)) {
       PyErr_Clear();
       return {};
@@ -447,14 +447,14 @@ struct Quiet final : c10::WarningHandler { // PyTorch warns of kernels that repl
 
 // Before anything else: what the kernels need to know of Python's side.
 extern "C" PyObject* torchport_follow_start(
-    PyObject* handle, PyObject* trace, PyObject* node, PyObject* data, PyObject* of_threads, PyObject* numbers,
-    PyObject* copies, PyObject* first_leaf, PyObject* numbers_of_a_trace) {
+    PyObject* handle, PyObject* trace, PyObject* node, PyObject* data, PyObject* of_threads, PyObject* floats,
+    PyObject* copies, PyObject* first_leaf, PyObject* ids_of_a_trace) {
   HANDLE_TH_ERRORS
   if (!look(handle, trace, node, data) || PyType_Ready(&records_type) != 0) {
     return nullptr;
   }
   PyObject* bounds = nullptr;
-  if (!PyArg_ParseTuple(numbers, "O!O!", &PyTuple_Type, &varying, &PyTuple_Type, &bounds)) {
+  if (!PyArg_ParseTuple(floats, "O!O!", &PyTuple_Type, &varying, &PyTuple_Type, &bounds)) {
     return nullptr;
   }
   for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(bounds); ++at) {
@@ -467,20 +467,20 @@ extern "C" PyObject* torchport_follow_start(
   threads = of_threads;
   copies_under_grad = copies;
   leaf_base = integer(first_leaf);
-  span = integer(numbers_of_a_trace);
+  span = integer(ids_of_a_trace);
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
 
 // Put a kernel before the Python kernel of a functional operator, and before those of the operators that do the same in
-// place. ``number``: the operator's in trace keys.
+// place. ``serial``: the operator's in trace keys.
 extern "C" PyObject* torchport_follow(
-    const char* name, const char* overload, const char* letters, long long number, const char* in_place) {
+    const char* name, const char* overload, const char* letters, long long serial, const char* in_place) {
   HANDLE_TH_ERRORS
   Quiet quiet;
   c10::WarningUtils::WarningHandlerGuard guard(&quiet);
   auto& dispatcher = c10::Dispatcher::singleton();
-  const Kernel& kernel = *new Kernel{letters, number};
+  const Kernel& kernel = *new Kernel{letters, serial};
   const c10::OperatorHandle op = dispatcher.findSchemaOrThrow(name, overload);
   if (op.schema().arguments().size() != kernel.letters.size()) {
     PyErr_Format(PyExc_ValueError, "%s.%s does not have the arguments %s", name, overload, letters);

@@ -21,10 +21,10 @@ struct Slot {
 
 static struct {
   PyTypeObject* handle;
-  Slot cursor, numbers, leaves, leaf_numbers, made, base, runtime, fresh, copies; // of a trace
-  Slot ready, parent, children, key, number, fits, records, templates; // of a node
+  Slot cursor, scalar_inputs, leaves, leaf_ids, made, base, runtime, fresh, copies; // of a trace
+  Slot ready, parent, children, key, first_id, fits, records, templates; // of a node
   Slot info, exported; // of a value
-  PyObject *n_trace, *n_number, *n_value, *n_spec, *n_failure, *n_fresh, *n_home;
+  PyObject *n_trace, *n_value_id, *n_value, *n_spec, *n_failure, *n_fresh, *n_home;
 } py_;
 
 inline bool find_slot(PyObject* type, const char* name, Slot& slot) {
@@ -43,11 +43,11 @@ inline bool find_slot(PyObject* type, const char* name, Slot& slot) {
 // Find out; false with a Python error where something is not as it should be.
 inline bool look(PyObject* handle, PyObject* trace, PyObject* node, PyObject* data) {
   const std::vector<std::tuple<PyObject*, const char*, Slot*>> slots = {
-      {trace, "cursor", &py_.cursor}, {trace, "numbers", &py_.numbers}, {trace, "leaves", &py_.leaves},
-      {trace, "leaf_numbers", &py_.leaf_numbers}, {trace, "made", &py_.made}, {trace, "base", &py_.base},
+      {trace, "cursor", &py_.cursor}, {trace, "scalar_inputs", &py_.scalar_inputs}, {trace, "leaves", &py_.leaves},
+      {trace, "leaf_ids", &py_.leaf_ids}, {trace, "made", &py_.made}, {trace, "base", &py_.base},
       {trace, "runtime", &py_.runtime}, {trace, "fresh", &py_.fresh}, {trace, "copies", &py_.copies},
       {node, "ready", &py_.ready}, {node, "parent", &py_.parent},
-      {node, "children", &py_.children}, {node, "key", &py_.key}, {node, "number", &py_.number},
+      {node, "children", &py_.children}, {node, "key", &py_.key}, {node, "first_id", &py_.first_id},
       {node, "fits", &py_.fits}, {node, "records", &py_.records}, {node, "templates", &py_.templates},
       {data, "info", &py_.info}, {data, "exported", &py_.exported},
   };
@@ -59,7 +59,7 @@ inline bool look(PyObject* handle, PyObject* trace, PyObject* node, PyObject* da
   Py_INCREF(handle);
   py_.handle = reinterpret_cast<PyTypeObject*>(handle);
   py_.n_trace = PyUnicode_InternFromString("trace");
-  py_.n_number = PyUnicode_InternFromString("number");
+  py_.n_value_id = PyUnicode_InternFromString("value_id");
   py_.n_value = PyUnicode_InternFromString("value");
   py_.n_spec = PyUnicode_InternFromString("spec");
   py_.n_failure = PyUnicode_InternFromString("failure");
@@ -86,9 +86,9 @@ inline long long integer(PyObject* object) {
   return value;
 }
 
-inline long long number_of(PyObject* handle) {
-  THPObjectPtr number(attribute(handle, py_.n_number));
-  return number ? integer(number.get()) : -2;
+inline long long value_id_of(PyObject* handle) {
+  THPObjectPtr value_id(attribute(handle, py_.n_value_id));
+  return value_id ? integer(value_id.get()) : -2;
 }
 
 } // namespace torchport

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from .checked import bad
-from .schema import Call, Constant, Method, Spec
+from .schema import CallRecord, Constant, MethodRecord, Spec
 
 __all__ = ["check_specs", "declared_specs"]
 
 
-def declared_specs(method: Method, constants: Sequence[Constant]) -> dict[int, Spec]:
+def declared_specs(method: MethodRecord, constants: Sequence[Constant]) -> dict[int, Spec]:
     """The specs of a method's values, by number, as whatever makes each declares it. What operators make has none."""
     inputs = [one.spec for one in method.inputs if one.spec is not None]
     found = dict(enumerate(inputs)) | {number: constants[which].spec for number, which in method.constants.items()}
     for instruction in method.instructions:
-        if isinstance(instruction, Call):
+        if isinstance(instruction, CallRecord):
             outputs = method.delegates[instruction.delegate].outputs
             found.update(zip(instruction.results, outputs, strict=True))
     return found
@@ -32,7 +32,7 @@ def _same_layout(one: Spec, other: Spec) -> bool:
     )
 
 
-def _check_call(method: Method, call: Call, known: Mapping[int, Spec]) -> None:
+def _check_call(method: MethodRecord, call: CallRecord, known: Mapping[int, Spec]) -> None:
     delegate = method.delegates[call.delegate]
     taken = [spec for position, spec in enumerate(delegate.inputs) if position not in delegate.constants]
     for position, (number, spec) in enumerate(zip(call.args, taken, strict=True)):
@@ -41,14 +41,14 @@ def _check_call(method: Method, call: Call, known: Mapping[int, Spec]) -> None:
             raise bad(f"argument {position} of delegate {call.delegate} is {made}, but the delegate takes {spec}")
 
 
-def check_specs(method: Method, constants: Sequence[Constant]) -> None:
+def check_specs(method: MethodRecord, constants: Sequence[Constant]) -> None:
     """Raise :class:`~.checked.Bad` where a method declares a value other than what makes it does.
 
     What operators make is compared when they have run.
     """
     known = declared_specs(method, constants)
     for instruction in method.instructions:
-        if isinstance(instruction, Call):
+        if isinstance(instruction, CallRecord):
             _check_call(method, instruction, known)
     for position, output in enumerate(method.outputs):
         made = None if output.value is None else known.get(output.value)

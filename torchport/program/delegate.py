@@ -28,14 +28,14 @@ from ..core.errors import (
     ProgramError,
     UnsupportedOp,
 )
-from .document import Delegate, Place
+from .document import DelegateRecord, Origin
 from .profile import DelegateTracer, Recorder
 from .values import Adapter, Host
 
 __all__ = ["LoadedDelegate", "Options", "checked_options", "find_backend", "locate"]
 
 Options = Mapping[str, bool | int | float | str]
-Locate = Callable[[Sequence[int]], Place]
+Locate = Callable[[Sequence[int]], Origin]
 
 _MAX_NAME: Final = 64
 _MAX_TEXT: Final = 4096
@@ -131,7 +131,7 @@ class LoadedDelegate:
     def __init__(
         self,
         index: int,
-        delegate: Delegate,
+        delegate: DelegateRecord,
         backend: Backend,
         *,
         method: str,

@@ -26,20 +26,20 @@ from .agreement import check_specs
 from .checked import MAX_RANK, bad, check_amount, read_each, read_flag, read_list, read_number, read_object, read_text
 from .schema import (
     ELEMENT_SIZE,
-    Call,
+    CallRecord,
     Constant,
     DebugInfo,
-    Delegate,
+    DelegateRecord,
     Document,
     Dynamic,
     Header,
     Input,
     Instruction,
-    Kernel,
+    KernelRecord,
     Literal,
-    Method,
+    MethodRecord,
+    Origin,
     Output,
-    Place,
     Spec,
     StateUpdate,
     Symbol,
@@ -53,20 +53,20 @@ __all__ = [
     "OLDEST",
     "PROGRAM",
     "VERSION",
-    "Call",
+    "CallRecord",
     "Constant",
     "DebugInfo",
-    "Delegate",
+    "DelegateRecord",
     "Document",
     "Dynamic",
     "Header",
     "Input",
     "Instruction",
-    "Kernel",
+    "KernelRecord",
     "Literal",
-    "Method",
+    "MethodRecord",
+    "Origin",
     "Output",
-    "Place",
     "Spec",
     "StateUpdate",
     "Symbol",
@@ -94,7 +94,7 @@ def _spec_json(spec: Spec | None) -> Any:
     return [spec.dtype, list(spec.shape), None if spec.is_contiguous else list(spec.strides)]
 
 
-def _delegate_json(delegate: Delegate) -> dict[str, Any]:
+def _delegate_json(delegate: DelegateRecord) -> dict[str, Any]:
     specs = [[key, base64.b64encode(value).decode()] for key, value in delegate.specs.items()]
     return {
         "backend": delegate.backend,
@@ -109,7 +109,7 @@ def _delegate_json(delegate: Delegate) -> dict[str, Any]:
 
 
 def _instruction_json(instruction: Instruction) -> Any:
-    if isinstance(instruction, Call):
+    if isinstance(instruction, CallRecord):
         return {"delegate": instruction.delegate, "args": instruction.args, "results": instruction.results}
     fields = {"op": instruction.op, "args": instruction.args, "kwargs": dict(instruction.kwargs)}
     fields |= {"results": instruction.results, "several": instruction.several, "handle": instruction.handle}
@@ -120,7 +120,7 @@ def _literal_json(value: Literal) -> Any:
     return {"f": repr(value)} if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _method_json(method: Method) -> dict[str, Any]:
+def _method_json(method: MethodRecord) -> dict[str, Any]:
     return {
         "values": method.values,
         "inputs": [[one.name, _spec_json(one.spec), _literal_json(one.literal)] for one in method.inputs],
@@ -239,12 +239,12 @@ def _backend_name(value: object) -> str:
     return name
 
 
-def _delegate(value: object, constants: int) -> Delegate:
+def _delegate(value: object, constants: int) -> DelegateRecord:
     found = read_object(value)
     inputs = read_each(_spec, found["inputs"])
     pairs = [read_list(pair, 2) for pair in read_list(found["constants"])]
     bound = {read_number(position, len(inputs)): read_number(which, constants) for position, which in pairs}
-    return Delegate(
+    return DelegateRecord(
         _backend_name(found["backend"]),
         read_text(found["version"]),
         read_text(found["entry"]),
@@ -289,7 +289,7 @@ def _check_argument(value: object, values: _Values) -> None:
             values.use(fields["n"])
 
 
-def _instruction(value: object, values: _Values, delegates: Sequence[Delegate]) -> Instruction:
+def _instruction(value: object, values: _Values, delegates: Sequence[DelegateRecord]) -> Instruction:
     found = read_object(value)
     if "delegate" in found:
         index = read_number(found["delegate"], len(delegates))
@@ -298,7 +298,7 @@ def _instruction(value: object, values: _Values, delegates: Sequence[Delegate]) 
             values.use(one) for one in read_list(found["args"], len(delegate.inputs) - len(delegate.constants))
         )
         results = tuple(values.make(one) for one in read_list(found["results"], len(delegate.outputs)))
-        return Call(index, args, results)
+        return CallRecord(index, args, results)
     args, kwargs = read_list(found["args"]), read_object(found["kwargs"])
     _check_argument(args, values)
     _check_argument(list(kwargs.values()), values)
@@ -309,10 +309,10 @@ def _instruction(value: object, values: _Values, delegates: Sequence[Delegate]) 
     op = read_text(found["op"])
     if not all(part.isidentifier() for part in op.split(".")):
         raise bad(f"there is no operator {op[:80]!r}")
-    return Kernel(op, tuple(args), kwargs, results, several, read_number(found["handle"]))
+    return KernelRecord(op, tuple(args), kwargs, results, several, read_number(found["handle"]))
 
 
-def _method(name: str, value: object, constants: Sequence[Constant]) -> Method:
+def _method(name: str, value: object, constants: Sequence[Constant]) -> MethodRecord:
     found = read_object(value)
     values = _Values(read_number(found["values"], 1 << 31))
     inputs = read_each(_input, found["inputs"])
@@ -335,7 +335,7 @@ def _method(name: str, value: object, constants: Sequence[Constant]) -> Method:
             values.use(output.value)
     if len(values.made) != values.total:
         raise bad("there are values that nothing makes")
-    method = Method(name, values.total, inputs, outputs, bound, state, delegates, instructions)
+    method = MethodRecord(name, values.total, inputs, outputs, bound, state, delegates, instructions)
     check_specs(method, constants)
     return method
 
@@ -393,7 +393,7 @@ def _debug(value: object) -> DebugInfo:
     texts = read_each(read_text, found["texts"])
     rows = [read_list(row, 6) for row in read_list(found["handles"])]
     handles = {
-        read_number(handle): Place(*(texts[read_number(at, len(texts))] for at in fields)) for handle, *fields in rows
+        read_number(handle): Origin(*(texts[read_number(at, len(texts))] for at in fields)) for handle, *fields in rows
     }
     maps = {name: list(read_each(_debug_map, one)) for name, one in read_object(found["maps"]).items()}
     return DebugInfo(handles, maps)

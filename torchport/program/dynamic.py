@@ -19,7 +19,7 @@ from .schema import Extent, extent_of, product_of, variant_name
 from .values import host_for
 
 if TYPE_CHECKING:
-    from .runtime import Program
+    from .program import Program
 
 __all__ = ["DynamicMethod", "extent_name"]
 
@@ -80,7 +80,7 @@ class DynamicMethod(Method):
         # One library for all variants: buffers' values go from one to another.
         used = dict.fromkeys(one.backend for method in variants for one in method.delegates)
         backends = [find_backend(program.registry, backend, name, 0) for backend in used]
-        kernels = any(isinstance(one, doc.Kernel) for method in variants for one in method.instructions)
+        kernels = any(isinstance(one, doc.KernelRecord) for method in variants for one in method.instructions)
         self._host = host_for(kernels or any(not one.torch_free for one in backends))
         self._options = {backend: dict[str, Any]() for backend in used}
         for backend, given in checked_options(options, program.backends).items():

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from . import document as doc
 from .package import Package, Verification, open_package
-from .runtime import MethodMeta, Program, TensorMeta
+from .program import MethodMeta, Program, TensorMeta
 
 __all__ = ["describe"]
 

@@ -17,7 +17,7 @@ from .profile import Profile, Recorder
 from .values import Host, check_literal, host_for
 
 if TYPE_CHECKING:
-    from .runtime import MethodMeta, Program
+    from .program import MethodMeta, Program
 
 __all__ = ["Method", "State", "positional"]
 
@@ -25,11 +25,11 @@ Env = list[Any]
 Step = Callable[[Env], None]
 
 
-def _kernels() -> Any:
+def _operators() -> Any:
     """How operators that no delegate took are run: imported where there are some, since that imports PyTorch."""
-    from . import kernels  # on demand: it imports PyTorch
+    from . import operators  # on demand: it imports PyTorch
 
-    return kernels
+    return operators
 
 
 class State:
@@ -136,7 +136,7 @@ class Method:
             find_backend(program.registry, delegate.backend, self.name, index)
             for index, delegate in enumerate(method.delegates)
         ]
-        kernels = [one for one in method.instructions if isinstance(one, doc.Kernel)]
+        kernels = [one for one in method.instructions if isinstance(one, doc.KernelRecord)]
         self._host = self._shared_host or host_for(bool(kernels) or any(not one.torch_free for one in backends))
         self._initial: Env = [None] * method.values
         for number, constant in method.constants.items():
@@ -179,7 +179,7 @@ class Method:
             self._recorder.add("init", loaded.name, started, time.perf_counter(), backend=backend.name)
         return loaded
 
-    def _where(self, handles: Sequence[int]) -> doc.Place:
+    def _where(self, handles: Sequence[int]) -> doc.Origin:
         """Where debug handles come from: what all of them share."""
         known = self._program.debug_info.handles
         found = {known[handle] for handle in handles if handle in known}
@@ -190,7 +190,7 @@ class Method:
             values = {getattr(place, field) for place in found}
             return values.pop() if len(values) == 1 else ""
 
-        return doc.Place(*map(shared, ("module", "source", "op", "hierarchy", "stack")))
+        return doc.Origin(*map(shared, ("module", "source", "op", "hierarchy", "stack")))
 
     # -- the plan: what is decided once --------------------------------------------------------------------------------
     def _plan(self) -> list[Step]:
@@ -199,7 +199,7 @@ class Method:
         last = self._last_uses()
         steps: list[Step] = []
         for position, instruction in enumerate(method.instructions):
-            if isinstance(instruction, doc.Call):
+            if isinstance(instruction, doc.CallRecord):
                 step = self._plan_call(instruction, home)
                 home.update((number, self._delegates[instruction.delegate]) for number in instruction.results)
             else:
@@ -223,7 +223,7 @@ class Method:
             found.setdefault(position, []).append(number)
         return {position: tuple(numbers) for position, numbers in found.items()}
 
-    def _plan_call(self, call: doc.Call, home: Mapping[int, LoadedDelegate]) -> Step:
+    def _plan_call(self, call: doc.CallRecord, home: Mapping[int, LoadedDelegate]) -> Step:
         delegate = self._delegates[call.delegate]
         described = self._method.delegates[call.delegate]
         passed: dict[int, Any] = dict(delegate.passed)
@@ -264,10 +264,10 @@ class Method:
         known = {number: constants[which].spec for number, which in method.constants.items() if number not in changed}
         return dict(enumerate(tensors)) | known
 
-    def _plan_kernel(self, kernel: doc.Kernel, home: Mapping[int, LoadedDelegate]) -> Step:
+    def _plan_kernel(self, kernel: doc.KernelRecord, home: Mapping[int, LoadedDelegate]) -> Step:
         handles = (kernel.handle,)
         try:
-            run = _kernels().bind(kernel)
+            run = _operators().bind(kernel)
         except DelegateError as error:
             raise locate(error, self.name, kernel.op, handles, self._where) from error
         foreign = [(number, home[number].adapter.unwrap) for number in set(_reads(kernel)) if number in home]
@@ -360,7 +360,7 @@ class Method:
 
     def _run(self) -> None:
         if self._runs_kernels:
-            _kernels().in_default_state(self._run_steps)
+            _operators().in_default_state(self._run_steps)
         else:
             self._run_steps()
 
@@ -430,7 +430,7 @@ class Method:
                 raise MethodError(f"method {self.name!r} is at its end", code=ErrorCode.END_OF_METHOD)
             step, env = self._steps[self._at], self._env
             if self._runs_kernels:
-                _kernels().in_default_state(lambda: step(env))
+                _operators().in_default_state(lambda: step(env))
             else:
                 step(env)
             self._at += 1
@@ -516,7 +516,7 @@ def positional(
 
 def _reads(instruction: doc.Instruction) -> list[int]:
     """The numbers of the values an instruction reads."""
-    if isinstance(instruction, doc.Call):
+    if isinstance(instruction, doc.CallRecord):
         return list(instruction.args)
     found: list[int] = []
     pending: list[Any] = [list(instruction.args), list(instruction.kwargs.values())]

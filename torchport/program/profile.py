@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from .schema import Place
+from .schema import Origin
 
 __all__ = ["DelegateTracer", "Event", "Profile", "Recorder"]
 
@@ -38,7 +38,7 @@ class Event:
         return self.end - self.start
 
 
-Where = Callable[[Sequence[int]], Place]
+Where = Callable[[Sequence[int]], Origin]
 """From debug handles to where their operators come from."""
 
 
@@ -93,7 +93,7 @@ _CONTAINERS = ("load", "init", "execute")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ProfileRow:
     """Durations of events that belong together, in seconds."""
 
     name: str
@@ -120,23 +120,23 @@ class Profile:
         found = [event for event in self.events if event.kind in ("kernel", "op")]
         return found + [event for event in self.events if event.kind == "delegate" and not covered(event)]
 
-    def _sums(self, key: Callable[[Event], str], events: Sequence[Event]) -> list[Row]:
+    def _sums(self, key: Callable[[Event], str], events: Sequence[Event]) -> list[ProfileRow]:
         groups: dict[str, list[float]] = {}
         for event in events:
             groups.setdefault(key(event), []).append(event.seconds)
         total = sum(map(sum, groups.values())) or 1.0
-        rows = [Row(name, len(found), sum(found), sum(found) / total) for name, found in groups.items()]
+        rows = [ProfileRow(name, len(found), sum(found), sum(found) / total) for name, found in groups.items()]
         return sorted(rows, key=lambda row: -row.total)
 
-    def by_module(self) -> list[Row]:
+    def by_module(self) -> list[ProfileRow]:
         """Execution time per ``nn.Module`` path; what cannot be told apart is under its backend's name."""
         return self._sums(lambda event: event.module or f"<{event.backend or event.name}>", self._leaves())
 
-    def by_line(self) -> list[Row]:
+    def by_line(self) -> list[ProfileRow]:
         """Execution time per line of the user's program."""
         return self._sums(lambda event: event.source or f"<{event.backend or event.name}>", self._leaves())
 
-    def by_name(self) -> list[Row]:
+    def by_name(self) -> list[ProfileRow]:
         """Time per kind and name."""
         timed = [event for event in self.events if event.kind != "memory"]
         return self._sums(lambda event: f"{event.kind} {event.name}", timed)

@@ -11,22 +11,22 @@ from ..core.specs import CompileSpecs, contiguous_strides
 
 __all__ = [
     "ELEMENT_SIZE",
-    "Call",
+    "CallRecord",
     "Constant",
     "DebugInfo",
-    "Delegate",
+    "DelegateRecord",
     "Document",
     "Dynamic",
     "Extent",
     "Header",
     "Input",
     "Instruction",
-    "Kernel",
+    "KernelRecord",
     "Literal",
-    "Method",
+    "MethodRecord",
+    "Origin",
     "Output",
     "OutputForm",
-    "Place",
     "Product",
     "Spec",
     "StateUpdate",
@@ -133,7 +133,7 @@ class StateUpdate:
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class KernelRecord:
     """One ATen operator. Arguments are JSON, ``{"n": i}`` for value *i*; ``results`` has ``None`` for unused ones."""
 
     op: str
@@ -145,7 +145,7 @@ class Kernel:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CallRecord:
     """One delegate's call: numbers of arguments and results."""
 
     delegate: int
@@ -153,11 +153,11 @@ class Call:
     results: tuple[int, ...]
 
 
-Instruction = Kernel | Call
+Instruction = KernelRecord | CallRecord
 
 
 @dataclass(frozen=True, slots=True)
-class Delegate:
+class DelegateRecord:
     """Bytes for one backend. ``constants`` are inputs that are given once, by position; ``inputs`` has every input."""
 
     backend: str
@@ -171,7 +171,7 @@ class Delegate:
 
 
 @dataclass(frozen=True, slots=True)
-class Method:
+class MethodRecord:
     """One entry point: ``values`` numbers of values, of which ``inputs`` come first, then ``constants``."""
 
     name: str
@@ -180,7 +180,7 @@ class Method:
     outputs: tuple[Output, ...]
     constants: Mapping[int, int]
     state: tuple[StateUpdate, ...]
-    delegates: tuple[Delegate, ...]
+    delegates: tuple[DelegateRecord, ...]
     instructions: tuple[Instruction, ...]
 
 
@@ -252,7 +252,7 @@ class Document:
     """A whole program. ``digests`` are the sizes and SHA-256 of the entries that it needs; ``dynamic`` are methods
     whose variants are among ``methods``."""
 
-    methods: dict[str, Method]
+    methods: dict[str, MethodRecord]
     constants: list[Constant]
     digests: dict[str, tuple[int, str]]
     producer: dict[str, str] = field(default_factory=dict[str, str])
@@ -265,7 +265,7 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Origin:
     """Where an operator comes from. ``module``: the ``nn.Module``'s path; ``source``: the user's line;
     ``hierarchy``: the modules around it with their classes; ``stack``: the user's calls with their text, outermost
     first."""
@@ -281,7 +281,7 @@ class Place:
 class DebugInfo:
     """Debug handles: where each operator comes from. ``maps`` are the delegates' own ids, per method and index."""
 
-    handles: dict[int, Place] = field(default_factory=dict[int, Place])
+    handles: dict[int, Origin] = field(default_factory=dict[int, Origin])
     maps: dict[str, list[dict[int | str, tuple[int, ...]]]] = field(
         default_factory=dict[str, list[dict[int | str, tuple[int, ...]]]]
     )

@@ -10,7 +10,7 @@ from .checked import bad, read_each, read_flag, read_list, read_number, read_obj
 from .schema import (
     Dynamic,
     Extent,
-    Method,
+    MethodRecord,
     Output,
     OutputForm,
     Product,
@@ -116,7 +116,7 @@ def _sizes(value: object, symbols: Sequence[Symbol], padded: bool) -> tuple[int,
     return found
 
 
-def read_dynamic(name: str, value: object, methods: Mapping[str, Method]) -> Dynamic:
+def read_dynamic(name: str, value: object, methods: Mapping[str, MethodRecord]) -> Dynamic:
     """One method of the section. Every variant must be a method that does what the section says of it."""
     found = read_object(value)
     if not name.isidentifier() or name in methods:
@@ -165,7 +165,7 @@ def _check_grid(dynamic: Dynamic) -> None:
         raise bad("a padded size is computed from another")
 
 
-def _check_variant(dynamic: Dynamic, method: Method, sizes: tuple[int, ...], first: Method) -> None:
+def _check_variant(dynamic: Dynamic, method: MethodRecord, sizes: tuple[int, ...], first: MethodRecord) -> None:
     own = len(dynamic.inputs)
     true = method.inputs[own:]
     if len(method.inputs) - own != (len(dynamic.symbols) if dynamic.padded else 0) or len(true) < 0:

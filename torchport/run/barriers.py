@@ -26,7 +26,7 @@ from .values import host_tensor, leaf_from_data, leaf_from_host, value_of
 if TYPE_CHECKING:
     from ..trace.decide import AtOnce
     from ..trace.trie import Node
-    from .runtime import DeviceRuntime
+    from .device_runtime import DeviceRuntime
 
 __all__ = ["make_barrier", "note_fallback", "on_host"]
 

@@ -36,12 +36,12 @@ _counts, _ALONE = _make_reference_counts()
 def unshared(given: Sequence[Any], args: Sequence[Any]) -> frozenset[int]:
     """Positions of the arguments that nobody but a job holds, whose memory the backend may have.
 
-    ``given`` are the values of its leaves, which may be promises; ``args`` what ``execute`` gets for them, and packs of
-    numbers. Nothing else of the job may hold them meanwhile.
+    ``given`` are the values of its leaves, which may be futures; ``args`` what ``execute`` gets for them, and packs of
+    scalar inputs. Nothing else of the job may hold them meanwhile.
     """
     counts, held = _counts(args), _counts(given)
-    # Besides ``args``, the job's own list holds a leaf, or a promise does that only that list holds and the job that is
-    # to keep it; packs are its own.
+    # Besides ``args``, the job's own list holds a leaf, or a future does that only that list holds and the job that is
+    # to settle it; packs are its own.
     leaves = [
         counts[at] == _ALONE + 1 and not data.exported and (mine is data or held[at] == _ALONE + (mine.job is not None))
         for at, (mine, data) in enumerate(zip(given, args, strict=False))
@@ -84,9 +84,9 @@ def likely_donated(trace: Trace) -> frozenset[int]:
             continue
         if math.prod(spec.shape) * spec.dtype.itemsize < LARGE:
             continue
-        # Besides the handle the job that brings a value holds the promise of it.
-        promised = value.__class__ is Future and count <= _ALONE + 2
-        if promised or (count == _ALONE + 1 and not value.exported):
+        # Besides the handle the job that brings a value holds its future.
+        in_flight = value.__class__ is Future and count <= _ALONE + 2
+        if in_flight or (count == _ALONE + 1 and not value.exported):
             found.append(position)
     return frozenset(found)
 
@@ -97,17 +97,17 @@ def give_up(trace: Trace, handle: Any, line: str | None) -> None:
     with lock:
         release(handle)
         take_place(trace, handle)
-        handle.value, handle.number = None, NONE
+        handle.value, handle.value_id = None, NONE
         handle.failure = ExecutionError("the tensor was given to donate(), so its value is gone", source=line)
     metrics.count("DonatedByHand")
 
 
 def take_place(trace: Trace, handle: LazyTensor) -> None:
     """Where the trace uses a handle, have it use another one of the same value: this one is about to get another."""
-    if trace.leaf_numbers.pop(id(handle), None) is None:
+    if trace.leaf_ids.pop(id(handle), None) is None:
         return
     former = make_handle(handle.spec or TensorSpec.of(handle), trace.index)
-    former.number, former.value = handle.number, handle.value
+    former.value_id, former.value = handle.value_id, handle.value
     position = next(place for place, held in enumerate(trace.leaves) if held is handle)
     trace.leaves[position] = former
-    trace.leaf_numbers[id(former)] = former.number
+    trace.leaf_ids[id(former)] = former.value_id

@@ -1,6 +1,6 @@
 """Flush: (cursor, live values) → plan → job → values.
 
-The steady state of a flush is a dictionary look-up of the live values' numbers at the cursor's node, one list of
+The steady state of a flush is a dictionary look-up of the live values' ids at the cursor's node, one list of
 arguments and one call of the backend. Everything else here runs once per new computation, or when something fails.
 """
 
@@ -25,18 +25,18 @@ from .donation import likely_donated
 from .future import Future
 from .history import history
 from .jobs import Job
-from .plans import Plan, make_plan
+from .plans import ExecutionPlan, make_plan
 from .queue import Where
 from .reasons import APART, explain_compile
 from .replay import replay
 from .split import parts_to_compute
 
 if TYPE_CHECKING:
-    from .runtime import DeviceRuntime
+    from .device_runtime import DeviceRuntime
 
 __all__ = [
-    "Plan",
-    "by_number",
+    "ExecutionPlan",
+    "by_value_id",
     "flush",
     "is_known",
 ]
@@ -52,24 +52,24 @@ WAITING: Final = NOW - {"eager"}
 
 
 # -- flushing ----------------------------------------------------------------------------------------------------
-def _plan(trace: Trace, node: Node, numbers: tuple[int, ...], cause: str, whole: bool) -> Plan:
+def _plan(trace: Trace, node: Node, value_ids: tuple[int, ...], cause: str, whole: bool) -> ExecutionPlan:
     """The plan for these values at this node. If they are the ``whole``, a known one that gives more serves, too."""
     if node.plans is None:
         node.plans = {}
-    plan = node.plans.get(numbers)
-    if plan is None or (plan.__class__ is Plan and plan.computation is None):  # type: ignore[union-attr]
-        wanted = set(numbers)
-        known = (p for p in node.plans.values() if isinstance(p, Plan) and p.computation is not None)
-        plan = next((p for p in known if whole and wanted.issubset(p.numbers)), None)
+    plan = node.plans.get(value_ids)
+    if plan is None or (plan.__class__ is ExecutionPlan and plan.computation is None):  # type: ignore[union-attr]
+        wanted = set(value_ids)
+        known = (p for p in node.plans.values() if isinstance(p, ExecutionPlan) and p.computation is not None)
+        plan = next((p for p in known if whole and wanted.issubset(p.value_ids)), None)
         if plan is None:
             specs = [leaf.spec or TensorSpec.of(leaf) for leaf in trace.leaves]
-            reason = explain_compile(trace, node, numbers, cause)
+            reason = explain_compile(trace, node, value_ids, cause)
             compiled = metrics.counter("UncachedCompile")
             try:
                 with may_collect():
                     donated = likely_donated(trace) if whole else frozenset[int]()  # others may hold a part's
                     runtime: DeviceRuntime = trace.runtime  # type: ignore[assignment]
-                    plan = make_plan(runtime, node.path(), numbers, specs, alone=trace.eager, donated=donated)
+                    plan = make_plan(runtime, node.path(), value_ids, specs, alone=trace.eager, donated=donated)
             except CompileError as error:
                 plan = error
             if metrics.counter("UncachedCompile") > compiled:
@@ -77,7 +77,7 @@ def _plan(trace: Trace, node: Node, numbers: tuple[int, ...], cause: str, whole:
         if len(node.plans) >= PLANS_AT_MOST:
             node.plans.clear()
             node.apart = None
-        node.plans[numbers] = plan
+        node.plans[value_ids] = plan
     if isinstance(plan, CompileError):
         # What did not compile once is not tried again on every step.
         raise plan.with_traceback(None)
@@ -86,14 +86,14 @@ def _plan(trace: Trace, node: Node, numbers: tuple[int, ...], cause: str, whole:
     return plan
 
 
-def by_number(handles: Iterable[LazyTensor]) -> dict[int, list[LazyTensor]]:
-    """The pending values' numbers in the trace, in order, and the handles of each.
+def by_value_id(handles: Iterable[LazyTensor]) -> dict[int, list[LazyTensor]]:
+    """The pending values' ids in the trace, in order, and the handles of each.
 
     Several may stand for one value (a parameter's wrapper and its storage do), which is then computed once.
     """
     groups: dict[int, list[LazyTensor]] = {}
     for handle in handles:
-        groups.setdefault(handle.number, []).append(handle)
+        groups.setdefault(handle.value_id, []).append(handle)
     return groups
 
 
@@ -101,11 +101,11 @@ def is_known(trace: Trace) -> bool:
     """Whether the values that are pending were computed before at the same place, so that a flush compiles nothing."""
     with lock:
         plans = trace.cursor.plans
-        return bool(plans) and tuple(by_number(trace.live())) in plans
+        return bool(plans) and tuple(by_value_id(trace.live())) in plans
 
 
 def flush(trace: Trace, cause: str, read: int | None = None) -> TorchportError | None:
-    """Compute every live value of the trace and begin an empty one. ``read``: the number of the value it is done for.
+    """Compute every live value of the trace and begin an empty one. ``read``: the id of the value it is done for.
 
     If the computation fails, its ops are run one by one: values that do not depend on the failing op get computed,
     the others remember the error and raise it when they are used. Returns the first such error, unless the computation
@@ -118,7 +118,7 @@ def flush(trace: Trace, cause: str, read: int | None = None) -> TorchportError |
         if queue.failed:
             queue.settle_failures()
         if trace.cursor.parent is None:
-            if trace.leaves or trace.numbers or trace.generation != trace.runtime.generation:
+            if trace.leaves or trace.scalar_inputs or trace.generation != trace.runtime.generation:
                 trace.restart()
             return None
         handles = trace.live()
@@ -140,7 +140,7 @@ def flush(trace: Trace, cause: str, read: int | None = None) -> TorchportError |
 
 def _run(trace: Trace, handles: Sequence[LazyTensor], cause: str, read: int | None) -> TorchportError | None:
     """Compute the handles' values; returns the first error where some could not be computed."""
-    groups = by_number(handles)
+    groups = by_value_id(handles)
     parts = parts_to_compute(trace, tuple(groups), read)
     # After an interrupt in here the values are still pending in the trace, and the next flush computes them.
     try:
@@ -149,10 +149,10 @@ def _run(trace: Trace, handles: Sequence[LazyTensor], cause: str, read: int | No
         trace.restart()
         raise
     trace.restart()
-    handles_of = [[groups[number] for number in job.wanted] for job in jobs]
+    handles_of = [[groups[value_id] for value_id in job.wanted] for job in jobs]
     for job, of_job in list(zip(jobs, handles_of, strict=True))[1:]:
         # While the first runs, and if it is interrupted, other threads find out whom to ask.
-        job.promise(of_job, _specs(of_job) if job.plan is None else job.plan.select(job.wanted, job.plan.specs))
+        job.make_futures(of_job, _specs(of_job) if job.plan is None else job.plan.select(job.wanted, job.plan.specs))
     failure: TorchportError | None = None
     kind = cause.split()[0]
     for of_job in handles_of:
@@ -162,15 +162,15 @@ def _run(trace: Trace, handles: Sequence[LazyTensor], cause: str, read: int | No
     return failure
 
 
-def _job(trace: Trace, numbers: tuple[int, ...], cause: str, whole: bool) -> Job:
+def _job(trace: Trace, value_ids: tuple[int, ...], cause: str, whole: bool) -> Job:
     """A run that brings these values, which are the ``whole`` of what is pending or not. It may not compile: failed."""
     try:
-        plan = _plan(trace, trace.cursor, numbers, cause if whole else cause + APART, whole)
+        plan = _plan(trace, trace.cursor, value_ids, cause if whole else cause + APART, whole)
     except TorchportError as error:
-        job = Job.of_trace(trace, None, numbers)
+        job = Job.of_trace(trace, None, value_ids)
         job.fail(error)
         return job
-    return Job.of_trace(trace, plan, numbers)
+    return Job.of_trace(trace, plan, value_ids)
 
 
 def _start(job: Job, owners: Sequence[Sequence[LazyTensor]], kind: str) -> TorchportError | None:
@@ -188,11 +188,11 @@ def _start(job: Job, owners: Sequence[Sequence[LazyTensor]], kind: str) -> Torch
     except BaseException as error:
         # An interrupt: whoever needs one of the values has the job run again, if its inputs are still there.
         if not job.futures:
-            job.promise(owners, _specs(owners))
+            job.make_futures(owners, _specs(owners))
         job.interrupted(error)
         raise
     if job.futures:
-        job.keep(plan.select(job.wanted, results))
+        job.complete(plan.select(job.wanted, results))
         return None
     specs = plan.select(job.wanted, plan.specs)
     for group, result, spec in zip(owners, plan.select(job.wanted, results), specs, strict=True):
@@ -201,17 +201,17 @@ def _start(job: Job, owners: Sequence[Sequence[LazyTensor]], kind: str) -> Torch
     return None
 
 
-def _hand_over(job: Job, owners: Sequence[Sequence[LazyTensor]], plan: Plan, wanted_now: bool) -> bool:
+def _hand_over(job: Job, owners: Sequence[Sequence[LazyTensor]], plan: ExecutionPlan, wanted_now: bool) -> bool:
     """Have the backend or the device's thread run a job, if that is where it runs; its values are futures then."""
     queue = job.runtime.queue
     where = queue.place(job, wanted_now)
     if where in (Where.BACKEND, Where.THREAD) and not job.futures:
-        job.promise(owners, plan.select(job.wanted, plan.specs))
+        job.make_futures(owners, plan.select(job.wanted, plan.specs))
     if where is Where.BACKEND:
         if queue.start(job):
             return True
         where = queue.place(job, wanted_now, startable=False)
-    job.beside = where is Where.OVERLAPPED
+    job.overlapped = where is Where.OVERLAPPED
     if where is Where.THREAD:
         queue.submit(job)
         return True
@@ -224,7 +224,7 @@ def _specs(groups: Sequence[Sequence[LazyTensor]]) -> list[TensorSpec]:
 
 def _replay(job: Job, owners: Sequence[Sequence[LazyTensor]]) -> TorchportError | None:
     if not job.futures:
-        job.promise(owners, _specs(owners))
+        job.make_futures(owners, _specs(owners))
     error = replay(job)
     for handle in itertools.chain(*owners):
         future: Any = handle.value

@@ -25,12 +25,12 @@ from ..trace.trace import Trace, lock
 from ..trace.trie import Node
 from .donation import find_unshared
 from .future import Future
-from .plans import Plan
+from .plans import ExecutionPlan
 
 if TYPE_CHECKING:
-    from .runtime import DeviceRuntime
+    from .device_runtime import DeviceRuntime
 
-__all__ = ["Job", "State", "here", "on_device_thread"]
+__all__ = ["Job", "JobState", "here", "on_device_thread"]
 
 here: Final = threading.local()
 """``queue`` is there on a device's own thread."""
@@ -41,7 +41,7 @@ def on_device_thread() -> bool:
     return getattr(here, "queue", None) is not None
 
 
-class State(enum.Enum):
+class JobState(enum.Enum):
     """Where a job stands.
 
     ``HELD`` jobs run on the thread that first needs one of their values; ``STARTED`` ones run on the backend's own
@@ -59,23 +59,23 @@ class State(enum.Enum):
 class Job:
     """One run of a plan: the values it starts from, and whom its results belong to.
 
-    ``wanted`` are the numbers of the values to bring, ``args`` the values of the plan's leaves, ``numbers`` and
-    ``keys`` the trace's. A job without a plan, whose computation did not compile, has failed from the start; its
+    ``wanted`` are the ids of the values to bring, ``args`` the values of the plan's leaves, ``scalar_inputs`` and
+    ``random_keys`` the trace's. A job without a plan, whose computation did not compile, has failed from the start; its
     ``args`` are all leaves of the trace.
     """
 
     __slots__ = (
         "args",
-        "beside",
         "computation",
         "cursor",
         "donated",
         "error",
         "futures",
-        "keys",
-        "numbers",
+        "overlapped",
         "plan",
+        "random_keys",
         "runtime",
+        "scalar_inputs",
         "started",
         "state",
         "threads",
@@ -86,10 +86,10 @@ class Job:
         self,
         runtime: DeviceRuntime,
         cursor: Node,
-        plan: Plan | None,
+        plan: ExecutionPlan | None,
         args: list[Any],
-        numbers: Sequence[float],
-        keys: Sequence[int],
+        scalar_inputs: Sequence[float],
+        random_keys: Sequence[int],
         wanted: tuple[int, ...],
     ) -> None:
         self.runtime = runtime
@@ -97,33 +97,40 @@ class Job:
         self.plan = plan
         self.computation = None if plan is None else plan.computation
         self.args = args
-        self.beside = False
+        self.overlapped = False
         """Whether it runs on the calling thread while the worker is at another job."""
-        self.numbers = numbers
-        self.keys = keys
+        self.scalar_inputs = scalar_inputs
+        self.random_keys = random_keys
         self.wanted = wanted
         self.donated: frozenset[int] = frozenset()
         self.futures: list[Future] = []
         self.error: TorchportError | None = None
-        self.state = State.HELD
+        self.state = JobState.HELD
         self.started: Started | None = None
-        """What the backend said when it was started; its results are in the pending values."""
+        """What the backend said when it was started; its results are in the futures."""
         self.threads = 0
 
     @classmethod
-    def of_trace(cls, trace: Trace, plan: Plan | None, wanted: tuple[int, ...]) -> Job:
-        """A run of a plan at the trace's cursor, on its present leaves, numbers and keys."""
+    def of_trace(cls, trace: Trace, plan: ExecutionPlan | None, wanted: tuple[int, ...]) -> Job:
+        """A run of a plan at the trace's cursor, on its present leaves, scalar inputs and random keys."""
         leaves = trace.leaves
         args = [x.value for x in leaves] if plan is None else [leaves[at].value for at in plan.leaves]
         runtime: DeviceRuntime = trace.runtime  # type: ignore[assignment]
-        return cls(runtime, trace.cursor, plan, args, trace.numbers, trace.keys, wanted)
+        return cls(runtime, trace.cursor, plan, args, trace.scalar_inputs, trace.random_keys, wanted)
 
     @classmethod
     def of(
-        cls, runtime: DeviceRuntime, plan: Plan, args: Sequence[Any], numbers: Sequence[float], keys: Sequence[int]
+        cls,
+        runtime: DeviceRuntime,
+        plan: ExecutionPlan,
+        args: Sequence[Any],
+        scalar_inputs: Sequence[float],
+        random_keys: Sequence[int],
     ) -> Job:
         """A run of a single op's plan on some of the values in ``args``, by the positions of its leaves."""
-        return cls(runtime, Node.root(), plan, [args[at] for at in plan.leaves], numbers, keys, plan.numbers)
+        return cls(
+            runtime, Node.root(), plan, [args[at] for at in plan.leaves], scalar_inputs, random_keys, plan.value_ids
+        )
 
     # -- running ---------------------------------------------------------------------------------------------
     def run(self) -> Sequence[BackendData]:
@@ -133,7 +140,7 @@ class Job:
         assert computation is not None
         args = [a.result() if a.__class__ is Future else a for a in self.args]
         self._add_packs(plan, args)
-        with contextlib.nullcontext() if self.beside else runtime.queue.running:
+        with contextlib.nullcontext() if self.overlapped else runtime.queue.running:
             results = execute(computation, args, self._context(computation, plan, args))
         self._note_donated()
         if on_device_thread():
@@ -142,7 +149,7 @@ class Job:
             result.info = runtime
         return results
 
-    def _context(self, computation: Computation, plan: Plan, args: Sequence[BackendData]) -> ExecutionContext:
+    def _context(self, computation: Computation, plan: ExecutionPlan, args: Sequence[BackendData]) -> ExecutionContext:
         """What the backend is told about this run: which arguments nobody else holds."""
         if not computation.backend.donation:
             return computation.context
@@ -154,16 +161,16 @@ class Job:
             metrics.count("Donated", len(self.donated))
 
     def has_arguments(self) -> bool:
-        """Whether no argument is still on its way."""
+        """Whether no argument is still in flight."""
         return all(a.__class__ is not Future or a.has_value for a in self.args)
 
-    def _add_packs(self, plan: Plan, args: list[Any]) -> None:
-        """Add to the values of the plan's leaves the packs of numbers: together what ``execute`` gets."""
+    def _add_packs(self, plan: ExecutionPlan, args: list[Any]) -> None:
+        """Add the packs of scalar inputs and random keys to the values of the plan's leaves: what ``execute`` gets."""
         backend, device = self.runtime.backend, self.runtime.device
         for positions, source, dtype in (
-            (plan.singles, self.numbers, torch.float32),
-            (plan.doubles, self.numbers, torch.float64),
-            (plan.keys, self.keys, torch.int64),
+            (plan.singles, self.scalar_inputs, torch.float32),
+            (plan.doubles, self.scalar_inputs, torch.float64),
+            (plan.random_keys, self.random_keys, torch.int64),
         ):
             if positions:
                 packed = torch.tensor([source[at] for at in positions], dtype=dtype)
@@ -171,7 +178,7 @@ class Job:
 
     # -- on the backend's own queue --------------------------------------------------------------------------
     def start(self) -> bool:
-        """Have the backend begin, if it can, what promises were made of. Raises :class:`ExecutionError`."""
+        """Have the backend begin, if it can, what futures were made of. Raises :class:`ExecutionError`."""
         plan, computation = self.plan, self.computation
         assert plan is not None
         assert computation is not None
@@ -188,10 +195,10 @@ class Job:
             if started is None:
                 self.donated = frozenset()
                 return False
-        results, started.results = started.results, ()  # nothing but the promises is to hold them
+        results, started.results = started.results, ()  # nothing but the futures is to hold them
         for future, result in zip(self.futures, plan.select(self.wanted, results), strict=True):
             future.data, result.info = result, self.runtime
-        self.started, self.state = started, State.STARTED
+        self.started, self.state = started, JobState.STARTED
         metrics.count("Execute")
         metrics.count("AsyncExecute")
         self._note_donated()
@@ -204,7 +211,7 @@ class Job:
         try:
             seconds = started.wait()
         except Exception as error:
-            if self.state is State.STARTED:
+            if self.state is JobState.STARTED:
                 assert self.computation is not None
                 failed = execution_error(self.computation, error)
                 failed.__cause__ = error
@@ -212,10 +219,10 @@ class Job:
                 self.runtime.queue.failed.append(self)
             return
         # Each of these does no harm when another thread does it, too.
-        first = self.state is State.STARTED
+        first = self.state is JobState.STARTED
         for future in self.futures:
             future.job = None
-        self.state = State.DONE
+        self.state = JobState.DONE
         self.futures, self.args = [], []
         if first:
             assert self.computation is not None
@@ -223,8 +230,8 @@ class Job:
             metrics.metrics.add_time("ExecuteTime", seconds)
             metrics.metrics.add_time("AsyncExecuteTime", seconds)
 
-    # -- promises --------------------------------------------------------------------------------------------
-    def promise(self, owners: Iterable[Sequence[LazyTensor]], specs: Iterable[TensorSpec]) -> None:
+    # -- futures ---------------------------------------------------------------------------------------------
+    def make_futures(self, owners: Iterable[Sequence[LazyTensor]], specs: Iterable[TensorSpec]) -> None:
         """Give handles values that this job will bring: ``owners`` has, in the order of ``wanted``, those of each."""
         for handles, spec in zip(owners, specs, strict=True):
             future = Future(self, spec)
@@ -233,21 +240,21 @@ class Job:
                 handle.value, handle.spec = future, spec
 
     def deliver(self, outcomes: Sequence[BackendData | TorchportError]) -> None:
-        """Keep every promise, in the order of ``wanted``; the job lets go of what it held."""
+        """Settle every future, in the order of ``wanted``; the job lets go of what it held."""
         for future, outcome in zip(self.futures, outcomes, strict=True):
             future.settle(outcome)
         self.futures, self.args = [], []
 
-    def keep(self, results: Sequence[BackendData]) -> None:
-        """Keep every promise: the job has run."""
+    def complete(self, results: Sequence[BackendData]) -> None:
+        """Settle every future: the job has run."""
         self.deliver(results)
-        self.state = State.DONE
+        self.state = JobState.DONE
 
     def attempt(self) -> None:
         """Run and deliver; an error is kept for whoever needs a value. After an interrupt it can be run again."""
         try:
             assert self.plan is not None
-            self.keep(self.plan.select(self.wanted, self.run()))
+            self.complete(self.plan.select(self.wanted, self.run()))
         except TorchportError as error:
             self.fail(error)
         except BaseException as error:
@@ -256,7 +263,7 @@ class Job:
 
     def interrupted(self, error: BaseException) -> None:
         """Note that a run did not end: it can be repeated, unless inputs were given away and did not come back."""
-        if self.state is State.STARTED:
+        if self.state is JobState.STARTED:
             return
         given = [self.args[at] for at in self.donated if at < len(self.args)]
         kept = self.runtime.backend.restores_donated and all(value.has_value for value in given)
@@ -266,19 +273,19 @@ class Job:
     def fail(self, error: TorchportError) -> None:
         """Note that the job as a whole ended in an error."""
         self.error = error
-        self.state = State.FAILED
+        self.state = JobState.FAILED
 
     def finish(self) -> None:
         """Return when every value is there or its error known: waits for the worker, or does what is left to do."""
-        while self.futures and self.state is not State.DONE:
-            if self.state is State.STARTED:
+        while self.futures and self.state is not JobState.DONE:
+            if self.state is JobState.STARTED:
                 self.runtime.queue.collect(self)
                 continue
-            if self.state in (State.QUEUED, State.RUNNING):
+            if self.state in (JobState.QUEUED, JobState.RUNNING):
                 self.runtime.queue.wait_for(self)
                 continue
             with lock:  # meanwhile the thread that made it may have started it
-                if self.state is State.HELD:
+                if self.state is JobState.HELD:
                     self.attempt()
-                if self.state is State.FAILED and self.futures:
+                if self.state is JobState.FAILED and self.futures:
                     self.runtime.replay(self)

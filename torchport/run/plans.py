@@ -18,16 +18,16 @@ from .walk import walked
 
 if TYPE_CHECKING:
     from ..trace.trie import Node
-    from .runtime import DeviceRuntime
+    from .device_runtime import DeviceRuntime
 
-__all__ = ["Plan", "make_plan"]
+__all__ = ["ExecutionPlan", "make_plan"]
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class Plan:
+class ExecutionPlan:
     """How to bring some values of a trace about: which computation, on what, and whose values come out.
 
-    ``numbers`` are the values' numbers in output order; ``specs`` theirs, interned, ready for the handles. The
+    ``value_ids`` are the values' ids in output order; ``specs`` theirs, interned, ready for the handles. The
     computation is ``None`` once it has been dropped from memory.
     """
 
@@ -35,18 +35,18 @@ class Plan:
     leaves: tuple[int, ...]
     singles: tuple[int, ...]
     doubles: tuple[int, ...]
-    keys: tuple[int, ...]
-    numbers: tuple[int, ...]
+    random_keys: tuple[int, ...]
+    value_ids: tuple[int, ...]
     specs: tuple[TensorSpec, ...]
     contexts: dict[frozenset[int], ExecutionContext] = field(default_factory=dict[frozenset[int], ExecutionContext])
     """One context per set of donated arguments."""
 
     def select(self, wanted: tuple[int, ...], results: Sequence[Any]) -> Sequence[Any]:
         """Of one thing per value of the plan, those of the values wanted, in their order."""
-        if wanted == self.numbers:
+        if wanted == self.value_ids:
             return results
-        by_number = dict(zip(self.numbers, results, strict=True))
-        return [by_number[number] for number in wanted]
+        by_value_id = dict(zip(self.value_ids, results, strict=True))
+        return [by_value_id[value_id] for value_id in wanted]
 
     def context(self, donated: frozenset[int], plain: ExecutionContext) -> ExecutionContext:
         """What ``execute`` is told when these arguments are donated; ``plain``: what it is told when none is."""
@@ -63,11 +63,11 @@ class Plan:
 def make_plan(
     runtime: DeviceRuntime,
     path: Sequence[Node],
-    numbers: tuple[int, ...],
+    value_ids: tuple[int, ...],
     leaf_specs: Sequence[TensorSpec],
     alone: bool = False,
     donated: Set[int] = frozenset(),
-) -> Plan:
+) -> ExecutionPlan:
     """Build and compile the computation of these values at the end of a path. Raises :class:`CompileError`.
 
     ``alone``: the path is one op, which need not be compiled where the backend has a boxed kernel. ``donated``: leaves
@@ -76,7 +76,7 @@ def make_plan(
     node = path[-1]
     start = perf_counter()
     try:
-        made = build_graph(path, numbers, leaf_specs, runtime.capture, donated=donated)
+        made = build_graph(path, value_ids, leaf_specs, runtime.capture, donated=donated)
     except Exception as error:
         raise CompileError(
             f"the trace could not be written as a graph: {type(error).__name__}: {error}",
@@ -89,9 +89,9 @@ def make_plan(
         computation = walked(runtime, made, boxed)
     else:
         computation = computations.get(runtime.backend, runtime.device, runtime.specs, made.module, node.source)
-    seen = {node.number + at: spec for node in path for at, spec in enumerate(node.specs) if spec is not None}
-    pairs = zip(computation.results, numbers, strict=True)
-    results = tuple(intern_spec(shown_as(spec, seen[number])) for spec, number in pairs)
-    plan = Plan(computation, made.leaves, made.singles, made.doubles, made.keys, numbers, results)
+    seen = {node.first_id + at: spec for node in path for at, spec in enumerate(node.specs) if spec is not None}
+    pairs = zip(computation.results, value_ids, strict=True)
+    results = tuple(intern_spec(shown_as(spec, seen[value_id])) for spec, value_id in pairs)
+    plan = ExecutionPlan(computation, made.leaves, made.singles, made.doubles, made.random_keys, value_ids, results)
     computation.users.add(plan)
     return plan

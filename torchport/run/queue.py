@@ -25,7 +25,7 @@ from ..core.default_state import default_state
 from ..core.errors import ExecutionError, TorchportError
 from ..trace.trace import lock
 from .future import UnseenErrors
-from .jobs import Job, State, here, on_device_thread
+from .jobs import Job, JobState, here, on_device_thread
 
 __all__ = ["DeviceQueue", "Where", "queue_of", "queues"]
 
@@ -55,7 +55,7 @@ class Where(enum.Enum):
 
 
 class DeviceQueue:
-    """Has one device's jobs run in order, beside the program.
+    """Has one device's jobs run in order, while the program goes on.
 
     ``starts``: the backend has a queue of its own. The thread begins with the first job that it is needed for. What the
     backend has started and what waits for the thread are never there at the same time.
@@ -113,7 +113,7 @@ class DeviceQueue:
         return not wanted_now and computation.seconds > LITTLE and computation.backend.computes_aside()
 
     def _here_or_thread(self, job: Job, wanted_now: bool) -> Where:
-        """Settle whether a job is run at once on the calling thread, beside another one or not, or on the device's."""
+        """Settle whether a job runs at once on the calling thread, overlapped or not, or on the device's."""
         backend, short = job.runtime.backend, self._is_short(job)
         if self._started:  # it could not be started itself
             if config.execution == "auto" and wanted_now and short and self._can_overlap(job):
@@ -140,13 +140,13 @@ class DeviceQueue:
 
     # -- the backend's own queue -----------------------------------------------------------------------------
     def start(self, job: Job) -> bool:
-        """Have the backend start a job that has made its promises, if it can. Raises :class:`ExecutionError`."""
+        """Have the backend start a job that has made its futures, if it can. Raises :class:`ExecutionError`."""
         self._started.append(job)  # first, so that an interrupt cannot come between
         begun = False
         try:
             begun = job.start()
         finally:
-            if not begun and job.state is not State.STARTED:
+            if not begun and job.state is not JobState.STARTED:
                 self._started.remove(job)
         return begun
 
@@ -182,7 +182,7 @@ class DeviceQueue:
     # -- the thread ------------------------------------------------------------------------------------------
     def submit(self, job: Job) -> None:
         """Queue a job."""
-        job.state = State.QUEUED
+        job.state = JobState.QUEUED
         job.threads = torch.get_num_threads()
         with self._changed:
             if self._thread is None:
@@ -206,7 +206,7 @@ class DeviceQueue:
         """Return when a queued job has ended. Raises :class:`ExecutionError` on the worker itself."""
         if on_device_thread():
             raise ExecutionError("a finalizer on the device's own thread cannot wait for values that the thread brings")
-        self._wait(lambda: job.state in (State.QUEUED, State.RUNNING))
+        self._wait(lambda: job.state in (JobState.QUEUED, JobState.RUNNING))
 
     def drain(self) -> None:
         """Return when every job has ended."""
@@ -272,7 +272,7 @@ class DeviceQueue:
         if self._current is not None or not self._queue:
             return None
         job = self._current = self._queue.popleft()
-        job.state = State.RUNNING
+        job.state = JobState.RUNNING
         self._changed.notify_all()
         return job
 
@@ -281,14 +281,14 @@ class DeviceQueue:
             job.attempt()
         except BaseException as error:
             if not on_device_thread():
-                if job.state is State.RUNNING:
-                    job.state = State.HELD
+                if job.state is JobState.RUNNING:
+                    job.state = JobState.HELD
                 raise
             job.fail(ExecutionError(f"the device's thread was interrupted: {type(error).__name__}: {error}"))
         finally:
             with self._changed:
                 self._current = None
-                if job.state is State.FAILED:
+                if job.state is JobState.FAILED:
                     self.failed.append(job)
                 self._changed.notify_all()
 
@@ -306,10 +306,10 @@ class DeviceQueue:
         for job in [job for job in self._started if job.started is None]:
             # The thread that was about to start it is gone, and whoever waited for it would wait for ever.
             self._started.remove(job)
-            job.state = State.HELD
+            job.state = JobState.HELD
         for job in unfinished:
-            if job.state in (State.QUEUED, State.RUNNING):
-                job.state = State.HELD
+            if job.state in (JobState.QUEUED, JobState.RUNNING):
+                job.state = JobState.HELD
         self._queue.clear()
         self._current = self._thread = None
         self._changed = threading.Condition(threading.Lock())

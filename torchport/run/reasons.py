@@ -72,9 +72,9 @@ class CompileReason:
         return "\n".join(lines)
 
 
-def explain_compile(trace: Trace, node: Node, numbers: Sequence[int], cause: str) -> CompileReason:
-    """Why the values with these numbers cannot be computed by what is known at this node."""
-    found = _apart(node, cause) or _at_node(node, numbers) or _below(node) or _above(node) or _first(trace)
+def explain_compile(trace: Trace, node: Node, value_ids: Sequence[int], cause: str) -> CompileReason:
+    """Why the values with these ids cannot be computed by what is known at this node."""
+    found = _apart(node, cause) or _at_node(node, value_ids) or _below(node) or _above(node) or _first(trace)
     reason = CompileReason(device=repr(trace.runtime), cause=cause, ops=node.depth, **found)
     log.info("%s", reason)
     return reason
@@ -88,10 +88,10 @@ def _known(node: Node) -> dict[str, Any]:
     return {"known_op": str(node.op), "known_line": node.source}
 
 
-def _maker(node: Node, number: int) -> Node:
-    """The node of a path whose result has a number."""
+def _maker(node: Node, value_id: int) -> Node:
+    """The node of a path whose result has this id."""
     at = node
-    while at.parent is not None and not at.number <= number < at.end:
+    while at.parent is not None and not at.first_id <= value_id < at.end_id:
         at = at.parent
     return at
 
@@ -105,11 +105,11 @@ def _apart(node: Node, cause: str) -> dict[str, Any] | None:
 
 
 # -- where this trace ends ------------------------------------------------------------------------------------------
-def _at_node(node: Node, numbers: Sequence[int]) -> dict[str, Any] | None:
+def _at_node(node: Node, value_ids: Sequence[int]) -> dict[str, Any] | None:
     """The same ops were computed before, for other values."""
     if not node.plans:
         return None
-    wanted = set(numbers)
+    wanted = set(value_ids)
     nearest = max(node.plans, key=lambda known: len(wanted & set(known)) - len(wanted ^ set(known)))
     new = sorted(wanted - set(nearest))
     if not new:
@@ -193,7 +193,7 @@ def _is_spec(part: Any) -> bool:
 
 
 def _is_number(part: Any) -> bool:
-    """Whether a part is a Python number's: one that varies, or a constant with its type."""
+    """Whether a part is a Python number's: a scalar input, or a constant with its type."""
     return part.__class__ is Varying or (part.__class__ is tuple and len(part) == 2 and isinstance(part[1], type))
 
 
@@ -209,5 +209,5 @@ def _instead(part: Any, before: Any) -> str:
 
 def _words(part: Any) -> str:
     if part.__class__ is Varying:
-        return "a number that varies" + ("" if part is FLOAT else f" and is {str(part).removeprefix('FLOAT ')}")
+        return "a scalar input" + ("" if part is FLOAT else f" and is {str(part).removeprefix('FLOAT ')}")
     return str(part[0] if _is_number(part) else part)

@@ -13,7 +13,7 @@ from ..core.errors import ExecutionError, TorchportError
 from ..trace.graph import inputs_of, needed
 from ..trace.trie import Node, single_op
 from .future import Future
-from .jobs import Job, State
+from .jobs import Job, JobState
 from .plans import make_plan
 
 __all__ = ["replay"]
@@ -72,7 +72,7 @@ class _Replay:
                     error = named
                 results = [error] * len(node.specs)
         for offset, result in enumerate(results):
-            self.values["value", node.number + offset] = result
+            self.values["value", node.first_id + offset] = result
 
     def _execute(self, node: Node, inputs: Sequence[tuple[str, int]]) -> list[Any]:
         runtime = self.job.runtime
@@ -80,8 +80,8 @@ class _Replay:
         given = [self.values[key] for key in inputs]
         wanted = tuple(n for n, spec in enumerate(node.specs) if spec is not None)
         plan = make_plan(runtime, [copy], wanted, [value.spec for value in given], alone=self.walk)
-        results = Job.of(runtime, plan, given, self.job.numbers, self.job.keys).run()
-        outputs = dict(zip(plan.numbers, results, strict=True))
+        results = Job.of(runtime, plan, given, self.job.scalar_inputs, self.job.random_keys).run()
+        outputs = dict(zip(plan.value_ids, results, strict=True))
         return [outputs.get(offset) for offset in range(len(node.specs))]
 
 
@@ -98,13 +98,13 @@ def replay(job: Job) -> TorchportError | None:
         ops = _Replay(job, walk=len(kept) > COMPILED_AT_MOST)
         for node in kept:
             ops.run(node)
-    outcomes = [ops.values["value", number] for number in job.wanted]
+    outcomes = [ops.values["value", value_id] for value_id in job.wanted]
     errors = [outcome for outcome in outcomes if isinstance(outcome, TorchportError)]
     for single in errors:
         if single.__context__ is None and single is not error:
             single.__context__ = error
     job.error = errors[0] if errors else None
-    job.state = State.DONE
+    job.state = JobState.DONE
     job.deliver(outcomes)
     if not errors:
         metrics.count("IsolateRecovered")

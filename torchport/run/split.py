@@ -20,42 +20,42 @@ from ..trace.trie import Node, RandomKey, is_template
 from .future import Future
 
 if TYPE_CHECKING:
-    from .runtime import DeviceRuntime
+    from .device_runtime import DeviceRuntime
 
 __all__ = ["parts_to_compute"]
 
-Numbers = tuple[int, ...]
+ValueIds = tuple[int, ...]
 SMALL: Final = 1 << 16
 """Elements up to which integers may be computed once for each part, from no more than that."""
 
 
-def parts_to_compute(trace: Trace, numbers: Numbers, read: int | None) -> tuple[Numbers, ...]:
+def parts_to_compute(trace: Trace, value_ids: ValueIds, read: int | None) -> tuple[ValueIds, ...]:
     """The pending values in the groups to compute them in, that of the value ``read`` first; mostly one group of all.
 
     Where a trace was taken apart once it always is, so that what is compiled does not go on to depend on timing.
     """
     node, runtime = trace.cursor, cast("DeviceRuntime", trace.runtime)
-    if read is None or not runtime.backend.concurrent or len(numbers) == 1:
-        return (numbers,)
-    known = None if node.apart is None else node.apart.get((numbers, read))
+    if read is None or not runtime.backend.concurrent or len(value_ids) == 1:
+        return (value_ids,)
+    known = None if node.apart is None else node.apart.get((value_ids, read))
     if known is not None:
         return known
-    if not runtime.queue.poll() or read not in numbers:
-        return (numbers,)
-    parts = _Parts(trace, numbers)
-    mine = parts.with_(read, numbers)
-    others = tuple(number for number in numbers if number not in mine)
-    found = (mine, others) if others else (numbers,)
+    if not runtime.queue.poll() or read not in value_ids:
+        return (value_ids,)
+    parts = _Parts(trace, value_ids)
+    mine = parts.with_(read, value_ids)
+    others = tuple(value_id for value_id in value_ids if value_id not in mine)
+    found = (mine, others) if others else (value_ids,)
     if others and (_waits(trace, parts.leaves(mine)) or not _waits(trace, parts.leaves(others))):
-        return (numbers,)
+        return (value_ids,)
     if node.apart is None:
         node.apart = {}
-    node.apart[numbers, read] = found
+    node.apart[value_ids, read] = found
     return found
 
 
 def _waits(trace: Trace, leaves: set[int]) -> bool:
-    """Whether a value that others are computed from is on its way itself."""
+    """Whether a value that others are computed from is in flight itself."""
     values: list[Any] = [trace.leaves[position].value for position in leaves]
     return any(value.__class__ is Future and not value.has_value for value in values)
 
@@ -66,22 +66,25 @@ class _Parts:
     Sharing a leaf does not connect.
     """
 
-    def __init__(self, trace: Trace, numbers: Sequence[int]) -> None:
-        self.path = needed(trace.cursor.path(), numbers)
+    def __init__(self, trace: Trace, value_ids: Sequence[int]) -> None:
+        self.path = needed(trace.cursor.path(), value_ids)
         large = {position for position, leaf in enumerate(trace.leaves) if leaf.numel() > SMALL}
         self.parent: dict[int, int] = {}
         repeatable: dict[int, bool] = {}
         for node in self.path:
             used = inputs_of(node)
-            values = [number for kind, number in used if kind == "value"]
+            values = [value_id for kind, value_id in used if kind == "value"]
             small = large.isdisjoint(position for kind, position in used if kind == "leaf")
             again = _is_exact(node) and small and all(repeatable[value] for value in values)
-            repeatable.update(dict.fromkeys(range(node.number, node.end), again))
-            for number in (*range(node.number + 1, node.end), *(value for value in values if not repeatable[value])):
-                self._join(node.number, number)
+            repeatable.update(dict.fromkeys(range(node.first_id, node.end_id), again))
+            for value_id in (
+                *range(node.first_id + 1, node.end_id),
+                *(value for value in values if not repeatable[value]),
+            ):
+                self._join(node.first_id, value_id)
 
-    def _root(self, number: int) -> int:
-        at = self.parent.setdefault(number, number)
+    def _root(self, value_id: int) -> int:
+        at = self.parent.setdefault(value_id, value_id)
         while (above := self.parent[at]) != at:
             self.parent[at] = at = self.parent[above]
         return at
@@ -89,14 +92,14 @@ class _Parts:
     def _join(self, one: int, other: int) -> None:
         self.parent[self._root(one)] = self._root(other)
 
-    def with_(self, read: int, numbers: Sequence[int]) -> Numbers:
+    def with_(self, read: int, value_ids: Sequence[int]) -> ValueIds:
         """The values that ``read`` is computed from or connected with, and itself."""
-        used = {number for node in needed(self.path, [read]) for number in range(node.number, node.end)}
-        return tuple(n for n in numbers if n in used or self._root(n) == self._root(read))
+        used = {value_id for node in needed(self.path, [read]) for value_id in range(node.first_id, node.end_id)}
+        return tuple(n for n in value_ids if n in used or self._root(n) == self._root(read))
 
-    def leaves(self, numbers: Sequence[int]) -> set[int]:
+    def leaves(self, value_ids: Sequence[int]) -> set[int]:
         """The positions of all leaves that these values are computed from."""
-        used = (one for node in needed(self.path, numbers) for one in inputs_of(node))
+        used = (one for node in needed(self.path, value_ids) for one in inputs_of(node))
         return {position for kind, position in used if kind == "leaf"}
 
 

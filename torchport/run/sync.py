@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ..trace.threads import threads
 from . import step_closures
+from .device_runtime import runtimes
 from .flush import flush
-from .runtime import runtimes
 
 __all__ = ["compute_pending"]
 

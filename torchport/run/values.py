@@ -25,7 +25,7 @@ from .jobs import Job, on_device_thread
 from .plans import make_plan
 
 if TYPE_CHECKING:
-    from .runtime import DeviceRuntime
+    from .device_runtime import DeviceRuntime
 
 __all__ = ["host_tensor", "is_dense", "leaf_from_data", "leaf_from_host", "settle", "value_of"]
 
@@ -54,13 +54,13 @@ def settle(trace: Trace, tensor: LazyTensor) -> None:
 
 
 def compute(tensor: LazyTensor) -> None:
-    """Have a value on its way that is pending in a trace. Raises the error its computation ended in, if known."""
+    """Have a pending value computed, or in flight. Raises the error its computation ended in, if known."""
     if tensor.value is not None:
         return
     if tensor.failure is not None:
         raise tensor.failure
     refuse_computing()
-    owner = owners.get(tensor.number // SPAN)
+    owner = owners.get(tensor.value_id // SPAN)
     if owner is None:
         with lock:  # its thread may have been about to give it a value
             if tensor.failure is not None:
@@ -72,7 +72,7 @@ def compute(tensor: LazyTensor) -> None:
         raise ExecutionError("a finalizer on the device's own thread cannot compute values that are pending")
 
     if threads.owns(owner):
-        flush(owner, "read", tensor.number)
+        flush(owner, "read", tensor.value_id)
     else:
         _compute_alone(owner, tensor)
     if tensor.failure is not None:
@@ -84,15 +84,15 @@ def _compute_alone(owner: Trace, tensor: LazyTensor) -> None:
     with lock, without_collecting:
         if tensor.value is not None or tensor.failure is not None:
             return
-        node, number = owner.cursor, tensor.number
+        node, value_id = owner.cursor, tensor.value_id
         metrics.count("Flush: thread")
         with default_state():
             specs = [leaf.spec or TensorSpec.of(leaf) for leaf in owner.leaves]
             runtime: DeviceRuntime = owner.runtime  # type: ignore[assignment]
-            plan = make_plan(runtime, node.path(), (number,), specs)
-            (result,) = Job.of_trace(owner, plan, (number,)).run()
+            plan = make_plan(runtime, node.path(), (value_id,), specs)
+            (result,) = Job.of_trace(owner, plan, (value_id,)).run()
         release(tensor)
-        owner.computed.append(tensor)  # its number ends with the trace
+        owner.computed.append(tensor)  # its id ends with the trace
         tensor.value, tensor.spec = result, plan.specs[0]
 
 

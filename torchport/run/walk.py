@@ -2,7 +2,7 @@
 
 Where the backend has a boxed kernel, the operator's graph is walked and each node handed to that kernel, so nothing is
 compiled. Elsewhere the graph is compiled like any other and the computation kept. Either way the operator means what it
-means in a larger graph: same lowering, same random numbers, same run-time scalars.
+means in a larger graph: same lowering, same random numbers, same scalar inputs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..core.specs import CompileSpecs
 
 if TYPE_CHECKING:
     from ..trace.graph import TraceGraph
-    from .runtime import DeviceRuntime
+    from .device_runtime import DeviceRuntime
 
 __all__ = ["walked"]
 

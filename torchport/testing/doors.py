@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from ..run.runtime import runtimes
+from ..run.device_runtime import runtimes
 from .plan import VARIANTS
 
 __all__ = ["DOORS", "Door", "Place", "available_doors"]
@@ -126,7 +126,7 @@ def _aot(backend: str) -> Place:
     runtime: Any = importlib.import_module("torchport.runtime")
     inputs_of_programs = (torch.Tensor, bool, int, float, complex, str, type(None))
 
-    class Program(torch.nn.Module):
+    class ExportedCall(torch.nn.Module):
         """A call with what torch.export takes as inputs; dtypes, devices and other objects are part of the program."""
 
         def __init__(self, fn: Callable[..., Any], leaves: Sequence[Any], structure: Any, tell: Any) -> None:
@@ -147,7 +147,7 @@ def _aot(backend: str) -> Place:
         leaves, structure = tree_flatten((args, kwargs))
         inputs = tuple(leaf for leaf in leaves if isinstance(leaf, inputs_of_programs))
         found: list[Any] = []
-        exported = torch.export.export(Program(fn, leaves, structure, found.append), inputs)
+        exported = torch.export.export(ExportedCall(fn, leaves, structure, found.append), inputs)
         with tempfile.TemporaryDirectory(prefix="torchport-aot-") as folder:
             path = Path(folder) / "case.pt2"
             aot.lower(exported, backend=backend).save(path)

@@ -31,7 +31,7 @@ from .plan import DEFAULT_SEED, PASSED, Case, Share, Unit
 from .pool import death_of, process_context, start_process, tail_of
 from .probe import Probe
 from .program_text import program_text
-from .shrink import Program, operators_of, shrink, with_inputs
+from .shrink import GraphSample, operators_of, shrink, with_inputs
 from .target import load_backend
 from .values import Mismatch, compare
 from .worker import quiet
@@ -124,11 +124,11 @@ def _try_graphs(pipe: Connection, target: str, log: str) -> None:
     backend = load_backend(target)
     pipe.send("ready")
     while (given := pipe.recv()) is not None:
-        pipe.send(_verdict(backend, Program(decode(given[0]), tuple(torch.load(io.BytesIO(given[1]))))))
+        pipe.send(_verdict(backend, GraphSample(decode(given[0]), tuple(torch.load(io.BytesIO(given[1]))))))
     os._exit(0)
 
 
-def _verdict(backend: Any, program: Program) -> str:
+def _verdict(backend: Any, program: GraphSample) -> str:
     """``passes``, ``wrong: …`` or ``raised: …``; ``invalid: …`` if the CPU cannot run it."""
     graph = with_inputs(program, program.inputs).graph
     try:
@@ -178,7 +178,7 @@ class _Trials:
         except EOFError:
             raise BackendUnavailable(f"loading {self.target!r} ends its process:\n{tail_of(self.log)}") from None
 
-    def verdict(self, program: Program) -> str:
+    def verdict(self, program: GraphSample) -> str:
         """How the program ends."""
         if not self.running:
             self._start()
@@ -206,7 +206,7 @@ class _Trials:
             self.running = False
 
 
-def _recorded(folder: Path) -> Iterator[Program]:
+def _recorded(folder: Path) -> Iterator[GraphSample]:
     """The programs that were recorded; a graph that was never executed gets random inputs."""
     for path in sorted(folder.glob("*.json")):
         graph = decode(path.read_bytes())
@@ -218,7 +218,7 @@ def _recorded(folder: Path) -> Iterator[Program]:
             torch.manual_seed(0)
             inputs = [torch.testing.make_tensor(s.shape, dtype=s.dtype, device="cpu", low=0, high=2) for s in specs]
         with contextlib.suppress(Exception):  # what cannot be rebuilt here cannot be reduced either
-            yield with_inputs(Program(graph, tuple(inputs)), inputs)
+            yield with_inputs(GraphSample(graph, tuple(inputs)), inputs)
 
 
 # -- from a case or a script -------------------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ def _run_recorded(target: str, case: Case | None, script: str, seed: int, folder
         process.join()
 
 
-def _first_failing(folder: Path, trials: _Trials, end: str) -> tuple[Program, str]:
+def _first_failing(folder: Path, trials: _Trials, end: str) -> tuple[GraphSample, str]:
     count = 0
     for program in _recorded(folder):
         count += 1

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from .reproduce import literal
-from .shrink import Program, operators_of
+from .shrink import GraphSample, operators_of
 from .values import tolerance
 
 __all__ = ["program_text"]
@@ -56,7 +56,7 @@ def _device_lines(target: str) -> list[str]:
     ]
 
 
-def program_text(program: Program, target: str, verdict: str, origin: str, before: int) -> str:
+def program_text(program: GraphSample, target: str, verdict: str, origin: str, before: int) -> str:
     """The program's source. It ends in an ``AssertionError``, or as the engine does, until the fault is mended."""
     graph = program.graph.graph
     names = [node.name for node in graph.nodes if node.op == "placeholder"]

@@ -15,14 +15,14 @@ from ..backend.infer import fake_mode, fake_tensor
 from ..backend.normal_form import alias_root
 from ..core.specs import TensorSpec
 
-__all__ = ["Program", "operators_of", "shrink", "with_inputs"]
+__all__ = ["GraphSample", "operators_of", "shrink", "with_inputs"]
 
 _getitem: Any = operator.getitem
 _clone: Final = torch.ops.aten.clone.default
 
 
 @dataclass(frozen=True)
-class Program:
+class GraphSample:
     """A graph in normal form and the CPU tensors to run it on."""
 
     graph: fx.GraphModule
@@ -35,7 +35,7 @@ class Program:
         return len(operators_of(self.graph)), len(outputs), sum(t.numel() for t in self.inputs)
 
 
-Fails = Callable[[Program], bool]
+Fails = Callable[[GraphSample], bool]
 
 
 def operators_of(graph: fx.GraphModule) -> list[fx.Node]:
@@ -43,7 +43,7 @@ def operators_of(graph: fx.GraphModule) -> list[fx.Node]:
     return [n for n in graph.graph.nodes if n.op == "call_function" and n.target is not _getitem]
 
 
-def values_of(program: Program) -> dict[fx.Node, Any]:
+def values_of(program: GraphSample) -> dict[fx.Node, Any]:
     """Every node's value on the CPU."""
     values: dict[fx.Node, Any] = {}
     given = iter(program.inputs)
@@ -81,7 +81,7 @@ class _Builder:
         made.meta.update(val=value, debug_handle=like.meta.get("debug_handle") or 0, source=like.meta.get("source"))
         return made
 
-    def finish(self, outputs: Sequence[fx.Node]) -> Program:
+    def finish(self, outputs: Sequence[fx.Node]) -> GraphSample:
         taken: set[fx.Node] = set()
         results: list[fx.Node] = []
         for node in outputs:
@@ -92,10 +92,10 @@ class _Builder:
             results.append(node)
         self.graph.output(tuple(results)).meta["val"] = tuple(n.meta["val"] for n in results)
         self.graph.eliminate_dead_code()
-        return Program(fx.GraphModule(torch.nn.Module(), self.graph), tuple(self.inputs))
+        return GraphSample(fx.GraphModule(torch.nn.Module(), self.graph), tuple(self.inputs))
 
 
-def part(program: Program, keep: set[fx.Node], outputs: set[fx.Node] | None = None) -> Program:
+def part(program: GraphSample, keep: set[fx.Node], outputs: set[fx.Node] | None = None) -> GraphSample:
     """The program of the kept operators. Raises what shape inference raises if they do not fit together any more."""
     values = values_of(program)
     nodes = list(program.graph.graph.nodes)
@@ -120,7 +120,7 @@ def _leaves(node: fx.Node, keep: set[fx.Node]) -> bool:
     return not node.users or any(user not in keep for user in node.users)
 
 
-def _try(make: Callable[[], Program], fails: Fails) -> Program | None:
+def _try(make: Callable[[], GraphSample], fails: Fails) -> GraphSample | None:
     """The candidate if it can be made and still fails."""
     try:
         candidate = make()
@@ -130,7 +130,7 @@ def _try(make: Callable[[], Program], fails: Fails) -> Program | None:
     return candidate if fails(candidate) else None
 
 
-def _fewer_operators(program: Program, fails: Fails) -> Program:
+def _fewer_operators(program: GraphSample, fails: Fails) -> GraphSample:
     """Zeller and Hildebrandt's ddmin (2002) over the operators."""
     chunks = 2
     while True:
@@ -147,7 +147,7 @@ def _fewer_operators(program: Program, fails: Fails) -> Program:
             chunks = min(len(nodes), chunks * 2)
 
 
-def _one_round(program: Program, nodes: list[fx.Node], chunks: int, fails: Fails) -> Program | None:
+def _one_round(program: GraphSample, nodes: list[fx.Node], chunks: int, fails: Fails) -> GraphSample | None:
     step = -(-len(nodes) // chunks)
     pieces = [nodes[start : start + step] for start in range(0, len(nodes), step)]
     subsets = [set(piece) for piece in pieces]
@@ -160,7 +160,7 @@ def _one_round(program: Program, nodes: list[fx.Node], chunks: int, fails: Fails
     return None
 
 
-def _fewer_outputs(program: Program, fails: Fails) -> Program:
+def _fewer_outputs(program: GraphSample, fails: Fails) -> GraphSample:
     """One output if one is enough."""
     outputs: Any = program.graph.graph.output_node().args[0]
     kept = {n for n in program.graph.graph.nodes if n.op == "call_function"}
@@ -171,7 +171,7 @@ def _fewer_outputs(program: Program, fails: Fails) -> Program:
     return program
 
 
-def with_inputs(program: Program, inputs: Sequence[torch.Tensor]) -> Program:
+def with_inputs(program: GraphSample, inputs: Sequence[torch.Tensor]) -> GraphSample:
     """The same operators on other inputs; shapes are inferred again."""
     builder = _Builder()
     nodes = list(program.graph.graph.nodes)
@@ -207,7 +207,7 @@ def _simpler(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield (tensor * 8).round() / 8
 
 
-def _smaller_inputs(program: Program, fails: Fails) -> Program:
+def _smaller_inputs(program: GraphSample, fails: Fails) -> GraphSample:
     changed = True
     while changed:
         changed = False
@@ -219,7 +219,7 @@ def _smaller_inputs(program: Program, fails: Fails) -> Program:
     return program
 
 
-def _simpler_values(program: Program, fails: Fails) -> Program:
+def _simpler_values(program: GraphSample, fails: Fails) -> GraphSample:
     for position in range(len(program.inputs)):
         for value in _simpler(program.inputs[position]):
             inputs = list(program.inputs)
@@ -231,7 +231,7 @@ def _simpler_values(program: Program, fails: Fails) -> Program:
     return program
 
 
-def shrink(program: Program, fails: Fails) -> Program:
+def shrink(program: GraphSample, fails: Fails) -> GraphSample:
     """The smallest program found that still fails: fewer operators, one output, smaller inputs, simpler values."""
     program = _fewer_outputs(program, fails)
     program = _fewer_operators(program, fails)

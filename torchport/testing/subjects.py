@@ -72,7 +72,7 @@ class Runnable(ABC):
         return False
 
 
-class Operator(Runnable):
+class OpInfoOperator(Runnable):
     """An entry of ``op_db``."""
 
     def __init__(self, name: str, op: Any) -> None:
@@ -279,7 +279,7 @@ def find(name: str) -> Runnable:
         if rest not in zoo.ZOO:
             raise KeyError(name)
         return Model(rest)
-    return Operator(name, torch_api.operators()[name])
+    return OpInfoOperator(name, torch_api.operators()[name])
 
 
 def catalogue() -> list[Subject]:

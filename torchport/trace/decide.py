@@ -79,7 +79,7 @@ def refusal(runner: Runner, node: Node, specs: Sequence[TensorSpec]) -> str | No
     ``node`` is a path of its own whose leaves have these specs. An unsupported operator is replaced by its
     decomposition, the backend's own or PyTorch's core ATen one, if what that gives is supported.
     """
-    outputs = [number for number, spec in enumerate(node.specs) if spec is not None]
+    outputs = [value_id for value_id, spec in enumerate(node.specs) if spec is not None]
     try:
         build_graph([node], outputs, specs, runner.capture, strict=True)
     except Refused as refused:
@@ -132,10 +132,15 @@ def _alone(
     position_of: dict[Any, int] = {}
     specs: list[TensorSpec] = []
     for template, spec in zip(templates, given, strict=False):
-        key = ("leaf" if template.__class__ is Leaf else "value", getattr(template, "number", None))
-        if template.__class__ in (Leaf, Value) and key not in position_of:
+        if template.__class__ is Leaf:
+            key = ("leaf", template.position)
+        elif template.__class__ is Value:
+            key = ("value", template.value_id)
+        else:
+            continue
+        if key not in position_of:
             position_of[key] = len(specs)
             specs.append(spec)
     alone = single_op(node, position_of)
-    alone.specs, alone.container, alone.end = inferred.specs, inferred.container, len(inferred.specs)
+    alone.specs, alone.container, alone.end_id = inferred.specs, inferred.container, len(inferred.specs)
     return alone, specs

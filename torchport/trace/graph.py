@@ -14,7 +14,7 @@ from ..backend.builder import Capture, GraphBuilder
 from ..backend.random import RANDOM
 from ..core.errors import GraphError
 from ..core.specs import TensorSpec
-from .trie import HostScalar, Leaf, Node, Number, RandomKey, Value, is_template
+from .trie import HostScalar, Leaf, Node, RandomKey, ScalarInput, Value, is_template
 
 __all__ = ["TraceGraph", "build_graph", "inputs_of", "needed"]
 
@@ -26,36 +26,36 @@ _WIDE: Final = {torch.float64, torch.complex128}
 class TraceGraph:
     """A graph and where its inputs come from, in placeholder order.
 
-    ``leaves`` are positions in the trace's leaves; then come, if not empty, the float32 and float64 numbers and the
-    random keys, each packed into one 1-D tensor, as positions in the trace's numbers and keys.
+    ``leaves`` are positions in the trace's leaves; then come, if not empty, the float32 and float64 scalar inputs and
+    the random keys, each packed into one 1-D tensor, as positions in the trace's lists of them.
     """
 
     module: fx.GraphModule
     leaves: tuple[int, ...]
     singles: tuple[int, ...]
     doubles: tuple[int, ...]
-    keys: tuple[int, ...]
+    random_keys: tuple[int, ...]
 
 
 def inputs_of(node: Node) -> list[tuple[str, int]]:
-    """What a node uses, each once: ``("leaf", position)`` or ``("value", number)``."""
+    """What a node uses, each once: ``("leaf", position)`` or ``("value", value id)``."""
     found: list[tuple[str, int]] = []
     for template in tree_iter((node.args, node.kwargs), is_leaf=is_template):
         if template.__class__ is Leaf:
-            found.append(("leaf", template.number))
+            found.append(("leaf", template.position))
         elif template.__class__ is Value:
-            found.append(("value", template.number))
+            found.append(("value", template.value_id))
     return list(dict.fromkeys(found))
 
 
 def needed(path: Sequence[Node], outputs: Iterable[int]) -> list[Node]:
-    """The nodes of a path that the values with these numbers depend on, in its order."""
+    """The nodes of a path that the values with these ids depend on, in its order."""
     wanted = set(outputs)
     kept: list[Node] = []
     for node in reversed(path):
-        if any(number in wanted for number in range(node.number, node.end)):
+        if any(value_id in wanted for value_id in range(node.first_id, node.end_id)):
             kept.append(node)
-            wanted.update(number for kind, number in inputs_of(node) if kind == "value")
+            wanted.update(value_id for kind, value_id in inputs_of(node) if kind == "value")
     kept.reverse()
     return kept
 
@@ -71,7 +71,7 @@ class _TraceBuilder:
         self.leaves: dict[int, fx.Node] = {}
         self.packs: dict[str, tuple[fx.Node, dict[int, int]]] = {}
         self.contiguous = {
-            node.number + offset: spec.is_contiguous
+            node.first_id + offset: spec.is_contiguous
             for node in path
             for offset, spec in enumerate(node.specs)
             if spec is not None
@@ -90,11 +90,11 @@ class _TraceBuilder:
                 if isinstance(template, HostScalar):
                     template = template.value
                 if isinstance(template, Leaf):
-                    leaves.add(template.number)
-                elif isinstance(template, Number):
-                    (doubles if wide else singles).add(template.number)
+                    leaves.add(template.position)
+                elif isinstance(template, ScalarInput):
+                    (doubles if wide else singles).add(template.position)
                 elif isinstance(template, RandomKey):
-                    keys.add(template.number)
+                    keys.add(template.position)
         for position in sorted(leaves):
             self.leaves[position] = self.b.placeholder(f"arg{position}", self.leaf_specs[position])
             if position in donated:
@@ -110,7 +110,7 @@ class _TraceBuilder:
         return TraceGraph(unused, *ordered)
 
     def _is_wide(self, node: Node) -> bool:
-        """Whether the node computes in double precision, so that its numbers must come as float64."""
+        """Whether the node computes in double precision, so that its scalar inputs must come as float64."""
         if any(spec is not None and spec.dtype in _WIDE for spec in node.specs):
             return True
         return any(isinstance(t, HostScalar) and t.dtype in _WIDE for t in tree_iter(node.args, is_leaf=is_template))
@@ -122,13 +122,13 @@ class _TraceBuilder:
 
     def _argument(self, template: Any, wide: bool) -> Any:
         if isinstance(template, Leaf):
-            return self.leaves[template.number]
-        if isinstance(template, Number):
-            return self._packed("doubles" if wide else "singles", template.number)
+            return self.leaves[template.position]
+        if isinstance(template, ScalarInput):
+            return self._packed("doubles" if wide else "singles", template.position)
         if isinstance(template, RandomKey):
-            return self._packed("keys", template.number)
+            return self._packed("keys", template.position)
         if isinstance(template, Value):
-            return self.values[template.number]
+            return self.values[template.value_id]
         if isinstance(template, HostScalar):
             return self.b.cast(self._argument(template.value, wide), template.dtype)
         return template
@@ -145,7 +145,7 @@ class _TraceBuilder:
         for offset, spec in enumerate(node.specs):
             if spec is not None:
                 one = result if node.container is None else b.item(result, offset)
-                self.values[node.number + offset] = self._checked(node, one, spec)
+                self.values[node.first_id + offset] = self._checked(node, one, spec)
 
     def _lower(self, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
         b, op = self.b, node.op
@@ -162,12 +162,12 @@ class _TraceBuilder:
         return self.b.cast(made, spec.dtype)
 
     # -- outputs ---------------------------------------------------------------------------------------------
-    def outputs(self, numbers: Sequence[int]) -> list[fx.Node]:
+    def outputs(self, value_ids: Sequence[int]) -> list[fx.Node]:
         """The output nodes; what would share memory with an input or another output is cloned."""
         results: list[fx.Node] = []
-        for number in numbers:
-            node = self.values[number]
-            if self.contiguous.get(number) and not self.b.val(node).is_contiguous():
+        for value_id in value_ids:
+            node = self.values[value_id]
+            if self.contiguous.get(value_id) and not self.b.val(node).is_contiguous():
                 # A later trace takes the value as a leaf, and may view it as contiguous memory.
                 node = self.b(aten.clone.default, node, memory_format=torch.contiguous_format)
             results.append(node)
@@ -182,7 +182,7 @@ def build_graph(
     strict: bool = False,
     donated: Set[int] = frozenset(),
 ) -> TraceGraph:
-    """The graph in normal form that computes the values numbered ``outputs`` at the end of a trace path.
+    """The graph in normal form that computes the values with the ids ``outputs`` at the end of a trace path.
 
     ``strict``: raise :class:`~torchport.backend.builder.Refused` for what the backend does not take in any form.
     ``donated``: leaves that are likely to be donated, whose placeholders get ``meta["donated"]``.

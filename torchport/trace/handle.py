@@ -38,13 +38,13 @@ _CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 class LazyTensor(torch.Tensor):
     """A value of device index 0: pending in a trace, or held as :class:`BackendData`.
 
-    ``number`` is the value's number in the trace it belongs to, -1 if it belongs to none; ``value`` its data once it is
+    ``value_id`` is the value's id in the trace it belongs to, -1 if it belongs to none; ``value`` its data once it is
     there; ``spec`` its interned spec once it was asked for; ``failure`` the error that its computation ended in.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    number: int = -1
+    value_id: int = -1
     value: BackendData | None = None
     spec: TensorSpec | None = None
     failure: BaseException | None = None
@@ -127,7 +127,7 @@ def make_template(spec: TensorSpec) -> LazyTensor:
 
 
 def make_handle(spec: TensorSpec, index: int) -> LazyTensor:
-    """A fresh handle with this spec on a device index, with neither number nor value."""
+    """A fresh handle with this spec on a device index, with neither id nor value."""
     if index == 0:
         return make_template(spec)
     if torch.is_inference_mode_enabled():  # a view's handle has to be what its base's is, which may be older

@@ -1,7 +1,7 @@
 """One Python kernel per functional operator, generated from its schema: the hottest code of torchport.
 
 A kernel makes the trace key from its arguments, looks it up under the cursor and returns a fresh handle. What the
-schema tells is settled here, when the kernel is made: which arguments are tensors, which numbers may vary, what is
+schema tells is settled here, when the kernel is made: which arguments are tensors, which scalars may vary, what is
 returned. In the steady state it returns what its node returned on the step before (``Node.ready``): a new handle would
 take 0.4 µs, and its bookkeeping 0.1 µs.
 """
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from ..backend.lowering import number_role
+from ..backend.lowering import scalar_role
 from ..backend.random import is_random
 from . import keys
 from .handle import IndexedLazyTensor, LazyTensor
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Kernel", "has_tensor_argument", "key_parts", "letters", "make_kernel", "supported_schema"]
 
-_numbers_of_ops = itertools.count(1)
+_serials = itertools.count(1)
 
 _TENSOR: Final = {"Tensor", "Optional[Tensor]"}
 _TENSORS: Final = {"List[Tensor]", "List[Optional[Tensor]]"}
@@ -40,13 +40,13 @@ _PLAIN: Final = {
     "MemoryFormat", "Optional[MemoryFormat]", "Layout", "Optional[Layout]", "SymInt", "Optional[SymInt]",
 }  # fmt: skip
 _FLOATS: Final = {"float", "Optional[float]"}
-_NUMBER: Final = {"number", "Optional[number]"}
+_SCALAR: Final = {"number", "Optional[number]"}
 _GENERATOR: Final = {"Generator", "Optional[Generator]"}
 _KNOWN: Final = (
-    _TENSOR | _TENSORS | _IGNORED | _PLAIN_LISTS | _OPTIONAL_LISTS | _PLAIN | _FLOATS | _NUMBER | _GENERATOR
+    _TENSOR | _TENSORS | _IGNORED | _PLAIN_LISTS | _OPTIONAL_LISTS | _PLAIN | _FLOATS | _SCALAR | _GENERATOR
     | {"List[number]"}
 )  # fmt: skip
-_KEY_PARTS: Final = ("leaf", "foreign", "tensors", "sized", "filler", "numbers", "constant", "constants")
+_KEY_PARTS: Final = ("leaf", "foreign", "tensors", "sized", "filler", "scalars", "constant", "constants")
 
 
 def _kind(argument: Any) -> str:
@@ -57,7 +57,7 @@ _DTYPE_CODES: Final = {4: torch.int64, 6: torch.float32, 7: torch.float64, 11: t
 """c10's ``ScalarType`` numbers, which schemas give as the default of a dtype argument."""
 
 
-class Argument:
+class KernelArgument:
     """A schema argument: its name (never a Python keyword), kind, default, and place in the trace key, if any."""
 
     def __init__(self, argument: Any) -> None:
@@ -74,9 +74,9 @@ class Argument:
         self.part: int | None = None
 
 
-def _arguments(op: torch._ops.OpOverload) -> tuple[Argument, ...]:
-    """The schema's arguments; key parts are numbered in schema order, after the kernel's own number."""
-    arguments = tuple(Argument(argument) for argument in op._schema.arguments)
+def _arguments(op: torch._ops.OpOverload) -> tuple[KernelArgument, ...]:
+    """The schema's arguments; the key holds the kernel's serial first, then its parts in schema order."""
+    arguments = tuple(KernelArgument(argument) for argument in op._schema.arguments)
     place = itertools.count(1)
     for argument in arguments:
         if argument.kind not in _IGNORED | _GENERATOR:
@@ -95,8 +95,8 @@ class Kernel:
     """An operator as the trace sees it: ``fast`` serves device index 0, ``indexed`` takes the trace first."""
 
     op: torch._ops.OpOverload
-    number: int
-    arguments: tuple[Argument, ...]
+    serial: int
+    arguments: tuple[KernelArgument, ...]
     is_factory: bool
     trace_of: Callable[[int], Trace]
     """The calling thread's trace of a device index."""
@@ -105,7 +105,7 @@ class Kernel:
     source: str = ""
 
     def __hash__(self) -> int:
-        return self.number
+        return self.serial
 
 
 def letters(kernel: Kernel) -> str | None:
@@ -115,15 +115,15 @@ def letters(kernel: Kernel) -> str | None:
     """
     if kernel.is_factory or is_random(kernel.op):
         return None
-    role = number_role(kernel.op)
+    role = scalar_role(kernel.op)
     return "".join(_letter(argument, role) for argument in kernel.arguments)
 
 
-def _letter(argument: Argument, role: str) -> str:
-    if argument.kind in _NUMBER:
-        return {"number": "n", "filler": "f"}.get(role, "p")
+def _letter(argument: KernelArgument, role: str) -> str:
+    if argument.kind in _SCALAR:
+        return {"scalar": "s", "filler": "f"}.get(role, "p")
     if argument.kind == "List[number]":
-        return "p" if role == "constant" else "N"
+        return "p" if role == "constant" else "S"
     kinds = ((_TENSOR, "t"), (_TENSORS, "T"), (_GENERATOR, "g"), (_IGNORED, "d"))
     return next((letter for names, letter in kinds if argument.kind in names), "p")
 
@@ -144,27 +144,27 @@ def has_tensor_argument(op: torch._ops.OpOverload) -> bool:
 
 
 def _tensor_lines(name: str, kind: str, part: str, fast: bool, wraps: bool) -> list[str]:
-    """Statements for a tensor's number.
+    """Statements for a tensor's value id.
 
     Asking for the attribute and catching its absence costs a third of asking for the class, but 0.6 µs where it is
     absent: not for the arguments that take Python numbers, nor where a handle of another index has the attribute, too.
     """
-    number = [f"{part} = {name}.number", f"if {part} < 0: {part} = _leaf(_trace, {name})"]
+    value_id = [f"{part} = {name}.value_id", f"if {part} < 0: {part} = _leaf(_trace, {name})"]
     other = f"{part} = _foreign(_trace, {name})"
     if wraps or not fast:
-        lines = [f"if type({name}) is _HANDLE:", *_indented(number)]
+        lines = [f"if type({name}) is _HANDLE:", *_indented(value_id)]
         lines += [f"elif type({name}) is float and {name} - {name} == 0.0:", *_indented(_varying(name, part))] * wraps
         lines += [f"else: {other}"]
     else:
-        lines = [f"try: {number[0]}", f"except AttributeError: {other}", "else:", f"    {number[1]}"]
+        lines = [f"try: {value_id[0]}", f"except AttributeError: {other}", "else:", f"    {value_id[1]}"]
     if kind == "Tensor":
         return lines
     return [f"if {name} is None: {part} = None", "else:", *_indented(lines)]
 
 
 def _varying(name: str, part: str) -> list[str]:
-    """Statements for a finite float that is an input of the computation, as ``trace.number`` does it."""
-    return [f"{part} = _FLOAT", f"_trace.numbers.append({name})"]
+    """Statements for a finite float that becomes a scalar input, as ``keys.scalar`` does it."""
+    return [f"{part} = _FLOAT", f"_trace.scalar_inputs.append({name})"]
 
 
 def _indented(lines: Sequence[str]) -> list[str]:
@@ -172,32 +172,32 @@ def _indented(lines: Sequence[str]) -> list[str]:
 
 
 def _tensors_lines(name: str, part: str) -> list[str]:
-    """Statements for the numbers of a list of tensors; two is the most common length."""
+    """Statements for the value ids of a list of tensors; two is the most common length."""
     return [
         "try:",
         f"    if len({name}) == 2:",
         f"        _a, _b = {name}",
-        f"        {part} = (_a.number, _b.number)",
-        f"    else: {part} = tuple([_a.number for _a in {name}])",
+        f"        {part} = (_a.value_id, _b.value_id)",
+        f"    else: {part} = tuple([_a.value_id for _a in {name}])",
         f"    if -1 in {part}: {part} = _tensors(_trace, {name})",
         f"except AttributeError: {part} = _tensors(_trace, {name})",
     ]
 
 
-def _key_lines(argument: Argument, part: str, role: str, fast: bool, wraps: bool) -> list[str]:
+def _key_lines(argument: KernelArgument, part: str, role: str, fast: bool, wraps: bool) -> list[str]:
     """Statements that leave the key part of one argument in the local ``part``."""
     name, kind = argument.name, argument.kind
     if kind in _TENSOR:
         return _tensor_lines(name, kind, part, fast, wraps)
-    if kind in _NUMBER:
+    if kind in _SCALAR:
         lines = [f"if type({name}) is int: {part} = {name}"]
-        if role == "number":
+        if role == "scalar":
             small = f"-{LIMITS[0]} <= {name} <= {LIMITS[0]}"
             lines += [f"elif type({name}) is float and {small}:", *_indented(_varying(name, part))]
-        convert = {"constant": "_constant(", "number": "_sized(_trace, ", "filler": "_filler(_trace, "}[role]
+        convert = {"constant": "_constant(", "scalar": "_sized(_trace, ", "filler": "_filler(_trace, "}[role]
         return [*lines, f"else: {part} = {convert}{name})"]
     if kind == "List[number]":
-        return [f"{part} = {'_constants(' if role == 'constant' else '_numbers(_trace, '}{name})"]
+        return [f"{part} = {'_constants(' if role == 'constant' else '_scalars(_trace, '}{name})"]
     if kind in _FLOATS:
         return [f"{part} = {name} if {name} == {name} and {name} != 0 else _constant({name})"]
     if kind in _TENSORS:
@@ -209,7 +209,7 @@ def _key_lines(argument: Argument, part: str, role: str, fast: bool, wraps: bool
     return []
 
 
-def _signature(arguments: Sequence[Argument]) -> tuple[str, str, str, dict[str, Any]]:
+def _signature(arguments: Sequence[KernelArgument]) -> tuple[str, str, str, dict[str, Any]]:
     """``(parameters, positional call, keyword call, defaults)``; PyTorch leaves out what has its default."""
     parameters: list[str] = []
     positional: list[str] = []
@@ -233,11 +233,11 @@ def _signature(arguments: Sequence[Argument]) -> tuple[str, str, str, dict[str, 
 
 def _key_statements(kernel: Kernel, call: str, fast: bool) -> list[str]:
     """Statements that make ``_key`` from the arguments."""
-    role = number_role(kernel.op)
+    role = scalar_role(kernel.op)
     packet = getattr(torch.ops.aten, kernel.op._schema.name.removeprefix("aten::"), None)
     has_scalar_form = packet is not None and any("Scalar" in overload for overload in packet.overloads())
     lines: list[str] = []
-    parts = [str(kernel.number)]
+    parts = [str(kernel.serial)]
     for position, argument in enumerate(kernel.arguments):
         part = f"_{position}"
         made = _key_lines(argument, part, role, fast, wraps=has_scalar_form and position > 0)
@@ -249,7 +249,7 @@ def _key_statements(kernel: Kernel, call: str, fast: bool) -> list[str]:
         elif argument.kind not in _IGNORED:
             parts.append(argument.name)
     if is_random(kernel.op):
-        lines.append("_trace.keys.append(_trace.runtime.next_key())")
+        lines.append("_trace.random_keys.append(_trace.runtime.next_key())")
     return [*lines, f"_key = ({', '.join(parts)},)"]
 
 
@@ -302,7 +302,7 @@ def make_kernel(
     ``threads.of(index)`` must give the calling thread's trace of an index, and set ``threads.trace`` to that of 0;
     ``with_generator`` takes random ops that were given a generator, ``elsewhere`` ops with a result on another device.
     """
-    kernel = Kernel(op, next(_numbers_of_ops), _arguments(op), not has_tensor_argument(op), threads.of)
+    kernel = Kernel(op, next(_serials), _arguments(op), not has_tensor_argument(op), threads.of)
     helpers = {f"_{name}": getattr(keys, name) for name in _KEY_PARTS}
     for fast in (True, False):
         source, defaults = _source(kernel, fast)

@@ -18,14 +18,14 @@ from .trace import COPIES_UNDER_GRAD, Trace
 from .trie import FLOAT, FLOATS, FOREIGN_DEVICE, LEAF, LIMITS
 from .wrapping import unwrap
 
-__all__ = ["constant", "constants", "filler", "foreign", "host_scalar", "leaf", "number", "numbers", "sized", "tensors"]
+__all__ = ["constant", "constants", "filler", "foreign", "host_scalar", "leaf", "scalar", "scalars", "sized", "tensors"]
 
 
 def leaf(trace: Trace, tensor: LazyTensor) -> Any:
-    """Key part of a value that is not of this trace: its spec on first use, its number afterwards."""
-    known = trace.leaf_numbers.get(id(tensor))
+    """Key part of a value that is not of this trace: its spec on first use, its value id afterwards."""
+    known = trace.leaf_ids.get(id(tensor))
     if known is not None:
-        tensor.number = known  # another thread may have used it meanwhile and left its own number
+        tensor.value_id = known  # another thread may have used it meanwhile and left its own id
         return known
     if (tensor.get_device() if tensor.__class__ is IndexedLazyTensor else 0) != trace.index:
         return FOREIGN_DEVICE
@@ -33,7 +33,7 @@ def leaf(trace: Trace, tensor: LazyTensor) -> Any:
         try:
             trace.runtime.settle(trace, tensor)
         except BaseException:
-            # The key is half made: the leaves and numbers it has brought so far belong to no op.
+            # The key is half made: the leaves and scalar inputs it has brought so far belong to no op.
             trace.runtime.flush(trace, "failure")
             raise
     spec = tensor.spec
@@ -45,33 +45,33 @@ def leaf(trace: Trace, tensor: LazyTensor) -> Any:
         if not torch.is_grad_enabled():
             trace.copies = COPIES_UNDER_GRAD
     first = trace.base + LEAF
-    other = trace.leaf_numbers.get(id(tensor.value))
+    other = trace.leaf_ids.get(id(tensor.value))
     if other is not None and other - first < len(trace.leaves):
         held = trace.leaves[other - first]
         if held.value is tensor.value and held.spec is spec:
             # Another handle of the same value is a leaf already: as two, neither could be donated.
-            tensor.number = other
+            tensor.value_id = other
             trace.keep(tensor)
             return other
-    number = tensor.number = first + len(trace.leaves)
+    value_id = tensor.value_id = first + len(trace.leaves)
     trace.leaves.append(tensor)
-    trace.leaf_numbers[id(tensor)] = trace.leaf_numbers[id(tensor.value)] = number
+    trace.leaf_ids[id(tensor)] = trace.leaf_ids[id(tensor.value)] = value_id
     return spec
 
 
-def number(trace: Trace, value: Any) -> Any:
-    """Key part of a Python number that may vary between steps: finite floats become inputs, the rest stays constant."""
+def scalar(trace: Trace, value: Any) -> Any:
+    """Key part of a Python number: a finite float becomes a scalar input, the rest stays constant."""
     if value.__class__ is float:
         if value - value != 0.0:  # infinite or NaN
             return constant(value)
-        trace.numbers.append(value)
+        trace.scalar_inputs.append(value)
         return FLOAT
     return constant(value)
 
 
 def sized(trace: Trace, value: Any) -> Any:
-    """Key part of a Python number that becomes one of a tensor's dtype, where it has to fit: as :func:`number`."""
-    part = number(trace, value)
+    """Key part of a Python number that becomes one of a tensor's dtype, where it has to fit: as :func:`scalar`."""
+    part = scalar(trace, value)
     if part is not FLOAT or -LIMITS[0] <= value <= LIMITS[0]:
         return part
     return FLOATS[2 * bisect.bisect_left(LIMITS, abs(value)) - (value > 0)]
@@ -93,8 +93,8 @@ def constant(value: Any) -> Any:
     return (value, value.__class__)
 
 
-def numbers(trace: Trace, values: Sequence[Any]) -> tuple[Any, ...]:
-    """Key part of a list of numbers that may vary."""
+def scalars(trace: Trace, values: Sequence[Any]) -> tuple[Any, ...]:
+    """Key part of a list of numbers, of which the finite floats become scalar inputs."""
     return tuple([sized(trace, value) for value in values])
 
 
@@ -112,11 +112,11 @@ def foreign(trace: Trace, value: Any) -> Any:
     if value is None:
         return None
     if not isinstance(value, torch.Tensor):  # a Python number: PyTorch hands wrapped numbers to Python as such
-        return number(trace, value)
+        return scalar(trace, value)
     tensor: Any = unwrap(value)
     cls = tensor.__class__
     if cls is LazyTensor or cls is IndexedLazyTensor:
-        return leaf(trace, tensor) if tensor.number < 0 else tensor.number
+        return leaf(trace, tensor) if tensor.value_id < 0 else tensor.value_id
     if tensor.dim() == 0 and tensor.device.type == "cpu":
         return host_scalar(trace, tensor)
     return FOREIGN_DEVICE
@@ -124,7 +124,7 @@ def foreign(trace: Trace, value: Any) -> Any:
 
 def host_scalar(trace: Trace, tensor: torch.Tensor) -> Any:
     """Key part of a 0-dim CPU tensor: its dtype, which counts in type promotion, and its value as a number."""
-    return (tensor.dtype, number(trace, tensor.item()))
+    return (tensor.dtype, scalar(trace, tensor.item()))
 
 
 def tensors(trace: Trace, values: Sequence[Any]) -> tuple[Any, ...]:
@@ -132,7 +132,7 @@ def tensors(trace: Trace, values: Sequence[Any]) -> tuple[Any, ...]:
     mixed: list[Any] = []
     for value in values:
         if value.__class__ is LazyTensor:
-            mixed.append(leaf(trace, value) if value.number < 0 else value.number)
+            mixed.append(leaf(trace, value) if value.value_id < 0 else value.value_id)
         else:
             mixed.append(foreign(trace, value))
     return tuple(mixed)

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 from .handle import LazyTensor
 from .trie import NONE, Node
 
-__all__ = ["PYTHON", "Forms", "alive", "fill_pool", "forms", "new_handle", "release", "use"]
+__all__ = ["PYTHON", "HandleOperations", "alive", "fill_pool", "forms", "new_handle", "release", "use"]
 
 
 def make_alive_filter() -> Callable[[Iterable[LazyTensor]], list[LazyTensor]]:
@@ -43,7 +43,7 @@ def new_handle(node: Node, offset: int) -> LazyTensor:
     template = node.templates[offset]
     made: Any = template.data  # type: ignore[union-attr]
     made.__class__ = LazyTensor
-    made.number = node.number + offset
+    made.value_id = node.first_id + offset
     return made
 
 
@@ -114,7 +114,7 @@ def pending(handles: Iterable[LazyTensor]) -> list[LazyTensor]:
     """Those without value and failure, oldest first; their nodes let go of them."""
     found = [handle for handle in handles if handle.value is None and handle.failure is None]
     _release_all(found)
-    found.sort(key=_number_of)
+    found.sort(key=_value_id_of)
     return found
 
 
@@ -123,10 +123,10 @@ def forget(handles: Iterable[LazyTensor]) -> None:
     for handle in handles:
         if handle.home is not None:
             fill_pool(*handle.home)
-        handle.number = NONE
+        handle.value_id = NONE
 
 
-class Forms(NamedTuple):
+class HandleOperations(NamedTuple):
     """What is done to every handle when a trace ends: here, or in C++ (:data:`torchport.native.flush`)."""
 
     alive: Callable[[list[LazyTensor]], list[LazyTensor]]
@@ -135,16 +135,16 @@ class Forms(NamedTuple):
     forget: Callable[[list[LazyTensor]], None]
 
 
-PYTHON: Final = Forms(make_alive_filter(), sweep, pending, forget)
+PYTHON: Final = HandleOperations(make_alive_filter(), sweep, pending, forget)
 _forms = PYTHON
 
 
-def forms() -> Forms:
+def forms() -> HandleOperations:
     """Who does it now."""
     return _forms
 
 
-def use(forms: Forms) -> None:
+def use(forms: HandleOperations) -> None:
     """Handle handles by these from now on."""
     global _forms
     _forms = forms
@@ -153,4 +153,4 @@ def use(forms: Forms) -> None:
 _CONTAINER_ALONE: Final = 4
 """What ``sys.getrefcount`` says in :func:`sweep` of results that only their node holds: node, two names, call."""
 
-_number_of: Final = operator.attrgetter("number")
+_value_id_of: Final = operator.attrgetter("value_id")

@@ -22,7 +22,7 @@ from .keys import leaf
 from .layouts import kind_of, refusal
 from .pool import fill_pool, new_handle
 from .trace import CHECKPOINT_EVERY, Trace, lock
-from .trie import FOREIGN_DEVICE, LEAF, NONE, HostScalar, Leaf, Node, Number, RandomKey, Value, Varying
+from .trie import FOREIGN_DEVICE, LEAF, NONE, HostScalar, Leaf, Node, RandomKey, ScalarInput, Value, Varying
 from .wrapping import unwrap, wrap
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def _record(trace: Trace, kernel: Kernel, key: tuple[Any, ...], args: Sequence[A
             # A pending value of another thread or of a former binding: it becomes a leaf, and the key is made again.
             mark.undo()
             for tensor in _handles((args, kwargs)):
-                if not trace.holds(tensor.number) and leaf(trace, tensor) is FOREIGN_DEVICE:
+                if not trace.holds(tensor.value_id) and leaf(trace, tensor) is FOREIGN_DEVICE:
                     raise _mismatch(trace, kernel.op, tensor)
             call = kernel.fast if trace.index == 0 else kernel.indexed
             return call(*(() if trace.index == 0 else (trace,)), *args, **kwargs)
@@ -94,8 +94,8 @@ def _flat(key: Any) -> Any:
 
 
 def _is_strayed(trace: Trace, part: Sequence[Any]) -> bool:
-    """Whether one of the key parts of tensors is a number of another thread's trace."""
-    return any(number.__class__ is int and not trace.holds(number) for number in part)
+    """Whether one of the key parts of tensors is a value id of another thread's trace."""
+    return any(value_id.__class__ is int and not trace.holds(value_id) for value_id in part)
 
 
 def _handles(value: Any) -> list[LazyTensor]:
@@ -104,44 +104,44 @@ def _handles(value: Any) -> list[LazyTensor]:
 
 
 class _Mark:
-    """How far leaves, numbers and keys had come before an op's key was made, to go back to if the op is refused."""
+    """How far leaves, scalar inputs and random keys had come before an op's key: where to go back if it is refused."""
 
     def __init__(self, trace: Trace, key: tuple[Any, ...], random: bool) -> None:
         parts = list(_flat(key))
         self.trace = trace
         self.leaves = len(trace.leaves) - sum(isinstance(part, TensorSpec) for part in parts)
-        self.numbers = len(trace.numbers) - sum(part.__class__ is Varying for part in parts)
-        self.keys = len(trace.keys) - random
+        self.scalar_inputs = len(trace.scalar_inputs) - sum(part.__class__ is Varying for part in parts)
+        self.random_keys = len(trace.random_keys) - random
         self.random = random
 
     def undo(self) -> None:
         trace = self.trace
         for tensor in trace.leaves[self.leaves :]:
-            del trace.leaf_numbers[id(tensor)]
-            tensor.number = NONE
+            del trace.leaf_ids[id(tensor)]
+            tensor.value_id = NONE
         del trace.leaves[self.leaves :]
         first = trace.base + LEAF + self.leaves
-        for handle in trace.made:  # another handle of such a leaf's value has the leaf's number, and is kept there
-            if handle.number >= first and trace.holds(handle.number):
-                handle.number = NONE
-        del trace.numbers[self.numbers :]
+        for handle in trace.made:  # another handle of such a leaf's value has the leaf's id, and is kept there
+            if handle.value_id >= first and trace.holds(handle.value_id):
+                handle.value_id = NONE
+        del trace.scalar_inputs[self.scalar_inputs :]
         if self.random:
-            trace.runtime.take_back(trace.keys[self.keys])
-            del trace.keys[self.keys :]
+            trace.runtime.take_back(trace.random_keys[self.random_keys])
+            del trace.random_keys[self.random_keys :]
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------
-class _Call:
+class _DecodedCall:
     """An op's arguments twice, from its trace key: as templates for the node, and for shape inference.
 
-    The key says everything about the call except the values of varying numbers; parts are in schema order.
+    The key says everything about the call except the values of scalar inputs; parts are in schema order.
     """
 
     def __init__(self, trace: Trace, kernel: Kernel, mark: _Mark) -> None:
         self.trace = trace
         self.op = kernel.op
         self.next_leaf = mark.leaves
-        self.next_number = mark.numbers
+        self.next_scalar_input = mark.scalar_inputs
         self.args: list[Any] = []
         self.kwargs: dict[str, Any] = {}
         self.infer_args: list[Any] = []
@@ -156,7 +156,7 @@ class _Call:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         mark: _Mark,
-    ) -> _Call:
+    ) -> _DecodedCall:
         """Decode a key. Raises :class:`DeviceMismatch`."""
         call = cls(trace, kernel, mark)
         for position, argument in enumerate(kernel.arguments):
@@ -195,24 +195,24 @@ class _Call:
             raise _mismatch(self.trace, self.op, given)
         if part.__class__ is tuple and isinstance(part[0], torch.dtype):
             dtype, inner = part
-            template = self._number(inner)
+            template = self._scalar(inner)
             held = HostScalar(dtype, template)
             return held, given
-        return self._number(part), given
+        return self._scalar(part), given
 
-    def _number(self, part: Any) -> Any:
+    def _scalar(self, part: Any) -> Any:
         if part.__class__ is Varying:
-            self.next_number += 1
-            return Number(self.next_number - 1)
+            self.next_scalar_input += 1
+            return ScalarInput(self.next_scalar_input - 1)
         value, kind = part
         return kind(value) if kind is float or kind is complex else value
 
     def _other(self, part: Any, given: Any) -> Any:
-        """The template of an argument that is no tensor: itself, with varying numbers cut out."""
+        """The template of an argument that is no tensor: itself, with scalar inputs cut out."""
         if part.__class__ is Varying:
-            return self._number(part)
+            return self._scalar(part)
         if part.__class__ is tuple and any(p.__class__ is Varying for p in part):
-            return [self._number(p) if p.__class__ is Varying else g for p, g in zip(part, given, strict=True)]
+            return [self._scalar(p) if p.__class__ is Varying else g for p, g in zip(part, given, strict=True)]
         return list(given) if isinstance(given, (list, tuple)) else given
 
 
@@ -239,12 +239,12 @@ def _mismatch(trace: Trace, op: Any, given: torch.Tensor) -> DeviceMismatch:
 def _make_node(
     trace: Trace, kernel: Kernel, key: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any], mark: _Mark
 ) -> Node:
-    call = _Call.of(trace, kernel, key, args, kwargs, mark)
+    call = _DecodedCall.of(trace, kernel, key, args, kwargs, mark)
     node = Node(trace.cursor, key, kernel.op)
     node.args, node.kwargs, node.source = call.args, call.kwargs, user_line()
     node.is_factory = kernel.is_factory
     if is_random(kernel.op):
-        node.kwargs["random_key"] = RandomKey(mark.keys)
+        node.kwargs["random_key"] = RandomKey(mark.random_keys)
     decision = decide(trace.runtime, node, call.infer_args, call.infer_kwargs)
     if isinstance(decision, AtOnce):
         node.barrier = trace.runtime.barrier(node, decision)
@@ -254,10 +254,10 @@ def _make_node(
 
 
 def _describe_outputs(node: Node, inferred: Inferred, index: int) -> None:
-    """Specs, numbers and templates of a node's results."""
+    """Specs, value ids and templates of a node's results."""
     node.container = inferred.container
     node.specs = tuple(None if spec is None else intern_spec(spec) for spec in inferred.specs)
-    node.end = node.number + len(node.specs)
+    node.end_id = node.first_id + len(node.specs)
     if index == 0:
         node.templates = tuple(None if spec is None else make_template(spec) for spec in node.specs)
     plain = not node.is_factory and node.depth % CHECKPOINT_EVERY != 0
@@ -283,7 +283,7 @@ def emit(trace: Trace, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any
         result = None
         if spec is not None:
             result = new_handle(node, offset) if trace.index == 0 else make_handle(spec, trace.index)
-            result.number = node.number + offset
+            result.value_id = node.first_id + offset
             trace.keep(result)
         results.append(result)
     if node.is_factory:

@@ -82,7 +82,7 @@ class Trace:
 
     ``made`` are handles made since the last flush: those in no pool, and those of pools up to the node ``swept`` that
     were held when the trace came by; ``computed`` are those that another thread has given a value. ``leaves`` are the
-    values the trace starts from in order of first use, ``numbers`` its run-time floats and ``keys`` its random keys, in
+    values the trace starts from in order of first use, ``scalar_inputs`` and ``random_keys`` in
     order. ``fresh`` tells whether one of the leaves came from the host for this trace, ``copies`` how many copies from
     the host came after that leaf was used.
     """
@@ -100,14 +100,14 @@ class Trace:
         "generation",
         "index",
         "keep",
-        "keys",
-        "leaf_numbers",
+        "leaf_ids",
         "leaves",
         "made",
         "nodes",
-        "numbers",
+        "random_keys",
         "root",
         "runtime",
+        "scalar_inputs",
         "swept",
     )
 
@@ -123,9 +123,9 @@ class Trace:
         self.nodes = 0
         self.root = self.cursor = self.swept = Node.root(self.base)
         self.leaves: list[LazyTensor] = []
-        self.leaf_numbers: dict[int, int] = {}
-        self.numbers: list[float] = []
-        self.keys: list[int] = []
+        self.leaf_ids: dict[int, int] = {}
+        self.scalar_inputs: list[float] = []
+        self.random_keys: list[int] = []
         self.fresh = False
         self.copies = 0
         owners[epoch] = self
@@ -137,24 +137,24 @@ class Trace:
         pool.forms().forget(self.made)
         pool.forms().forget(self.leaves)
         for handle in self.computed:
-            if self.holds(handle.number):
-                handle.number = NONE
+            if self.holds(handle.value_id):
+                handle.value_id = NONE
         self.computed.clear()
         if self.generation != self.runtime.generation or self.nodes > config.max_trace_nodes:
             self.generation = self.runtime.generation
             self.root, self.nodes = Node.root(self.base), 0
         self.cursor = self.swept = self.root
         self.leaves = []
-        self.leaf_numbers = {}
-        self.numbers = []
-        self.keys = []
+        self.leaf_ids = {}
+        self.scalar_inputs = []
+        self.random_keys = []
         self.fresh = False
         self.copies = 0
         self.made.clear()
 
-    def holds(self, number: int) -> bool:
-        """Whether a number is of this trace's span."""
-        return self.base <= number < self.base + SPAN
+    def holds(self, value_id: int) -> bool:
+        """Whether a value id is of this trace's span."""
+        return self.base <= value_id < self.base + SPAN
 
     def sweep(self) -> None:
         """Look which handles are still held, of the nodes since the last sweep and of those that were held then."""

@@ -26,8 +26,8 @@ __all__ = [
     "HostScalar",
     "Leaf",
     "Node",
-    "Number",
     "RandomKey",
+    "ScalarInput",
     "Value",
     "Varying",
     "is_template",
@@ -39,7 +39,7 @@ LEAF: Final = 1 << 30
 SPAN: Final = 1 << 32
 """How many ids each trace has for itself."""
 NONE: Final = -1
-"""The number of a handle that belongs to no trace."""
+"""The value id of a handle that belongs to no trace."""
 
 
 class _Token:
@@ -55,7 +55,7 @@ class _Token:
 
 
 class Varying(_Token):
-    """Stands in a key for a floating-point number that is an input of the computation."""
+    """Stands in a key for a scalar input."""
 
     __slots__ = ()
 
@@ -77,22 +77,31 @@ FOREIGN_DEVICE: Final = _Token("FOREIGN_DEVICE")
 
 # -- argument templates: what a node remembers of the arguments it was called with ------------------------------
 class Value:
-    """Argument template: the value with this number, made by an op of the trace."""
+    """Argument template: the value with this id, made by an op of the trace."""
 
-    __slots__ = ("number",)
+    __slots__ = ("value_id",)
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, value_id: int) -> None:
+        self.value_id = value_id
 
 
-class Leaf(Value):
+class _Positioned:
+    """Argument template: what the trace holds at a position of one of its lists."""
+
+    __slots__ = ("position",)
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+
+class Leaf(_Positioned):
     """Argument template: the trace's leaf at this position."""
 
     __slots__ = ()
 
 
-class Number(Value):
-    """Argument template: the trace's run-time number at this position."""
+class ScalarInput(_Positioned):
+    """Argument template: the trace's scalar input at this position."""
 
     __slots__ = ()
 
@@ -107,7 +116,7 @@ class HostScalar:
         self.value = value
 
 
-class RandomKey(Value):
+class RandomKey(_Positioned):
     """Argument template: the trace's random key at this position."""
 
     __slots__ = ()
@@ -123,12 +132,12 @@ class Node:
         "children",
         "container",
         "depth",
-        "end",
+        "end_id",
+        "first_id",
         "fits",
         "is_factory",
         "key",
         "kwargs",
-        "number",
         "op",
         "parent",
         "plans",
@@ -157,15 +166,15 @@ class Node:
         self.fits = False  # whether results are known to be like what an in-place form writes to
         self.source: str | None = None
         self.barrier: Callable[..., Any] | None = None
-        self.number = 0 if parent is None else parent.end
-        self.end = self.number
+        self.first_id = 0 if parent is None else parent.end_id
+        self.end_id = self.first_id
         self.depth = 0 if parent is None else parent.depth + 1
 
     @classmethod
     def root(cls, base: int = 0) -> Node:
         """The node before the first op, whose results count up from ``base``."""
         root = cls(None, None, None)
-        root.number = root.end = base
+        root.first_id = root.end_id = base
         return root
 
     def path(self) -> list[Node]:
@@ -181,7 +190,7 @@ class Node:
 
 def is_template(value: Any) -> bool:
     """Whether a leaf of a node's arguments stands for something the trace holds."""
-    return isinstance(value, (Value, HostScalar))
+    return isinstance(value, (Value, _Positioned, HostScalar))
 
 
 def single_op(node: Node, position_of: dict[Any, int]) -> Node:
@@ -192,13 +201,13 @@ def single_op(node: Node, position_of: dict[Any, int]) -> Node:
 
     def relocate(template: Any) -> Any:
         if template.__class__ is Leaf:
-            return Leaf(position_of["leaf", template.number])
+            return Leaf(position_of["leaf", template.position])
         if template.__class__ is Value:
-            return Leaf(position_of["value", template.number])
+            return Leaf(position_of["value", template.value_id])
         return template
 
     copy = Node(Node.root(), node.key, node.op)
     copy.args, copy.kwargs = tree_map(relocate, (list(node.args), dict(node.kwargs)), is_leaf=is_template)
     copy.specs, copy.container, copy.is_factory = node.specs, node.container, node.is_factory
-    copy.source, copy.end = node.source, len(node.specs)
+    copy.source, copy.end_id = node.source, len(node.specs)
     return copy

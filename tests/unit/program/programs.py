@@ -25,17 +25,17 @@ from torchport.backends.add_sub import AddSubBackend
 from torchport.core.specs import CompileSpecs, TensorSpec
 from torchport.program.archive import write_archive
 from torchport.program.document import (
-    Call,
+    CallRecord,
     Constant,
     DebugInfo,
-    Delegate,
+    DelegateRecord,
     Document,
     Dynamic,
     Input,
-    Kernel,
-    Method,
+    KernelRecord,
+    MethodRecord,
+    Origin,
     Output,
-    Place,
     Spec,
     StateUpdate,
     Symbol,
@@ -137,13 +137,15 @@ def registry_of(*backends: Backend) -> Registry:
     return registry
 
 
-def delegate(backend: str = "recording", tag: str = "d0", inputs: int = 2, **more: Any) -> Delegate:
+def delegate(backend: str = "recording", tag: str = "d0", inputs: int = 2, **more: Any) -> DelegateRecord:
     """A delegate of ``inputs`` float32 vectors of two; its bytes are its tag."""
     fields: dict[str, Any] = {"specs": CompileSpecs({"level": b"3"}), "version": "7", **more}
-    return Delegate(backend, entry=f"{BLOBS}{tag}", inputs=(F2,) * inputs, outputs=(F2,), **fields)
+    return DelegateRecord(backend, entry=f"{BLOBS}{tag}", inputs=(F2,) * inputs, outputs=(F2,), **fields)
 
 
-def summing(delegates: Sequence[Delegate], name: str = "forward", constants: Mapping[int, int] | None = None) -> Method:
+def summing(
+    delegates: Sequence[DelegateRecord], name: str = "forward", constants: Mapping[int, int] | None = None
+) -> MethodRecord:
     """``x, y → …``: each delegate adds ``y`` (and the constants) to what the one before it gave."""
     given = dict(constants or {})
     first = 2 + len(given)
@@ -152,27 +154,29 @@ def summing(delegates: Sequence[Delegate], name: str = "forward", constants: Map
     for position, one in enumerate(delegates):
         wanted = len(one.inputs) - len(one.constants)
         args = (value, 1, *given)[:wanted]
-        steps.append(Call(position, args, (first + position,)))
+        steps.append(CallRecord(position, args, (first + position,)))
         value = first + position
     inputs = (Input("x", F2), Input("y", F2))
-    return Method(name, first + len(delegates), inputs, (Output(value, F2),), given, (), tuple(delegates), tuple(steps))
+    return MethodRecord(
+        name, first + len(delegates), inputs, (Output(value, F2),), given, (), tuple(delegates), tuple(steps)
+    )
 
 
-def counter() -> Method:
+def counter() -> MethodRecord:
     """A method with a buffer ``total``, to which it adds ``x``; returns the new total and the old one."""
     one = delegate(tag="d0")
-    values = Method("forward", 3, (Input("x", F2),), (), {1: 0}, (StateUpdate(0, 1, 2),), (one,), ())
-    return replace(values, instructions=(Call(0, (0, 1), (2,)),), outputs=(Output(2, F2), Output(1, F2)))
+    values = MethodRecord("forward", 3, (Input("x", F2),), (), {1: 0}, (StateUpdate(0, 1, 2),), (one,), ())
+    return replace(values, instructions=(CallRecord(0, (0, 1), (2,)),), outputs=(Output(2, F2), Output(1, F2)))
 
 
-def kernels() -> Method:
+def kernels() -> MethodRecord:
     """Leftover operators around a delegate: ``relu(x)``, the delegate, ``split`` with one result unused."""
-    relu = Kernel("aten.relu.default", ({"n": 0},), {}, (2,), False, 1)
-    split = Kernel("aten.split.Tensor", ({"n": 3}, 1), {}, (4, None), True, 2)
+    relu = KernelRecord("aten.relu.default", ({"n": 0},), {}, (2,), False, 1)
+    split = KernelRecord("aten.split.Tensor", ({"n": 3}, 1), {}, (4, None), True, 2)
     one = Spec("float32", (1,), (1,))
     inputs = (Input("x", F2), Input("y", F2))
-    steps = (relu, Call(0, (2, 1), (3,)), split)
-    return Method("forward", 5, inputs, (Output(4, one), Output(None, None, 3)), {}, (), (delegate(),), steps)
+    steps = (relu, CallRecord(0, (2, 1), (3,)), split)
+    return MethodRecord("forward", 5, inputs, (Output(4, one), Output(None, None, 3)), {}, (), (delegate(),), steps)
 
 
 def weight(values: Sequence[float] = (10.0, 20.0)) -> tuple[Constant, dict[str, bytes]]:
@@ -181,7 +185,7 @@ def weight(values: Sequence[float] = (10.0, 20.0)) -> tuple[Constant, dict[str, 
 
 
 def entries_of(
-    methods: Sequence[Method],
+    methods: Sequence[MethodRecord],
     constants: Sequence[Constant] = (),
     blobs: Mapping[str, bytes] | None = None,
     debug: DebugInfo | None = None,
@@ -195,7 +199,7 @@ def entries_of(
     digests = {name: digest(data) for name, data in found.items()}
     named = {method.name: method for method in methods}
     document = Document(named, list(constants), digests, {"torchport": "test"}, dict(dynamic or {}))
-    default = DebugInfo({1: Place("layer.act", "model.py:3 in forward"), 2: Place("layer", "model.py:4 in forward")})
+    default = DebugInfo({1: Origin("layer.act", "model.py:3 in forward"), 2: Origin("layer", "model.py:4 in forward")})
     default.maps = {method.name: [{"all": (1, 2)} for _ in method.delegates] for method in methods}
     return [*found.items(), *program_entries(document, default if debug is None else debug)]
 
@@ -208,7 +212,7 @@ def packed(entries: Sequence[tuple[str, Any]]) -> bytes:
 
 
 def program_bytes(
-    *methods: Method, constants: Sequence[Constant] = (), blobs: Mapping[str, bytes] | None = None
+    *methods: MethodRecord, constants: Sequence[Constant] = (), blobs: Mapping[str, bytes] | None = None
 ) -> bytes:
     """The bytes of a program file."""
     return packed(entries_of(methods, constants, blobs))
@@ -220,27 +224,27 @@ def real_program() -> bytes:
     adding = delegate("add_sub", "adding", 2, version="1", specs=CompileSpecs())
     taking = delegate("add_sub", "taking", 2, version="1", specs=CompileSpecs())
     blobs |= {adding.entry: b"aten::add(%0,%1)<debug_handle>1|%2", taking.entry: b"aten::sub(%0,%1)<debug_handle>2|%2"}
-    method = Method(
+    method = MethodRecord(
         "forward", 5, (Input("x", F2), Input("y", F2)), (Output(4, F2),), {2: 0}, (), (adding, taking),
-        (Call(0, (0, 1), (3,)), Call(1, (3, 2), (4,))),
+        (CallRecord(0, (0, 1), (3,)), CallRecord(1, (3, 2), (4,))),
     )  # fmt: skip
-    debug = DebugInfo({1: Place("a", "model.py:3 in forward"), 2: Place("b", "model.py:4 in forward")})
+    debug = DebugInfo({1: Origin("a", "model.py:3 in forward"), 2: Origin("b", "model.py:4 in forward")})
     return packed(entries_of([method], [constant], blobs, debug))
 
 
 def padding(
     sizes: Sequence[int] = (3, 5), backend: str = "recording", **more: Any
-) -> tuple[list[Method], dict[str, Dynamic], dict[str, bytes]]:
+) -> tuple[list[MethodRecord], dict[str, Dynamic], dict[str, bytes]]:
     """``x, y → x + y`` for ``n`` numbers, padded up to ``sizes``: its variants, its section, its delegates' bytes."""
-    methods: list[Method] = []
+    methods: list[MethodRecord] = []
     blobs: dict[str, bytes] = {}
     for size in sizes:
         spec, true = Spec("float32", (size,), (1,)), Spec("float32", (), ())
         one = replace(delegate(backend, f"padded{size}", 2, **more), inputs=(spec, spec), outputs=(spec,))
         blobs[one.entry] = b"aten::add(%0,%1)<debug_handle>1|%2"
         inputs = (Input("x", spec), Input("y", spec), Input("true_size_0", true))
-        steps = (Call(0, (0, 1), (3,)),)
-        methods.append(Method(f"forward@{size}", 4, inputs, (Output(3, spec),), {}, (), (one,), steps))
+        steps = (CallRecord(0, (0, 1), (3,)),)
+        methods.append(MethodRecord(f"forward@{size}", 4, inputs, (Output(3, spec),), {}, (), (one,), steps))
     form = OutputForm((((0, 0),),))
     dims: tuple[Extent, ...] = ((0, 1, 0),)
     symbols = (Symbol("n", 1, max(sizes)),)

@@ -19,7 +19,7 @@ from torchport.core.errors import CompileError, ConfigError, DelegateError, Erro
 from torchport.program import values
 from torchport.program.archive import Archive, write_archive
 from torchport.program.delegate import LoadedDelegate
-from torchport.program.document import DebugInfo, Place
+from torchport.program.document import DebugInfo, Origin
 from torchport.program.writer import ROOT
 
 X = np.array([1.0, 2.0], np.float32)
@@ -162,7 +162,7 @@ def test_the_longest_name_can_be_registered_and_no_longer_one() -> None:
 # -- places --------------------------------------------------------------------------------------------------------
 def test_an_error_shows_operator_modules_and_the_users_calls() -> None:
     stack = "model.py:9 in forward\n  return self.inner(x)\nmodel.py:3 in forward\n  return x + y"
-    place = Place("inner", "model.py:3 in forward", "aten.add.Tensor", "Outer > inner: Adding", stack)
+    place = Origin("inner", "model.py:3 in forward", "aten.add.Tensor", "Outer > inner: Adding", stack)
     debug = DebugInfo({1: place}, {"forward": [{"all": (1,)}]})
     backend = Recording()
     method = load(packed(entries_of([summing([delegate()])], debug=debug)), backend).load_method()

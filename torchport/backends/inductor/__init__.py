@@ -208,7 +208,7 @@ class InductorBackend(Backend):
             said = str(error) or _where(error)  # many of Inductor's assertions have no words
             raise CompileError(f"Inductor cannot compile this graph: {type(error).__name__}: {said}") from error
         source = zlib.compress("\n".join([made.wrapper.text, *made.kernels]).encode(), 6)
-        artifact = container.Artifact(
+        artifact = container.InductorArtifact(
             library=library,
             inputs=input_specs(graph),
             outputs=output_specs(graph),

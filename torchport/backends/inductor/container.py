@@ -9,13 +9,13 @@ from typing import Any
 from torchport.backend.container import pack, spec_from_json, spec_to_json, unpack
 from torchport.core.specs import TensorSpec
 
-__all__ = ["Artifact", "decode", "encode"]
+__all__ = ["InductorArtifact", "decode", "encode"]
 
 _MAGIC = b"TPIND001"
 
 
 @dataclass(slots=True)
-class Artifact:
+class InductorArtifact:
     """One compiled graph: the shared library, what its interface is, and what it needs to run."""
 
     library: bytes
@@ -34,7 +34,7 @@ class Artifact:
     """What the machine must offer: torch version, architecture, instruction set extensions."""
 
 
-def encode(artifact: Artifact) -> bytes:
+def encode(artifact: InductorArtifact) -> bytes:
     """The artifact as bytes."""
     sections = {"library": artifact.library, "source": artifact.source}
     document = {
@@ -48,11 +48,11 @@ def encode(artifact: Artifact) -> bytes:
     return pack(_MAGIC, document, sections)
 
 
-def decode(data: bytes | memoryview) -> Artifact:
+def decode(data: bytes | memoryview) -> InductorArtifact:
     """The artifact :func:`encode` wrote. Raises :class:`CompileError` for anything else, or when a checksum differs."""
 
-    def build(document: dict[str, Any], sections: dict[str, bytes]) -> Artifact:
-        return Artifact(
+    def build(document: dict[str, Any], sections: dict[str, bytes]) -> InductorArtifact:
+        return InductorArtifact(
             library=sections["library"],
             inputs=tuple(spec_from_json(value) for value in document["inputs"]),
             outputs=tuple(spec_from_json(value) for value in document["outputs"]),

@@ -18,7 +18,7 @@ from torchport.core.forks import guarded_lock
 from torchport.core.specs import TensorSpec
 
 from . import caller, machine, torch_api
-from .container import Artifact
+from .container import InductorArtifact
 
 __all__ = ["Library", "plain_message"]
 
@@ -48,7 +48,7 @@ def plain_message(message: str) -> str:
 class Library:
     """One compiled graph, ready to run. ``run`` is for one thread at a time; ``close`` may be called more than once."""
 
-    def __init__(self, artifact: Artifact) -> None:
+    def __init__(self, artifact: InductorArtifact) -> None:
         machine.keep_freed_memory()
         self.inputs = artifact.inputs
         self.outputs = artifact.outputs

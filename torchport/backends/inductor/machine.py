@@ -83,7 +83,9 @@ def _torch_release() -> str:
 
 
 def here(native: bool) -> dict[str, Any]:
-    """This machine, for :attr:`Artifact.platform`; with its instruction set extensions if code is ``native`` to it."""
+    """This machine, for :attr:`InductorArtifact.platform`; with its instruction set extensions if code
+    is ``native`` to it.
+    """
     extensions = list(_extensions()) if native else []
     return {"torch": _torch_release(), "machine": platform.machine(), "extensions": extensions}
 

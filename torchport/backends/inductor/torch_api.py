@@ -351,7 +351,7 @@ def _lowering_class(donated: Set[int]) -> Any:
     from torch._inductor import ir
     from torch._inductor.graph import GraphLowering
 
-    class Lowering(GraphLowering):
+    class DonatingLowering(GraphLowering):
         def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
             made: Any = super().placeholder(target, args, kwargs)
             if self.placeholder_idx in donated:
@@ -365,7 +365,7 @@ def _lowering_class(donated: Set[int]) -> Any:
             return made if made is not None else super().call_function(target, args, kwargs)
 
     by_onednn = onednn.pays()
-    return Lowering
+    return DonatingLowering
 
 
 def _lower(graph: fx.GraphModule, inputs: list[torch.Tensor], precompile: bool, donated: Set[int]) -> Generated:

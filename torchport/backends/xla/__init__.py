@@ -144,7 +144,7 @@ class XlaBackend(Backend):
         placement = Placement.of(specs, input_specs(graph))
         program = compiling.Program(graph)
         module = compiling.export_function(program, compiling.shapes_of(graph), settings)
-        artifact = container.Artifact(
+        artifact = container.XlaArtifact(
             module=module,
             inputs=input_specs(graph),
             outputs=output_specs(graph),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from .at_once import register
 from .coverage import decompositions, supports
 from .jax_api import export_function, platforms
-from .kernels import register
-from .lowering import Program, shapes_of
+from .lowering import JaxFunction, shapes_of
 
-__all__ = ["Program", "decompositions", "export_function", "platforms", "register", "shapes_of", "supports"]
+__all__ = ["JaxFunction", "decompositions", "export_function", "platforms", "register", "shapes_of", "supports"]

@@ -9,13 +9,13 @@ from typing import Any
 from torchport.backend.container import pack, spec_from_json, spec_to_json, unpack
 from torchport.core.specs import TensorSpec
 
-__all__ = ["Artifact", "decode", "encode"]
+__all__ = ["XlaArtifact", "decode", "encode"]
 
 _MAGIC = b"TPXLA001"
 
 
 @dataclass(slots=True)
-class Artifact:
+class XlaArtifact:
     """One lowered graph and how it is to be compiled."""
 
     module: bytes
@@ -34,7 +34,7 @@ class Artifact:
     """The compiled executable for the device and machine in ``made_by["executable"]``; empty where there is none."""
 
 
-def encode(artifact: Artifact) -> bytes:
+def encode(artifact: XlaArtifact) -> bytes:
     """The artifact as bytes."""
     sections = {"module": artifact.module, "executable": artifact.executable}
     document = {
@@ -48,11 +48,11 @@ def encode(artifact: Artifact) -> bytes:
     return pack(_MAGIC, document, sections)
 
 
-def decode(data: bytes | memoryview) -> Artifact:
+def decode(data: bytes | memoryview) -> XlaArtifact:
     """The artifact :func:`encode` wrote. Raises :class:`CompileError` for anything else, or when a checksum differs."""
 
-    def build(document: dict[str, Any], sections: dict[str, bytes]) -> Artifact:
-        return Artifact(
+    def build(document: dict[str, Any], sections: dict[str, bytes]) -> XlaArtifact:
+        return XlaArtifact(
             module=sections["module"],
             inputs=tuple(spec_from_json(value) for value in document["inputs"]),
             outputs=tuple(spec_from_json(value) for value in document["outputs"]),

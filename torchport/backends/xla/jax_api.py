@@ -16,7 +16,7 @@ from jax import export
 
 from torchport.core.errors import CompileError
 
-from .container import Artifact
+from .container import XlaArtifact
 from .settings import Settings
 from .sharding import Placement
 
@@ -66,7 +66,7 @@ def _deserialised(module: bytes) -> export.Exported:
         ) from error
 
 
-def compile_module(artifact: Artifact, device: Any, donated: frozenset[int] = frozenset()) -> Any:
+def compile_module(artifact: XlaArtifact, device: Any, donated: frozenset[int] = frozenset()) -> Any:
     """The artifact's module as an executable: called with arrays, it returns a tuple of arrays.
 
     For one JAX device, or for the devices of the artifact's mesh, ``device`` first.
@@ -93,7 +93,7 @@ def compile_module(artifact: Artifact, device: Any, donated: frozenset[int] = fr
         return jitted.lower(*arguments).compile(compiler_options=dict(settings.options))
 
 
-def input_places(artifact: Artifact, device: Any) -> list[Any]:
+def input_places(artifact: XlaArtifact, device: Any) -> list[Any]:
     """The sharding of every input. Raises :class:`CompileError` where there are fewer devices than the mesh has."""
     if artifact.placement is None:
         return [jax.sharding.SingleDeviceSharding(device)] * len(artifact.inputs)

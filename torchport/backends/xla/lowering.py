@@ -18,7 +18,7 @@ from .dtypes import jax_dtype
 from .ops import TABLE
 from .ops.support import Array, cast, jnp
 
-__all__ = ["Program", "shapes_of"]
+__all__ = ["JaxFunction", "shapes_of"]
 
 _clone: Any = torch.ops.aten.clone.default
 
@@ -86,7 +86,7 @@ def _finished(call: Call, value: Any, val: Any) -> Array:
     return jnp.asarray(value)
 
 
-class Program:
+class JaxFunction:
     """A graph as a function for ``jax.jit``; once it is traced, :attr:`origins` says where results come from."""
 
     def __init__(self, graph: fx.GraphModule) -> None:

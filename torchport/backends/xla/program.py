@@ -18,7 +18,7 @@ from torchport.core.forks import guarded_lock
 from torchport.core.specs import TensorSpec
 
 from . import executables, jax_api
-from .container import Artifact
+from .container import XlaArtifact
 from .dtypes import jax_dtype
 from .values import XlaData, from_array, shares_memory, to_array, wait_for_lent_memory
 
@@ -54,12 +54,12 @@ _LONGEST_END: Final = 10.0
 """Seconds that the end of the process waits for computations nobody reads."""
 
 
-def _key(artifact: Artifact, place: Any) -> tuple[bytes, Any]:
+def _key(artifact: XlaArtifact, place: Any) -> tuple[bytes, Any]:
     text = repr((artifact.settings, artifact.placement)).encode()
     return hashlib.blake2b(artifact.module + text, digest_size=16).digest(), place
 
 
-def compile_now(artifact: Artifact) -> None:
+def compile_now(artifact: XlaArtifact) -> None:
     """Compile for JAX's first device, and put the executable's bytes into the artifact where there are any."""
     place = jax.devices()[0]
     compiled = jax_api.compile_module(artifact, place)
@@ -72,7 +72,7 @@ def compile_now(artifact: Artifact) -> None:
             _fresh.popitem(last=False)
 
 
-def executable_of(artifact: Artifact, place: Any) -> Any:
+def executable_of(artifact: XlaArtifact, place: Any) -> Any:
     """The artifact's executable: the one just compiled, the one in the artifact, or one compiled from the module."""
     with _lock:
         found = _fresh.pop(_key(artifact, place), None)
@@ -89,7 +89,7 @@ def executable_of(artifact: Artifact, place: Any) -> Any:
 class XlaProgram:
     """One executable, and one more for each set of inputs that is given away; ``close`` releases them."""
 
-    def __init__(self, artifact: Artifact, device: BackendDevice) -> None:
+    def __init__(self, artifact: XlaArtifact, device: BackendDevice) -> None:
         self.device = device
         self.inputs = artifact.inputs
         self.outputs = artifact.outputs

@@ -11,7 +11,7 @@ __all__ = ["torchport_backend"]
 def torchport_backend(
     graph: Any, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None
 ) -> Callable[..., Any]:
-    """What Dynamo calls with each graph it captures; see :func:`.door.compile_captured`."""
-    from .door import compile_captured  # on demand: Dynamo finds the backend without loading it
+    """What Dynamo calls with each graph it captures; see :func:`.dynamo.compile_captured`."""
+    from .dynamo import compile_captured  # on demand: Dynamo finds the backend without loading it
 
     return compile_captured(graph, example_inputs, options, mode)

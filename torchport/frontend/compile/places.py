@@ -15,18 +15,18 @@ from ...backend.random import RANDOM
 from ...backend.registry import resolve_device
 from ...core.errors import ConfigError, DeviceMismatch
 from ...core.specs import TensorSpec, contiguous_strides
-from ...run.runtime import DeviceRuntime, default_backend, runtimes
+from ...run.device_runtime import DeviceRuntime, default_backend, runtimes
 from ...run.values import leaf_from_host, value_of
 from ...trace.handle import DEVICE_TYPE, LazyTensor, intern_spec, make_handle, make_template
 from ...trace.threads import threads
 from .options import Options
 
-__all__ = ["Caller", "HostPlace", "Place", "PortPlace", "place_of"]
+__all__ = ["Caller", "DataPlace", "HostPlace", "PortPlace", "place_of"]
 
 Caller: TypeAlias = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
-class Place(ABC):
+class DataPlace(ABC):
     """How the user's tensors become a backend's values and back."""
 
     backends: Sequence[Backend]
@@ -78,7 +78,7 @@ def _is_permuted(spec: TensorSpec) -> bool:
     return 0 not in told and 0 not in spec.shape and told != _told(spec.shape, contiguous_strides(spec.shape))
 
 
-class HostPlace(Place):
+class HostPlace(DataPlace):
     """Tensors on the CPU: lent to the backend for each call."""
 
     always_draw = False
@@ -118,7 +118,7 @@ class HostPlace(Place):
         return call
 
 
-class PortPlace(Place):
+class PortPlace(DataPlace):
     """Tensors on a ``port`` device: the backend's own values go in and come out, and never leave it."""
 
     always_draw = True
@@ -184,7 +184,7 @@ class PortPlace(Place):
         return [mine.to_device(result, self.runtime.device) for result in results]
 
 
-def place_of(values: Sequence[Any], options: Options) -> Place:
+def place_of(values: Sequence[Any], options: Options) -> DataPlace:
     """The place of a graph whose inputs, or else outputs, are these fake tensors.
 
     Raises :class:`DeviceMismatch` if they are on several ``port`` devices, or on a device that is neither.

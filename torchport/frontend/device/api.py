@@ -13,8 +13,8 @@ from ...backend.registry import BackendInfo, registry
 from ...core.errors import ConfigError, UnsupportedOp
 from ...core.frames import user_line
 from ...run import step_closures
+from ...run.device_runtime import rebind, runtimes
 from ...run.donation import give_up
-from ...run.runtime import rebind, runtimes
 from ...run.sync import compute_pending
 from ...trace.handle import IndexedLazyTensor, LazyTensor
 from ...trace.threads import threads

@@ -13,9 +13,9 @@ from ...core.errors import UnsupportedOp
 from ...core.frames import user_line
 from ...core.specs import TensorSpec
 from ...run import barriers
+from ...run.device_runtime import runtimes
 from ...run.flush import flush
 from ...run.future import has_failed
-from ...run.runtime import runtimes
 from ...run.values import host_tensor, leaf_from_host, settle
 from ...trace.handle import DEVICE_TYPE, IndexedLazyTensor, LazyTensor, make_handle
 from ...trace.layouts import kind_of, refusal
@@ -147,14 +147,14 @@ def _same_value(self: torch.Tensor) -> torch.Tensor:
         raise UnsupportedOp(f"expected a tensor on {DEVICE_TYPE}, got one on {inner.device}", source=user_line())
     index = inner.get_device() if isinstance(inner, IndexedLazyTensor) else 0
     trace = threads.of(index)
-    if inner.value is None and inner.failure is None and not trace.holds(inner.number):
+    if inner.value is None and inner.failure is None and not trace.holds(inner.value_id):
         settle(trace, inner)  # pending in another thread's trace, which knows its own handles only
     handle: Any = inner.data if index == 0 else make_handle(TensorSpec.of(inner), index)
     if index == 0:
         handle.__class__ = LazyTensor
     handle.value, handle.spec, handle.failure = inner.value, inner.spec, inner.failure
-    # A leaf's number ends with its trace, which knows nothing of this handle: it asks for its own when it is used.
-    handle.number = inner.number if inner.value is None else NONE
+    # A leaf's id ends with its trace, which knows nothing of this handle: it asks for its own when it is used.
+    handle.value_id = inner.value_id if inner.value is None else NONE
     if inner.value is None:
         trace.keep(handle)
     return handle

@@ -115,6 +115,11 @@ def _assign(trace: Trace, op: Any, target: Any, result: Any) -> None:
     release(target)
     # Ops of this trace use what the target held so far.
     take_place(trace, target)
-    target.number, target.value, target.spec, target.failure = result.number, result.value, result.spec, result.failure
+    target.value_id, target.value, target.spec, target.failure = (
+        result.value_id,
+        result.value,
+        result.spec,
+        result.failure,
+    )
     if target.value is None:
         trace.keep(target)

@@ -28,7 +28,7 @@ from ...trace.threads import threads
 from .opaque import opaque
 from .writes import boxable, refuse_as_cpu, share_memory
 
-__all__ = ["Forms", "install", "overriding", "refuse_overlap", "unwrapped", "write_each"]
+__all__ = ["KernelPair", "install", "overriding", "refuse_overlap", "unwrapped", "write_each"]
 
 _is_functional = torch._is_functional_tensor
 _inner_of = torch._from_functional_tensor
@@ -47,14 +47,14 @@ def overriding() -> Iterator[None]:
         yield
 
 
-class Forms(NamedTuple):
+class KernelPair(NamedTuple):
     """A functional operator's kernels: on handles of index 0, and on those of the index that a trace is of."""
 
     fast: Callable[..., Any]
     indexed: Callable[..., Any]
 
 
-def install(library: torch.library.Library, functional: Mapping[Any, Forms]) -> dict[Any, Any]:
+def install(library: torch.library.Library, functional: Mapping[Any, KernelPair]) -> dict[Any, Any]:
     """Register the in-place operators whose functional forms have kernels here; returns them by functional operator."""
     in_place: dict[Any, Any] = {}
     with overriding():
@@ -77,7 +77,7 @@ def install(library: torch.library.Library, functional: Mapping[Any, Forms]) -> 
     return in_place
 
 
-def _pair(name: str, functional: Mapping[Any, Forms]) -> tuple[Any, Any, Forms] | None:
+def _pair(name: str, functional: Mapping[Any, KernelPair]) -> tuple[Any, Any, KernelPair] | None:
     """An in-place operator, its functional form and that one's kernels, if they differ in nothing but the write."""
     base, _, overload = name.removeprefix("aten::").partition(".")
     if not name.startswith("aten::") or not base.endswith("_") or base.endswith("__") or base == "copy_":
@@ -128,7 +128,7 @@ def unwrapped(value: Any) -> Any:
     return value
 
 
-def _of_tensor(op: Any, forms: Forms, original: Any, copy: Forms) -> Callable[..., Any]:
+def _of_tensor(op: Any, forms: KernelPair, original: Any, copy: KernelPair) -> Callable[..., Any]:
     kernel, restride = forms.fast, copy.fast
     scalar_form = getattr(op.overloadpacket, "Scalar", None) if op._overloadname == "Tensor" else None
 
@@ -207,7 +207,7 @@ def _refuse_cast(op: Any, out: torch.Tensor, written: torch.Tensor) -> None:
         )
 
 
-def _of_list(op: Any, forms: Forms, original: Any, copy: Forms) -> Callable[..., Any]:
+def _of_list(op: Any, forms: KernelPair, original: Any, copy: KernelPair) -> Callable[..., Any]:
     kernel, restride = forms.fast, copy.fast
 
     # An optimizer's step is a dozen of these on every parameter, so what is done per tensor is done by ``map``.

@@ -134,11 +134,11 @@ def _install() -> None:
     native.install(generated, in_place)
 
 
-def _forms(kernel: Kernel, special: Any) -> inplace.Forms:
+def _forms(kernel: Kernel, special: Any) -> inplace.KernelPair:
     """An operator's kernels on handles; a special one finds the trace itself."""
     if special is None:
-        return inplace.Forms(kernel.fast, kernel.indexed)
-    return inplace.Forms(special, lambda trace, *args, **kwargs: special(*args, **kwargs))
+        return inplace.KernelPair(kernel.fast, kernel.indexed)
+    return inplace.KernelPair(special, lambda trace, *args, **kwargs: special(*args, **kwargs))
 
 
 def call(op: Any, args: Any, kwargs: Any) -> Any:

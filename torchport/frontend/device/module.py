@@ -56,7 +56,7 @@ _current = 0
 _seed: int | None = None
 """What ``torch.manual_seed`` said before the device was used."""
 _DEFAULT_SEED = 67280421310721
-"""PyTorch's, as in :data:`torchport.run.runtime.DEFAULT_SEED`, which ``import torch`` must not import."""
+"""PyTorch's, as in :data:`torchport.run.device_runtime.DEFAULT_SEED`, which ``import torch`` must not import."""
 
 
 _lazy_init = init
@@ -72,7 +72,7 @@ at_first_use.append(_seed_at_first_use)
 
 
 def _runtimes() -> Any:
-    from ...run.runtime import runtimes  # on demand: ``import torch`` must stay light
+    from ...run.device_runtime import runtimes  # on demand: ``import torch`` must stay light
 
     return runtimes
 

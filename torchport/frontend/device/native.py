@@ -43,7 +43,7 @@ def use_flush(library: ctypes.PyDLL) -> None:
     start, alive, sweep, pending = _functions(library, flush_start=6, alive=1, sweep=3, pending=1)
     forget, unshared, own_gradients = _functions(library, forget=1, unshared=2, own_gradients=1)
     start(*_OBJECTS, Future, pool.release)
-    pool.use(pool.Forms(alive, sweep, pending, forget))
+    pool.use(pool.HandleOperations(alive, sweep, pending, forget))
     donation.use_native(unshared)
     shims.use_native(own_gradients)
 
@@ -62,7 +62,7 @@ def _use_follow(library: ctypes.PyDLL, kernels: Sequence[Kernel], forms: Mapping
         name = kernel.op._schema.name
         overload = kernel.op._schema.overload_name
         in_place = forms[kernel.op]._schema.name if kernel.op in forms else ""
-        follow(name.encode(), overload.encode(), kinds.encode(), kernel.number, in_place.encode())
+        follow(name.encode(), overload.encode(), kinds.encode(), kernel.serial, in_place.encode())
     for op in copies.SAME_VALUE:
         same_value(op._schema.name.encode())
 

@@ -1,4 +1,4 @@
-"""Backends' kernels at keys above or beside Dense: one PyTorch kernel per operator and key, routed by device index.
+"""Backends' kernels at keys other than Dense: one PyTorch kernel per operator and key, routed by device index.
 
 PyTorch has one PrivateUse1 key per functionality for all of this device's indices. When a backend registers a kernel
 of Autograd, Sparse, SparseCsr, Quantized or NestedTensor, the operator gets a router at that key: it asks the
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from ...backend.registrar import BackendRegistrar, on_registered
 from ...core.errors import MissingKernel
 from ...dispatch import Functionality
-from ...run.runtime import runtimes
+from ...run.device_runtime import runtimes
 from ...trace.handle import DEVICE_TYPE
 from .inplace import overriding
 from .opaque import opaque

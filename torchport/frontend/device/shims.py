@@ -22,7 +22,7 @@ from torch._utils import _rebuild_tensor_v2
 from torch.utils._pytree import tree_leaves
 
 from ...core.errors import StorageAccess
-from ...run.runtime import runtimes
+from ...run.device_runtime import runtimes
 from ...run.step_closures import step_ended
 from ...trace.handle import DEVICE_TYPE, LazyTensor
 from ...trace.threads import flush_mine

@@ -11,7 +11,7 @@ from ..backend.arguments import check_arguments, gives_several
 from ..backend.control_flow import CONTROL_FLOW
 from ..backend.serialize import decode_arg, resolve_op
 from ..core.errors import DelegateError, ErrorCode, GraphError
-from .document import Kernel
+from .document import KernelRecord
 
 __all__ = ["bind", "in_default_state"]
 
@@ -25,7 +25,7 @@ class _Value:
         self.number = number
 
 
-class _Numbered:
+class _StandIns:
     """Indexing gives the stand-in: how :func:`decode_arg` meets references to values."""
 
     def __getitem__(self, number: int) -> _Value:
@@ -49,7 +49,7 @@ def _is_value(value: object) -> bool:
     return isinstance(value, _Value)
 
 
-def _misuse(kernel: Kernel, op: Any, args: list[Any], kwargs: dict[str, Any]) -> str:
+def _misuse(kernel: KernelRecord, op: Any, args: list[Any], kwargs: dict[str, Any]) -> str:
     """Why an instruction cannot be one of a program; empty if it can."""
     if op in CONTROL_FLOW or op._schema.is_mutable:
         return f"operator {kernel.op} writes to its arguments or calls graphs; a program holds functional operators"
@@ -62,15 +62,15 @@ def _misuse(kernel: Kernel, op: Any, args: list[Any], kwargs: dict[str, Any]) ->
     return ""
 
 
-def bind(kernel: Kernel) -> Callable[[Sequence[Any]], Any]:
+def bind(kernel: KernelRecord) -> Callable[[Sequence[Any]], Any]:
     """A function from a method's values to the operator's result.
 
     Raises :class:`DelegateError` with ``OPERATOR_MISSING`` if this PyTorch does not have the operator.
     """
     try:
         op = resolve_op(kernel.op)
-        args = decode_arg(list(kernel.args), _Numbered())
-        kwargs = {key: decode_arg(value, _Numbered()) for key, value in kernel.kwargs.items()}
+        args = decode_arg(list(kernel.args), _StandIns())
+        kwargs = {key: decode_arg(value, _StandIns()) for key, value in kernel.kwargs.items()}
     except (GraphError, ValueError, TypeError, AttributeError, LookupError, RuntimeError) as error:
         raise DelegateError(
             f"operator {kernel.op} cannot run here: {error}; import the library that defines it, or lower the model "

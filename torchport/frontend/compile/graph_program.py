@@ -23,7 +23,7 @@ from ...core import metrics
 from ...core.config import config
 from ...core.errors import UnsupportedOp
 from ...core.specs import TensorSpec
-from .places import Place
+from .places import DataPlace
 
 __all__ = ["make_program"]
 
@@ -40,7 +40,7 @@ class _Slot:
         self.at = at
 
 
-class Program:
+class GraphProgram:
     """One compiled graph for one set of shapes. Called with a list of arguments, which it empties."""
 
     def __init__(self, steps: Sequence[Step], size: int, constants: Mapping[int, Any], results: Sequence[Any]) -> None:
@@ -64,7 +64,7 @@ class Program:
 class _Planner:
     """Writes the steps. A value is a tensor of the place, or a CPU tensor beside a ``port`` model's."""
 
-    def __init__(self, parts: Partitioned, place: Place, computations: Mapping[str, Computation]) -> None:
+    def __init__(self, parts: Partitioned, place: DataPlace, computations: Mapping[str, Computation]) -> None:
         self.parts = parts
         self.place = place
         self.computations = computations
@@ -207,7 +207,7 @@ class _Planner:
             )
 
     # -- the whole -------------------------------------------------------------------------------------------
-    def run(self, devices: Sequence[torch.device | None], wanted: Sequence[torch.device | None]) -> Program:
+    def run(self, devices: Sequence[torch.device | None], wanted: Sequence[torch.device | None]) -> GraphProgram:
         """The program. ``devices`` are those of the inputs, ``wanted`` those of the outputs."""
         left = {leftover.node for leftover in self.parts.leftovers}
         nodes = list(self.parts.module.graph.nodes)
@@ -228,7 +228,7 @@ class _Planner:
                 self.call(node, node in left)
         outputs: Any = self.parts.module.graph.output_node().args[0]
         results = [self.result(value, device) for value, device in zip(outputs, wanted, strict=True)]
-        return Program(self.steps, self.size, self.constants, results)
+        return GraphProgram(self.steps, self.size, self.constants, results)
 
     def result(self, value: Any, device: torch.device | None) -> Any:
         """An output: a number or ``None`` as it is, a tensor on the device it was on when the graph was recorded."""
@@ -273,7 +273,7 @@ def _filled(template: Any, slots: list[Any]) -> tuple[Any, Any]:
     return tree_map(lambda v: slots[v.at] if isinstance(v, _Slot) else v, template)
 
 
-def _kernel_step(kernel: Callable[..., Any], template: Any, made: int, place: Place) -> Step:
+def _kernel_step(kernel: Callable[..., Any], template: Any, made: int, place: DataPlace) -> Step:
     """A backend's own kernel for one operator: :class:`BackendData` in and out."""
     backend = place.backends[0]
     device = place.device_of(backend)
@@ -293,7 +293,7 @@ def _kernel_step(kernel: Callable[..., Any], template: Any, made: int, place: Pl
     return step
 
 
-def _host_step(target: Any, template: Any, made: int, place: Place) -> Step:
+def _host_step(target: Any, template: Any, made: int, place: DataPlace) -> Step:
     """What is no operator, such as control flow on graphs: on CPU copies of its tensors."""
     cpu = torch.device("cpu")
 
@@ -337,7 +337,7 @@ def _counted(node: fx.Node) -> Step:
     return step
 
 
-def _direct(parts: Partitioned, place: Place, computations: Mapping[str, Computation], inputs: int) -> Any:
+def _direct(parts: Partitioned, place: DataPlace, computations: Mapping[str, Computation], inputs: int) -> Any:
     """The one computation with the graph's own inputs and results, if that is all there is; else ``None``."""
     calls = [n for n in parts.module.graph.nodes if n.op not in ("placeholder", "output") and n.target is not _getitem]
     placeholders = parts.module.graph.find_nodes(op="placeholder")
@@ -367,7 +367,7 @@ def _direct(parts: Partitioned, place: Place, computations: Mapping[str, Computa
 
 def make_program(
     parts: Partitioned,
-    place: Place,
+    place: DataPlace,
     computations: Mapping[str, Computation],
     devices: Sequence[torch.device | None],
     wanted: Sequence[torch.device | None],

@@ -29,9 +29,9 @@ from ..device.ready import init
 from .aliases import Aliases, aliases_of
 from .buckets import PaddedProgram
 from .epilogue import Epilogue
+from .graph_program import make_program
 from .options import Options
-from .places import Place, place_of
-from .program import make_program
+from .places import DataPlace, place_of
 from .saved import partition_fn
 
 __all__ = ["compile_captured", "compile_graph_module"]
@@ -52,7 +52,7 @@ def _device(value: Any) -> torch.device | None:
     return value.device if isinstance(value, torch.Tensor) else None
 
 
-def _own_kernel(place: Place) -> Callable[[fx.Node], str | None]:
+def _own_kernel(place: DataPlace) -> Callable[[fx.Node], str | None]:
     registrar = registrar_of(place.backends[0])
 
     def reason(node: fx.Node) -> str | None:

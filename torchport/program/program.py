@@ -190,7 +190,7 @@ class Program:
         """The versions of what wrote the file."""
         return dict(self.package.document.producer)
 
-    def _described(self, name: str) -> doc.Method:
+    def _described(self, name: str) -> doc.MethodRecord:
         found = self.package.document.methods.get(name)
         if found is None:
             raise self._unknown(name)
@@ -213,7 +213,7 @@ class Program:
             return dynamic_meta(method, dynamic, variants)
         found = self._described(method)
         document = self.package.document
-        kernels = [one.op for one in found.instructions if isinstance(one, doc.Kernel)]
+        kernels = [one.op for one in found.instructions if isinstance(one, doc.KernelRecord)]
         used = {*found.constants.values(), *(c for one in found.delegates for c in one.constants.values())}
         return MethodMeta(
             name=method,
@@ -226,7 +226,7 @@ class Program:
             constant_bytes=sum(document.constants[which].spec.nbytes for which in used),
         )
 
-    def _delegate_meta(self, delegate: doc.Delegate) -> DelegateMeta:
+    def _delegate_meta(self, delegate: doc.DelegateRecord) -> DelegateMeta:
         document = self.package.document
         size, _ = document.digests[delegate.entry]
         return DelegateMeta(
