@@ -142,7 +142,7 @@ class XlaBackend(Backend):
         compiling = _lowering()
         settings = Settings.of(specs)
         placement = Placement.of(specs, input_specs(graph))
-        program = compiling.Program(graph)
+        program = compiling.JaxFunction(graph)
         module = compiling.export_function(program, compiling.shapes_of(graph), settings)
         artifact = container.XlaArtifact(
             module=module,
