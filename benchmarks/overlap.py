@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 import torchport
-from torchport.backend.interface import BackendData, ExecutionContext, Started
+from torchport.backend.interface import BackendData, Capabilities, ExecutionContext
+from torchport.backend.optional import Started
 from torchport.core.specs import TensorSpec
 
 from .common import NullBackend, interleave, table, timed
@@ -33,8 +34,7 @@ class WaitingEngine(NullBackend):
     """Computes nothing and takes its time over it, one computation after the other."""
 
     name = "benchmark_waiting"
-    releases_gil = True
-    concurrent = True
+    capabilities = Capabilities(releases_gil=True, concurrent=True)
     seconds = 0.0
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.backends:
         backends = options.backends.split(",")
     else:
-        real = [] if options.quick else [n for n in available() if torchport.get_backend(n).releases_gil]
+        real = [] if options.quick else [n for n in available() if torchport.get_backend(n).capabilities.releases_gil]
         backends = [WaitingEngine.name, *real]
     rows = [measure(model, name, options.batches) for model in options.models.split(",") for name in backends]
     header = ("training", "trace", "execute", "apart", "overlapped", "overlapped ÷ the longer")

@@ -13,23 +13,36 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from . import aot, dispatch, runtime
+    from .backend.execution import Computation
     from .backend.interface import (
         ArrayData,
         Backend,
         BackendData,
         BackendDevice,
-        Computation,
+        Capabilities,
         ExecutionContext,
         FreeableBuffer,
         InitContext,
         KernelRegistrar,
         Processed,
-        Started,
         Support,
         TensorData,
     )
     from .backend.lowering_context import Call, Lowering, LoweringContext, LoweringTable
     from .backend.normal_form import verify_graph
+    from .backend.optional import (
+        Started,
+        SupportsBorrow,
+        SupportsFork,
+        SupportsHostExecution,
+        SupportsMemoryInfo,
+        SupportsMethods,
+        SupportsMetrics,
+        SupportsOverlap,
+        SupportsSeed,
+        SupportsStart,
+        SupportsText,
+    )
     from .backend.registry import BackendInfo, Registry, registry
     from .core import errors, metrics
     from .core.config import config
@@ -61,12 +74,17 @@ if TYPE_CHECKING:
     from .run.step_closures import step_closure
 
 _HOMES = {
+    "torchport.backend.execution": "Computation",
     "torchport.backend.interface": (
-        "ArrayData Backend BackendData BackendDevice Computation ExecutionContext FreeableBuffer InitContext "
-        "KernelRegistrar Processed Started Support TensorData"
+        "ArrayData Backend BackendData BackendDevice Capabilities ExecutionContext FreeableBuffer InitContext "
+        "KernelRegistrar Processed Support TensorData"
     ),
     "torchport.backend.lowering_context": "Call Lowering LoweringContext LoweringTable",
     "torchport.backend.normal_form": "verify_graph",
+    "torchport.backend.optional": (
+        "Started SupportsBorrow SupportsFork SupportsHostExecution SupportsMemoryInfo SupportsMethods SupportsMetrics "
+        "SupportsOverlap SupportsSeed SupportsStart SupportsText"
+    ),
     "torchport.backend.registry": "BackendInfo Registry registry",
     "torchport.core.config": "config",
     "torchport.core.errors": (

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +18,7 @@ import torchport
 from torchport import (
     BackendData,
     BackendDevice,
+    Capabilities,
     CompileSpecs,
     ExecutionContext,
     Processed,
@@ -40,8 +42,13 @@ class Fake(ReferenceBackend):
 
     @classmethod
     def install(cls, **attributes: Any) -> Any:
-        """Register a new subclass of this fake; the instance, with the ``device`` that stands for it."""
+        """Register a new subclass of this fake; the instance, with the ``device`` that stands for it.
+
+        ``attributes`` are the subclass's; those that are capabilities change the parent's.
+        """
         number = next(_numbers)
+        changed = {one.name: attributes.pop(one.name) for one in fields(Capabilities) if one.name in attributes}
+        attributes["capabilities"] = replace(cls.capabilities, **changed)
         kind = type(cls.__name__, (cls,), {"name": f"{cls.name}_{number}", **attributes})
         torchport.register(kind)
         backend = torchport.get_backend(kind.name)

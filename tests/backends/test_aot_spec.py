@@ -20,6 +20,7 @@ import torchport
 from torchport import aot, runtime
 from torchport.aot import DelegationSpec, OpList, Partitioner, PartitionResult, Supported, WholeProgram
 from torchport.backend.interface import Processed, Support
+from torchport.backend.optional import preprocess_each
 from torchport.backends.add_sub import AddSubBackend
 from torchport.backends.reference import ReferenceBackend
 from torchport.core.errors import (
@@ -180,7 +181,7 @@ def test_one_call_for_all_methods_shares_what_it_likes(tmp_path: Path) -> None:
 
         def preprocess_methods(self, graphs: Any, specs: Any) -> Any:
             calls.append({name: len(found) for name, found in graphs.items()})
-            made = super().preprocess_methods(graphs, specs)
+            made = preprocess_each(self, graphs, specs)
             table = b"".join(one.data for found in made.values() for one in found)
             return {
                 name: [Processed(one.data, one.debug_map, {"table": table}) for one in found]

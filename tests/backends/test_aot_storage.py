@@ -15,6 +15,7 @@ import torchport
 from torchport import aot, runtime
 from torchport.aot import OpList, Partitioner
 from torchport.backend.interface import FreeableBuffer, InitContext, Processed
+from torchport.backend.optional import preprocess_each
 from torchport.backends.reference import ReferenceBackend
 from torchport.core.errors import CompileError, ErrorCode, ProgramError
 from torchport.core.specs import CompileSpecs
@@ -27,7 +28,7 @@ def test_methods_share_constants_and_buffers(tmp_path: Path) -> None:
 
     def preprocess_methods(self: Any, graphs: Any, specs: Any) -> Any:
         given.append({name: len(found) for name, found in graphs.items()})
-        return ReferenceBackend.preprocess_methods(self, graphs, specs)
+        return preprocess_each(self, graphs, specs)
 
     backend = fresh(preprocess_methods=preprocess_methods)
     x = torch.ones(64)

@@ -454,7 +454,9 @@ def test_options_become_compile_specs() -> None:
 
     class Told(Fake):
         name = "told"
-        compile_options = {"level": "how hard to try", "mode": "a mode", "table": "a table"}  # noqa: RUF012
+        capabilities = torchport.Capabilities(
+            compile_options={"level": "how hard to try", "mode": "a mode", "table": "a table"}
+        )
 
         def preprocess(self, graph: Any, specs: Any) -> Any:
             seen.append(dict(specs))

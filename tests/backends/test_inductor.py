@@ -16,7 +16,7 @@ from helpers_graphs import CPU, assert_same, aten, build, data_of, getitem, load
 from torch.nn import functional as F
 
 import torchport
-from torchport.backend.interface import ExecutionContext, FreeableBuffer, InitContext, Processed
+from torchport.backend.interface import ExecutionContext, FreeableBuffer, InitContext, Processed, TensorData
 from torchport.backends import inductor
 from torchport.backends.inductor import InductorBackend, container, machine, source, torch_api
 from torchport.backends.reference import ReferenceBackend
@@ -219,7 +219,7 @@ def test_wrong_arguments(add_one: Processed) -> None:
         with pytest.raises(ExecutionError, match=message):
             backend.execute(handle, data_of(wrong), context)
     with pytest.raises(ExecutionError, match="not a TensorData with a value"):
-        backend.execute(handle, [backend.placeholder(TensorSpec.of(rand(2, 3)), CPU)], context)
+        backend.execute(handle, [TensorData(CPU, TensorSpec.of(rand(2, 3)), None)], context)
     backend.destroy(handle)
     with pytest.raises(ExecutionError, match="destroyed"):
         backend.execute(handle, data_of([rand(2, 3)]), context)

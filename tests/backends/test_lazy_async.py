@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import fakes
@@ -27,7 +28,7 @@ class Gated(fakes.Fake):
     """Computations wait for a gate; on the device's own thread, because they leave the interpreter alone."""
 
     name = "gated"
-    releases_gil: ClassVar[bool] = True
+    capabilities = replace(fakes.Fake.capabilities, releases_gil=True)
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -89,7 +90,7 @@ class GatedWorker(fakes.Fake):
     """Computations on the device's own thread wait for a gate, others do not."""
 
     name = "gated_worker"
-    releases_gil: ClassVar[bool] = True
+    capabilities = replace(fakes.Fake.capabilities, releases_gil=True)
 
     def __init__(self) -> None:
         self.gate, self.started = threading.Event(), threading.Event()
@@ -228,7 +229,7 @@ class Breaking(fakes.Failing):
 
     name = "breaking"
     where: ClassVar[str] = "execute"
-    releases_gil: ClassVar[bool] = True
+    capabilities = replace(fakes.Fake.capabilities, releases_gil=True)
 
 
 @pytest.fixture
@@ -320,7 +321,7 @@ class Timed(fakes.Fake):
     """Takes as long as it is told to."""
 
     name = "timed"
-    releases_gil: ClassVar[bool] = True
+    capabilities = replace(fakes.Fake.capabilities, releases_gil=True)
     seconds = 0.0
 
     def execute(self, handle: Any, args: Sequence[BackendData], context: ExecutionContext) -> Sequence[BackendData]:

@@ -14,7 +14,7 @@ from test_property_aliasing import Program, random_program, run_often
 from torch import nn
 
 import torchport
-from torchport import BackendData, ExecutionContext, TensorData
+from torchport import BackendData, Capabilities, ExecutionContext, TensorData
 
 pytestmark = needs_counters
 
@@ -23,7 +23,6 @@ class Recording(fakes.Fake):
     """Notes for each execution which arguments were donated, by the first element of each."""
 
     name = "recording"
-    donation: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.donated: list[list[float]] = []
@@ -42,7 +41,6 @@ class Poisoning(fakes.Fake):
     """Overwrites whatever it is given, through the memory itself, as an engine would that computes in place."""
 
     name = "poisoning"
-    donation: ClassVar[bool] = True
     poisoned = 0
 
     def execute(self, handle: Any, args: Sequence[BackendData], context: ExecutionContext) -> Sequence[BackendData]:
@@ -272,8 +270,7 @@ class Consuming(fakes.Failing):
 
     name = "consuming"
     where: ClassVar[str] = "execute"
-    donation: ClassVar[bool] = True
-    restores_donated: ClassVar[bool] = False
+    capabilities = Capabilities(donation=True)
 
 
 def test_values_that_need_a_donated_input_of_a_failed_computation_say_so() -> None:

@@ -6,7 +6,8 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 import fakes
 import pytest
@@ -23,8 +24,7 @@ class GatedWorker(fakes.Fake):
     """Computations on the device's own thread wait for a gate; others do first what a test wants."""
 
     name = "gated_parts"
-    releases_gil: ClassVar[bool] = True
-    concurrent: ClassVar[bool] = True
+    capabilities = replace(fakes.Fake.capabilities, releases_gil=True, concurrent=True)
 
     def __init__(self) -> None:
         self.gate, self.started = threading.Event(), threading.Event()

@@ -20,7 +20,7 @@ from everyday_support import counted, needs_counters
 from torch import nn
 
 import torchport
-from torchport import BackendData, ExecutionContext, Started, TensorData
+from torchport import BackendData, Capabilities, ExecutionContext, Started, TensorData
 from torchport.backends.inductor import InductorBackend
 from torchport.trace.wrapping import unwrap
 
@@ -32,9 +32,7 @@ class Queued(fakes.Failing):
 
     name = "queued"
     where = "never"
-    donation = True
-    restores_donated = True
-    concurrent = True
+    capabilities = Capabilities(donation=True, restores_donated=True, concurrent=True)
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +44,7 @@ class Queued(fakes.Failing):
         self.aside = True
         self.donated: list[int] = []
 
-    def computes_aside(self) -> bool:
+    def should_overlap(self) -> bool:
         return self.aside
 
     def start(self, handle: Any, args: Sequence[BackendData], context: ExecutionContext) -> Started | None:
@@ -206,7 +204,7 @@ def test_a_short_computation_need_not_queue_behind_one_it_does_not_use(queued: Q
 
 
 def test_a_backend_may_say_that_something_has_ended(queued: Queued) -> None:
-    from torchport.backend.interface import ended
+    from torchport.backend.optional import ended
 
     x = torch.ones(3).to(queued.device)
     known(lambda: x + 1)

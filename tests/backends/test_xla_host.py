@@ -10,7 +10,9 @@ import pytest
 import torch
 from helpers_graphs import CPU, normal_form
 
+from torchport.backend.execution import Computation, execute_on_host
 from torchport.backend.interface import ExecutionContext, FreeableBuffer, InitContext
+from torchport.backend.normal_form import output_specs
 from torchport.backends.xla import XlaBackend
 from torchport.core.errors import ExecutionError
 from torchport.core.specs import CompileSpecs, TensorSpec
@@ -30,10 +32,11 @@ def compiled(fn: Callable[..., Any], *args: torch.Tensor) -> Call:
     handle = backend.init(
         FreeableBuffer(backend.preprocess(graph, CompileSpecs()).data), CompileSpecs(), InitContext(CPU)
     )
-    specs = [TensorSpec.of(arg) for arg in args]
+    specs = tuple(TensorSpec.of(arg) for arg in args)
+    computation = Computation(backend, CPU, specs, (), output_specs(graph), handle, ExecutionContext(CPU), checked=True)
 
     def call(*tensors: torch.Tensor) -> list[torch.Tensor]:
-        return list(backend.execute_on_host(handle, list(tensors), specs, ExecutionContext(CPU)))
+        return list(execute_on_host(computation, list(tensors)))
 
     return call
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -17,6 +16,7 @@ from ..backend.normal_form import alias_root, input_specs, output_specs, source_
 from ..backend.partition import Partitioned
 from ..backend.serialize import encode_arg
 from ..core.errors import GraphError, UnsupportedOp
+from ..core.frames import user_frames
 from ..core.specs import TensorSpec
 from ..program import document as doc
 
@@ -43,13 +43,7 @@ def module_path(node: fx.Node) -> str:
     return str(path)
 
 
-_FRAME: Final = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n((?:(?!\s*File ").*\n?)*)')
 _FRAMES_KEPT: Final = 16
-_OWN: Final = (
-    "<eval_with_key>",  # code that FX generated
-    *(f"{path}/" for path in (*torch.__path__, __file__.removesuffix("/aot/emit.py"))),
-)
-"""Files and folders whose frames are not the user's."""
 
 
 def place_of(node: fx.Node) -> doc.Origin:
@@ -57,12 +51,8 @@ def place_of(node: fx.Node) -> doc.Origin:
     stack: Any = node.meta.get("nn_module_stack") or {}
     modules = [(str(path), str(kind).rpartition(".")[2]) for path, kind in stack.values()]
     hierarchy = " > ".join(f"{path}: {kind}" if path else kind for path, kind in modules)
-    frames: list[str] = []
-    for file, line, function, text in _FRAME.findall(node.meta.get("stack_trace") or ""):
-        if not file.startswith(_OWN):
-            code = " ".join(part.strip() for part in text.splitlines())
-            frames.append(f"{file}:{line} in {function}" + (f"\n  {code}" if code else ""))
-    shown = "\n".join(frames[-_FRAMES_KEPT:])
+    frames = user_frames(node.meta.get("stack_trace"))[-_FRAMES_KEPT:]
+    shown = "\n".join(frame.place + (f"\n  {frame.code}" if frame.code else "") for frame in frames)
     return doc.Origin(module_path(node), source_line(node) or "", str(node.target), hierarchy, shown)
 
 

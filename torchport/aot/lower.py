@@ -20,6 +20,7 @@ from ..backend.fx_normalise import normalise, source_line
 from ..backend.interface import Backend, Processed
 from ..backend.masking import Inexact
 from ..backend.normal_form import verify_graph
+from ..backend.optional import optional_of, preprocess_each
 from ..backend.partition import Partitioned, partition
 from ..core.config import config
 from ..core.errors import BackendUnavailable, CompileError, ConfigError, GraphError, UnsupportedOp
@@ -439,7 +440,10 @@ def _preprocess(
     specs: Mapping[str, Sequence[CompileSpecs]],
 ) -> Mapping[str, Sequence[Processed]]:
     try:
-        return backend.preprocess_methods(graphs, specs)
+        together = optional_of(backend).methods
+        if together is not None:
+            return together.preprocess_methods(graphs, specs)
+        return preprocess_each(backend, graphs, specs)
     except (CompileError, ConfigError, UnsupportedOp, ImportError):
         raise
     except Exception as error:

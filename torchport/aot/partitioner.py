@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,6 +16,7 @@ from ..backend.fx_normalise import normalise
 from ..backend.interface import Backend, BackendData, ExecutionContext, Processed, Support
 from ..backend.registry import registry
 from ..core.errors import BackendUnavailable, ConfigError, GraphError
+from ..core.frames import warn_user
 from ..core.specs import CompileSpecs
 
 __all__ = [
@@ -32,7 +32,6 @@ __all__ = [
 ]
 
 Ops = Collection[Any]
-_PACKAGE: Final = f"{__name__.partition('.')[0]}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +72,11 @@ def _backend(backend: str | Backend) -> Backend:
         return registry.get(backend)
     except BackendUnavailable as error:
         found = registry.find(backend)
-        warnings.warn(
+        warn_user(
             f"{error}. The program can be compiled and saved here, if the compiler is installed; it runs where the "
-            "backend is available.",
-            stacklevel=_callers(),
+            "backend is available."
         )
         return found
-
-
-def _callers() -> int:
-    """How many frames up the user's code is, for a warning."""
-    frame, level = inspect.currentframe(), 0
-    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith(_PACKAGE):
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 def _specs(specs: CompileSpecs | Mapping[str, bytes | str] | None) -> CompileSpecs:

@@ -55,7 +55,7 @@ class Capture:
     def supports(self, node: fx.Node) -> Support:
         """The backend's own answer for a node of a graph in normal form."""
         backend = self._backend()
-        if node.target in CONTROL_FLOW and not (backend is not None and backend.control_flow):
+        if node.target in CONTROL_FLOW and not (backend is not None and backend.capabilities.control_flow):
             return Support.no("it is control flow, which the backend has no graphs for")
         return Support.yes() if self.takes_all or backend is None else backend.supports(node)
 

@@ -17,10 +17,10 @@ from ..core.config import config
 from ..core.errors import CompileError
 from ..core.forks import guarded_rlock
 from ..core.specs import CompileSpecs
+from .execution import Computation
 from .interface import (
     Backend,
     BackendDevice,
-    Computation,
     ExecutionContext,
     FreeableBuffer,
     InitContext,

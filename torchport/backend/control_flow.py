@@ -1,7 +1,8 @@
 """Control flow inside graphs: PyTorch's higher-order operators whose branches and bodies are graphs of their own.
 
-A graph in normal form may hold them for a backend that says so (:attr:`Backend.control_flow`). The graphs that such an
-operator calls are in normal form themselves, but may return their inputs; the call names them by ``get_attr`` nodes.
+A graph in normal form may hold them for a backend that says so (:attr:`Capabilities.control_flow`). The graphs that
+such an operator calls are in normal form themselves, but may return their inputs; the call names them by ``get_attr``
+nodes.
 """
 
 from __future__ import annotations

@@ -5,19 +5,82 @@ The lazy device's jobs, ``torch.compile`` and the delegates of program files com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..core import metrics
 from ..core.errors import ExecutionError, TorchportError
+from ..core.forks import guarded_lock
 from ..core.specs import TensorSpec
-from .interface import BackendData, Computation, ExecutionContext
+from .interface import Backend, BackendData, BackendDevice, ExecutionContext, TensorData
+from .optional import OptionalMethods, Started, optional_of
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Failure", "check_results", "count", "execute", "execute_on_host", "execution_error"]
+__all__ = [
+    "Computation",
+    "Failure",
+    "borrower",
+    "call_kernel",
+    "check_results",
+    "count",
+    "execute",
+    "execute_on_host",
+    "execution_error",
+    "start",
+]
+
+
+@dataclass(slots=True, eq=False)
+class Computation:
+    """A compiled graph, ready to run (``torch::lazy::Computation``): specs of inputs and results, and the handle."""
+
+    backend: Backend
+    device: BackendDevice
+    parameters: tuple[TensorSpec, ...]
+    parameter_names: tuple[str, ...]
+    results: tuple[TensorSpec, ...]
+    handle: Any
+    context: ExecutionContext
+    fingerprint: str = ""
+    graph_ops: int = 0
+    compile_seconds: float = 0.0
+    key: tuple[str, ...] = ()
+    """Under which it is kept in memory."""
+    users: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet[Any])
+    """Objects that hold it as their ``computation``, which becomes ``None`` when it is dropped from memory."""
+    lock: threading.Lock = field(default_factory=guarded_lock)
+    """Held while the computation runs: one call at a time, whichever frontend asks."""
+    checked: bool = False
+    """Whether the backend's results were once seen to be what they should be."""
+    seconds: float = 0.0
+    """How long the last run took."""
+    optional: OptionalMethods = field(init=False)
+    """The backend as the optional protocols that it satisfies."""
+    released: bool = False
+    """Whether the handle was given back."""
+
+    def __post_init__(self) -> None:
+        self.optional = optional_of(self.backend)
+
+    def release(self) -> None:
+        """Give the handle back to the backend, once; the computation cannot run after that."""
+        if not self.released:
+            self.released = True
+            handle, self.handle = self.handle, None
+            self.backend.destroy(handle)
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Release the handle with the last reference to the computation; not while the interpreter ends."""
+        if not is_finalizing():
+            self.release()
+
 
 Failure: TypeAlias = Callable[[Computation, Exception], TorchportError]
 """What a backend's own exception becomes."""
@@ -39,14 +102,15 @@ def execute(
 ) -> Sequence[BackendData]:
     """Run a computation on values of its backend; results in order. Raises what ``failure`` makes of an exception.
 
-    ``context``: the computation's own, if ``None``. The first results are compared with the declared specs.
+    ``context``: the computation's own, if ``None``. The first results are compared with the declared specs, later ones
+    counted.
     """
     try:
         with computation.lock:
-            start = perf_counter()
+            begun = perf_counter()
             results = computation.backend.execute(computation.handle, args, context or computation.context)
-            computation.seconds = perf_counter() - start
-            if not computation.checked:
+            computation.seconds = perf_counter() - begun
+            if not computation.checked or len(results) != len(computation.results):
                 check_results(results, computation.results)
                 computation.checked = True
     except Exception as error:
@@ -55,21 +119,81 @@ def execute(
     return results
 
 
-def execute_on_host(computation: Computation, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Run a computation on CPU tensors lent for the call; results are the caller's. Raises :class:`ExecutionError`."""
-    backend, specs, device = computation.backend, computation.parameters, computation.device
-    if not computation.checked:
-        borrowed = [backend.borrow(t, spec, device) for t, spec in zip(tensors, specs, strict=True)]
-        return _unaliased([backend.from_device(result) for result in execute(computation, borrowed)], tensors)
+def start(computation: Computation, args: Sequence[Any], context: ExecutionContext) -> Started | None:
+    """Have the backend begin a computation, if it can (:class:`.SupportsStart`); ``None``: nothing was done.
+
+    Raises :class:`ExecutionError`.
+    """
+    backend = computation.optional.start
+    if backend is None:
+        return None
     try:
-        with computation.lock:
-            start = perf_counter()
-            results = backend.execute_on_host(computation.handle, tensors, specs, computation.context)
-            computation.seconds = perf_counter() - start
+        started = backend.start(computation.handle, args, context)
     except Exception as error:
         raise execution_error(computation, error) from error
-    count(computation)
-    return results
+    if started is not None:
+        metrics.count("Execute")
+    return started
+
+
+def execute_on_host(computation: Computation, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Run a computation on CPU tensors lent for the call; results are the caller's. Raises :class:`ExecutionError`."""
+    host = computation.optional.host_execution
+    if host is not None and computation.checked:
+        try:
+            with computation.lock:
+                begun = perf_counter()
+                results = host.execute_on_host(computation.handle, tensors, computation.parameters, computation.context)
+                computation.seconds = perf_counter() - begun
+        except Exception as error:
+            raise execution_error(computation, error) from error
+        if results is not None:
+            count(computation)
+            return results
+    backend, specs, device = computation.backend, computation.parameters, computation.device
+    lend = borrower(backend)
+    borrowed = [lend(t, spec, device) for t, spec in zip(tensors, specs, strict=True)]
+    return _unaliased([backend.from_device(result) for result in execute(computation, borrowed)], tensors)
+
+
+def borrower(backend: Backend) -> Callable[[torch.Tensor, TensorSpec, BackendDevice], BackendData]:
+    """How a CPU tensor, its spec and a device become an argument of one call: as the backend says
+    (:class:`.SupportsBorrow`), as it is where the backend keeps tensors, else as a copy."""
+    borrows = optional_of(backend).borrow
+    if borrows is not None:
+        return borrows.borrow
+    if type(backend).to_device is Backend.to_device and not backend.capabilities.torch_free:
+        return lambda tensor, spec, device: TensorData(device, spec, tensor)
+    return lambda tensor, spec, device: backend.to_device(tensor.detach().clone(), device)
+
+
+def call_kernel(
+    backend: Backend,
+    kernel: Callable[..., Any],
+    op: object,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    source: str | None,
+) -> Any:
+    """Call a backend's own kernel for one operator; arguments that are ``None`` by name are left out.
+
+    Raises what the kernel raises of the errors that PyTorch's kernels raise; :class:`ExecutionError` for others, with
+    the user's line, ``source``.
+    """
+    metrics.count("KernelCall")
+    try:
+        return kernel(*args, **{name: value for name, value in kwargs.items() if value is not None})
+    except (TorchportError, IndexError, ValueError, TypeError):
+        raise
+    except RuntimeError as error:
+        error.add_note(f"torchport: in a kernel of backend {backend.name!r} for {op}")
+        raise
+    except Exception as error:
+        raise ExecutionError(
+            f"backend {backend.name!r} failed in its own kernel: {type(error).__name__}: {error}",
+            op=str(op),
+            source=source,
+        ) from error
 
 
 def _unaliased(results: Sequence[torch.Tensor], lent: Sequence[torch.Tensor]) -> list[torch.Tensor]:

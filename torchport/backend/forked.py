@@ -2,7 +2,7 @@
 
 Waiting for a thread that is not there lasts for ever. OpenMP's threads, which PyTorch's kernels and Inductor's code
 use, are ended before a fork, so that parent and child each start their own when they next need them. An engine with
-threads that cannot be started again refuses to work in the child (:meth:`.Backend.forked`), in words and at once.
+threads that cannot be started again refuses to work in the child (:class:`.SupportsFork`), in words and at once.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from ..core.errors import ExecutionError
 from .interface import Backend
+from .optional import optional_of
 
 __all__ = ["abandon", "end_openmp_team", "refuse_lost"]
 
@@ -74,7 +75,8 @@ def _skip_destructors() -> None:
 def refuse_lost(backends: Iterable[Backend]) -> None:
     """In a forked child: have backends whose engine is lost say so, instead of waiting for threads that are gone."""
     for backend in backends:
-        reason = backend.forked()
+        fork = optional_of(backend).fork
+        reason = "" if fork is None else fork.forked()
         if reason:
             _refuse(
                 backend,
@@ -93,7 +95,8 @@ def _refuse(backend: Any, message: str) -> None:
         return None
 
     for name in _COMPUTES:
-        setattr(backend, name, refuse)
+        if hasattr(backend, name):
+            setattr(backend, name, refuse)
     backend.is_available = lambda: False
     backend.unavailable_reason = lambda: message
     backend.destroy = abandon

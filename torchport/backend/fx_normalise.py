@@ -14,7 +14,6 @@ normal form is for one set of shapes.
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -24,6 +23,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_any, tree_map
 
 from ..core.errors import GraphError
+from ..core.frames import user_frames
 from ..core.specs import TensorSpec
 from .builder import Capture, GraphBuilder, Refused, capture_of
 from .control_flow import CONTROL_FLOW, inner_graph
@@ -48,23 +48,14 @@ _IDENTITIES: Final = {aten.detach.default, aten.alias.default, aten.lift_fresh.d
 _CHECKS: Final = {"_assert_tensor_metadata", "sym_constrain_range", "sym_constrain_range_for_size", "_assert_scalar"}
 """Operators that check what holds already, the shapes being numbers; without results."""
 
-_PLACE: Final = re.compile(r'File "(.*?)", line (\d+), in (\S+)')
-_HIDDEN: Final = (
-    "<eval_with_key>",  # code that FX generated
-    *(f"{path}/" for path in (*torch.__path__, __file__.removesuffix("/backend/fx_normalise.py"))),
-)
-
 
 def source_line(node: fx.Node) -> str | None:
     """``file:line in function`` of the user's innermost frame, from the stack trace that PyTorch notes on nodes."""
     known = node.meta.get("source")
     if isinstance(known, str):
         return known
-    places = _PLACE.findall(node.meta.get("stack_trace") or "")
-    for file, line, function in reversed(places):
-        if not file.startswith(_HIDDEN):
-            return f"{file}:{line} in {function}"
-    return None
+    frames = user_frames(node.meta.get("stack_trace"))
+    return frames[-1].place if frames else None
 
 
 def has_symbols(value: Any) -> bool:
@@ -187,7 +178,7 @@ class _Normaliser:
             return self._left(node, args, kwargs, f"{node.target} was given something else than tensors")
         specs = [_spec(leaf) for leaf in given]
         for backend, capture in zip(self.backends, self.captures, strict=True):
-            if not backend.control_flow:
+            if not backend.capabilities.control_flow:
                 refused.append(f"{backend.name} has no control flow in its graphs")
                 continue
             inner = [normalise(graph, backend, specs) for graph in graphs]

@@ -2,19 +2,18 @@
 
 A working backend defines ``preprocess`` and ``execute``; everything else has a default. Compiling is always
 ``init(preprocess(graph))``: the lazy device, ``torch.compile`` and ahead-of-time files take the very same path.
+What only some engines can do is in :mod:`.optional`.
 """
 
 from __future__ import annotations
 
-import sys
-import threading
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
-from ..core.forks import guarded_lock
+from ..core.errors import TorchportError
 from ..core.specs import CompileSpecs, TensorSpec
 from .arrays import array_to_tensor, tensor_to_array
 
@@ -28,18 +27,17 @@ __all__ = [
     "Backend",
     "BackendData",
     "BackendDevice",
-    "Computation",
+    "Capabilities",
     "ExecutionContext",
     "FreeableBuffer",
     "InitContext",
     "KernelRegistrar",
     "Processed",
-    "Started",
     "Support",
     "TemporaryMemory",
     "TensorData",
     "Tracer",
-    "ended",
+    "check_contract",
 ]
 
 
@@ -113,7 +111,7 @@ class TensorData(BackendData):
 
 
 class ArrayData(BackendData):
-    """A value held as a NumPy array: what a backend works on that needs no PyTorch (:attr:`Backend.torch_free`)."""
+    """A value held as a NumPy array, for backends that need no PyTorch (:attr:`Capabilities.torch_free`)."""
 
     __slots__ = ("array",)
 
@@ -242,7 +240,7 @@ class InitContext:
 
     ``inputs`` and ``outputs`` are the computation's specs in order; ``method`` names the program's method;
     ``options`` are run-time options given by whoever loads the program. ``constants`` holds the values of constant
-    inputs by position, for a backend that :attr:`~Backend.binds_constants`; ``named_data`` what
+    inputs by position, for a backend that :attr:`~Capabilities.binds_constants`; ``named_data`` what
     :attr:`Processed.named_data` was; ``tracer`` is there while somebody is profiling.
     """
 
@@ -275,66 +273,6 @@ class ExecutionContext:
     temporary: TemporaryMemory = field(default_factory=TemporaryMemory)
 
 
-@dataclass(slots=True)
-class Started:
-    """A computation that :meth:`Backend.start` has begun.
-
-    ``results`` are placeholders, one per output, in order: :attr:`BackendData.has_value` is false until the computation
-    has succeeded. ``done`` says, without waiting, whether it has ended, well or not. ``wait`` returns once it has: the
-    seconds that it took, or raises what ``execute`` would have raised. Both may be called more than once, by several
-    threads; ``wait`` leaves Python's global lock to others and lets an interrupt through.
-    """
-
-    results: Sequence[BackendData]
-    done: Callable[[], bool]
-    wait: Callable[[], float]
-
-
-collectors: Final[list[Callable[[], object]]] = []
-"""Called by :func:`ended`."""
-
-
-def ended() -> None:
-    """Say that something which was started has ended. A backend need not: then it is noticed at the next flush.
-
-    Until then the memory of its arguments and results is kept. Call it on a thread of Python's that has nothing else to
-    do, or have the main thread call it (``Py_AddPendingCall``).
-    """
-    for collect in collectors:
-        collect()
-
-
-@dataclass(slots=True, eq=False)
-class Computation:
-    """A compiled graph, ready to run (``torch::lazy::Computation``): specs of inputs and results, and the handle."""
-
-    backend: Backend
-    device: BackendDevice
-    parameters: tuple[TensorSpec, ...]
-    parameter_names: tuple[str, ...]
-    results: tuple[TensorSpec, ...]
-    handle: Any
-    context: ExecutionContext
-    fingerprint: str = ""
-    graph_ops: int = 0
-    compile_seconds: float = 0.0
-    key: tuple[str, ...] = ()
-    """Under which it is kept in memory."""
-    users: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet[Any])
-    """Objects that hold it as their ``computation``, which becomes ``None`` when it is dropped from memory."""
-    lock: threading.Lock = field(default_factory=guarded_lock)
-    """Held while the computation runs: one call at a time, whichever door it came by."""
-    checked: bool = False
-    """Whether the backend's results were once seen to be what they should be."""
-    seconds: float = 0.0
-    """How long the last run took."""
-
-    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Release the handle with the last reference to the computation; not while the interpreter ends."""
-        if not is_finalizing():
-            self.backend.destroy(self.handle)
-
-
 class KernelRegistrar(Protocol):
     """Where a backend registers its own kernels; see :meth:`Backend.register_kernels`."""
 
@@ -350,40 +288,111 @@ class KernelRegistrar(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capabilities:
+    """What torchport may rely on with a backend (:attr:`Backend.capabilities`). The defaults hold for every backend.
+
+    ``dataclasses.replace`` makes a subclass's from its parent's. Raises ``ValueError`` for fields that contradict each
+    other.
+    """
+
+    compile_options: Mapping[str, str] = field(default_factory=dict[str, str])
+    """The compile specs that ``preprocess`` and ``init`` read, as name → what it does; ``torch.compile`` refuses
+    others."""
+    control_flow: bool = False
+    """Graphs may hold ``cond`` and ``while_loop`` (:mod:`torchport.backend.control_flow`): ``supports`` is asked about
+    each. Otherwise they split the graph."""
+    releases_gil: bool = False
+    """``execute`` spends its time outside Python's global lock: longer computations then run on a thread of their own
+    while the program traces the next. Where it holds the lock, a second thread only gets in the way."""
+    concurrent: bool = False
+    """``execute`` of several handles may run at once: a short computation whose value the program waits for then does
+    not queue behind a long one that it does not depend on."""
+    donation: bool = False
+    """``execute`` makes use of :attr:`ExecutionContext.donated`; finding them out costs a little per call.
+    ``preprocess`` is told which large inputs will probably be donated (``meta["donated"]`` on the placeholder): it may
+    count on that for memory and speed, but each call can donate others."""
+    restores_donated: bool = False
+    """With ``donation``: donated arguments that have a value after ``execute`` has raised have the one they had before.
+    Then what does not depend on the failure is still computed from them."""
+    binds_constants: bool = False
+    """In a program, inputs that are constants (``meta["constant"]`` on the placeholder in ``preprocess``) are given to
+    ``init`` (:attr:`InitContext.constants`) and not to ``execute``."""
+    torch_free: bool = False
+    """``init``, ``execute`` and ``destroy`` need no PyTorch: in a program they get :class:`ArrayData`, and specs with
+    dtype names (``"float32"``) where PyTorch is not loaded."""
+
+    def __post_init__(self) -> None:
+        if self.restores_donated and not self.donation:
+            raise ValueError("restores_donated says what becomes of donated arguments; set donation=True with it")
+
+
+_DEFAULT: Final = Capabilities()
+
+_FORMER: Final[Mapping[str, str]] = {
+    **{one.name: f"capabilities = torchport.Capabilities({one.name}=...)" for one in fields(Capabilities)},
+    "computes_aside": "def should_overlap(self) -> bool (torchport.SupportsOverlap)",
+    "placeholder": "nothing: nobody calls it; start() makes its placeholders itself",
+}
+"""Names of the contract that are gone → what to write instead."""
+
+
+def check_contract(owner: str, named: Mapping[str, object]) -> None:
+    """Raise :class:`TorchportError` for a backend that is written for a former contract.
+
+    ``named`` are the attributes of ``owner``, a class or an instance.
+    """
+    former = [f"  {name}: write {_FORMER[name]}" for name in _FORMER if name in named]
+    if former:
+        lines = "\n".join(former)
+        raise TorchportError(
+            f"backend {owner} has names that the contract does not have any more, so they would have no effect:\n"
+            f"{lines}\n  (If one of them is the backend's own, give it another name.)"
+        )
+    given = named.get("capabilities", _DEFAULT)
+    if not isinstance(given, (Capabilities, property, cached_property)):
+        raise TorchportError(
+            f"backend {owner}: capabilities is a {type(given).__name__}; write "
+            "capabilities = torchport.Capabilities(releases_gil=True), or what else holds"
+        )
+
+
 class Backend(ABC):
-    """One compiler or accelerator. Subclass it, give it a ``name``, register it; every door opens.
+    """One compiler or accelerator. Subclass it, give it a ``name``, register it; every frontend then runs on it.
+
+    To write: ``preprocess`` and ``execute``, and mostly ``init`` and ``supports``::
+
+        class Mine(torchport.Backend):
+            name = "mine"
+
+            def supports(self, node): ...  # Support.yes(), or Support.no("reason"): then it runs elsewhere
+            def preprocess(self, graph, specs): ...  # an FX graph in normal form → Processed(bytes)
+            def init(self, processed, specs, context): ...  # the bytes → a handle: anything
+            def execute(self, handle, args, context): ...  # the handle and values → a list of values
+
+    The others have defaults, which are right for an engine on the host that works on CPU tensors. An engine with memory
+    of its own writes ``to_device``, ``from_device`` and ``devices``. ``capabilities`` says what torchport may rely on,
+    such as donation. What only some engines can do (start a computation and return at once, borrow host tensors, show
+    code, report memory, …) are protocols of their own: a backend satisfies one by having its methods
+    (:mod:`torchport.backend.optional`).
 
     Shapes, dtypes and strides of all inputs and outputs are static per computation. Methods may be called from any
-    thread; ``execute`` of one handle is never called by two threads at once.
+    thread; ``execute`` of one handle is never called by two threads at once. What a method raises is mapped to
+    torchport's errors and chained.
     """
 
     name: ClassVar[str]
+    """By which users ask for it: an identifier."""
     version: ClassVar[str] = "0"
     """Part of the compile cache's key: change it whenever ``preprocess`` would produce other bytes."""
-    torch_free: ClassVar[bool] = False
-    """``init``, ``execute`` and ``destroy`` need no PyTorch: in a program they get :class:`ArrayData`, and specs with
-    dtype names (``"float32"``) where PyTorch is not loaded."""
-    compile_options: ClassVar[Mapping[str, str]] = {}
-    """The compile specs that :meth:`preprocess` and :meth:`init` read: name → what it does. Others are refused."""
-    binds_constants: ClassVar[bool] = False
-    """In a program, inputs that are constants (``meta["constant"]`` on the placeholder in ``preprocess``) are given
-    to ``init`` (:attr:`InitContext.constants`) and not to ``execute``."""
-    releases_gil: ClassVar[bool] = False
-    """Whether ``execute`` spends its time outside Python's global lock: longer computations then run on a thread of
-    their own while the program traces the next. Where it holds the lock, a second thread only gets in the way."""
-    concurrent: ClassVar[bool] = False
-    """Whether ``execute`` of several handles may run at once: a short computation whose value the program waits for
-    then does not queue behind a long one that it does not depend on."""
-    control_flow: ClassVar[bool] = False
-    """Whether graphs may hold ``cond`` and ``while_loop`` (:mod:`torchport.backend.control_flow`): ``supports`` is
-    asked about each. Otherwise they split the graph."""
-    donation: ClassVar[bool] = False
-    """Whether ``execute`` makes use of :attr:`ExecutionContext.donated`; finding them out costs a little per call.
-    ``preprocess`` is told which large inputs will probably be donated (``meta["donated"]`` on the placeholder): it may
-    count on that for memory and speed, but each call can donate others."""
-    restores_donated: ClassVar[bool] = False
-    """Whether donated arguments that have a value after ``execute`` has raised have the one they had before: then what
-    does not depend on the failure is still computed from them."""
+    capabilities: Capabilities = _DEFAULT
+    """What torchport may rely on. It does not change once the backend is registered."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for one in cls.__mro__:
+            if one not in Backend.__mro__:
+                check_contract(f"class {one.__qualname__}", vars(one))
 
     # -- identity ----------------------------------------------------------------------------------------------
     def is_available(self) -> bool:
@@ -401,19 +410,10 @@ class Backend(ABC):
     # -- data --------------------------------------------------------------------------------------------------
     def to_device(self, tensor: torch.Tensor, device: BackendDevice) -> BackendData:
         """A value with the contents of a CPU tensor. ``tensor`` is the backend's to keep: nobody else writes to it."""
-        if self.torch_free:
+        if self.capabilities.torch_free:
             plain = tensor.detach().resolve_conj().resolve_neg()
             return ArrayData(device, TensorSpec.of(tensor), tensor_to_array(plain))
         return TensorData(device, TensorSpec.of(tensor), tensor)
-
-    def borrow(self, tensor: torch.Tensor, spec: TensorSpec, device: BackendDevice) -> BackendData:
-        """A CPU tensor as an argument of one call of :meth:`execute`; its owner may write to it once that returned.
-
-        ``spec`` is the tensor's. Default: :meth:`to_device`, of a copy where a subclass overrides that.
-        """
-        if type(self).to_device is Backend.to_device and not self.torch_free:
-            return TensorData(device, spec, tensor)
-        return self.to_device(tensor.detach().clone(), device)
 
     def from_device(self, data: BackendData) -> torch.Tensor:
         """A CPU tensor with the value's contents. It may share memory: torchport copies before anyone writes."""
@@ -422,10 +422,6 @@ class Backend(ABC):
         if not isinstance(data, TensorData) or data.tensor is None:
             raise TypeError(f"{type(self).__name__} must override from_device() for {type(data).__name__}")
         return data.tensor
-
-    def placeholder(self, spec: TensorSpec, device: BackendDevice) -> BackendData:
-        """A value to be assigned later."""
-        return TensorData(device, spec, None)
 
     # -- what it can take --------------------------------------------------------------------------------------
     def supports(self, node: fx.Node) -> Support:
@@ -444,18 +440,6 @@ class Backend(ABC):
     def preprocess(self, graph: fx.GraphModule, specs: CompileSpecs) -> Processed:
         """Compile a graph in normal form to bytes that :meth:`init` of another process could load."""
 
-    def preprocess_methods(
-        self, graphs: Mapping[str, Sequence[fx.GraphModule]], specs: Mapping[str, Sequence[CompileSpecs]]
-    ) -> Mapping[str, Sequence[Processed]]:
-        """All graphs of a program that are this backend's, by method: to share work or data among them.
-
-        Default: :meth:`preprocess` for each (ExecuTorch's ``preprocess_multimethod``).
-        """
-        return {
-            method: [self.preprocess(graph, spec) for graph, spec in zip(given, specs[method], strict=True)]
-            for method, given in graphs.items()
-        }
-
     def init(self, processed: FreeableBuffer, specs: CompileSpecs, context: InitContext) -> Any:
         """Make compiled bytes runnable; the result is the handle given to :meth:`execute`. Default: the bytes."""
         return processed
@@ -464,66 +448,12 @@ class Backend(ABC):
     def execute(self, handle: Any, args: Sequence[BackendData], context: ExecutionContext) -> Sequence[BackendData]:
         """Run the computation. Returns new values, one per output, in order; never changes its arguments."""
 
-    def computes_aside(self) -> bool:
-        """Whether it pays now to compute while the program goes on: not where that would use every core of the host.
-
-        Asked before a computation is started or given to a thread; :attr:`torchport.config.execution` overrides it.
-        """
-        return True
-
-    def start(self, handle: Any, args: Sequence[BackendData], context: ExecutionContext) -> Started | None:
-        """Begin what :meth:`execute` does and return at once; ``None``, nothing done, where it has to be ``execute``.
-
-        For a backend with a queue of its own: a driver's stream, or a thread that runs without Python. ``args`` may be
-        results of what was started before and has not ended. Computations run in the order in which they were started,
-        so a donated argument is free once those before have ended. One whose argument did not come to have a value is
-        not run: it fails, and its donated arguments keep their values (:attr:`restores_donated`). Only what has been
-        through :meth:`execute` once is started; other computations may go through it meanwhile.
-        """
-        return None
-
-    def execute_on_host(
-        self, handle: Any, tensors: list[torch.Tensor], specs: Sequence[TensorSpec], context: ExecutionContext
-    ) -> Sequence[torch.Tensor]:
-        """Run the computation on CPU tensors that are lent for the call, to CPU tensors that are the caller's.
-
-        This is what models on the CPU call. ``specs`` are those of the computation's inputs. Default: :meth:`borrow`,
-        :meth:`execute`, :meth:`from_device`.
-        """
-        args = [self.borrow(t, spec, context.device) for t, spec in zip(tensors, specs, strict=True)]
-        return [self.from_device(result) for result in self.execute(handle, args, context)]
-
     def destroy(self, handle: Any) -> None:
         """Release a handle. Called once per successful :meth:`init`, also for a ``None`` handle."""
 
     # -- housekeeping ------------------------------------------------------------------------------------------
-    def seed(self, seed: int) -> None:
-        """``torch.manual_seed`` was called. torchport's own random numbers do not need it."""
-
     def synchronize(self, device: BackendDevice) -> None:
         """Return when all work handed to the device is done."""
-
-    def forked(self) -> str:
-        """This process was just forked from one that had the backend: make the engine fit, or say why it cannot work.
-
-        For an engine with threads of its own, which stay in the parent; ``""`` as long as it had not started them. A
-        reason is what everything that needs the engine raises from then on; handles are not destroyed any more, and
-        only :meth:`from_device` is called. Called before anything else runs in the child, so it must not wait for a
-        lock. :func:`torchport.backend.forked.abandon` keeps an engine's destructors from waiting for its threads.
-        """
-        return ""
-
-    def memory_info(self, device: BackendDevice) -> Mapping[str, int]:
-        """``{"free": bytes, "total": bytes}`` as far as known."""
-        return {}
-
-    def text(self, processed: Processed) -> str:
-        """The compiled code as text, for people."""
-        return f"<{len(processed.data)} bytes>"
-
-    def metrics(self) -> Mapping[str, float]:
-        """The backend's own counters for ``torchport.metrics.report()``."""
-        return {}
 
     def shutdown(self) -> None:
         """The process is about to end."""

@@ -10,8 +10,8 @@ A graph in normal form
 6. ends in one output node whose argument is a flat tuple of nodes, each a tensor;
 7. returns nothing that shares memory with an input or with another output, as far as view operators tell.
 
-For a backend with :attr:`Backend.control_flow` it may also call ``cond`` and ``while_loop``. Their graphs are named by
-``get_attr`` nodes after the placeholders, and are in normal form but for rule 7.
+For a backend with :attr:`Capabilities.control_flow` it may also call ``cond`` and ``while_loop``. Their graphs are
+named by ``get_attr`` nodes after the placeholders, and are in normal form but for rule 7.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from ..core.errors import BackendNotFound, BackendUnavailable, TorchportError
 from ..core.forks import guarded_rlock
 from .forked import end_openmp_team, refuse_lost
 from .interface import Backend, BackendDevice
+from .optional import optional_of
 
 __all__ = ["BackendInfo", "Registry", "note_used", "registry", "resolve_device"]
 
@@ -71,7 +72,10 @@ class _Entry:
                 f"backend {self.name!r} ({self.source}) gave a {type(made).__name__}; "
                 "register a torchport.Backend subclass or a function that returns an instance of one"
             )
-        note_used(made)
+        try:
+            note_used(made)
+        except TorchportError as error:
+            raise BackendUnavailable(f"backend {self.name!r} ({self.source}) cannot be used: {error}") from error
         return made
 
 
@@ -217,8 +221,10 @@ _used: Final[weakref.WeakSet[Backend]] = weakref.WeakSet()
 def note_used(backend: Backend) -> None:
     """Have :meth:`Backend.shutdown` called when the process ends, whichever door the backend was used through.
 
-    A process that is forked later finds out whether its engine can work there (:meth:`Backend.forked`).
+    A process that is forked later finds out whether its engine can work there (:class:`.SupportsFork`). Raises
+    :class:`TorchportError` for a backend that is written for a former contract.
     """
+    optional_of(backend)
     _used.add(backend)
 
 

@@ -19,6 +19,7 @@ from torchport.backend.interface import (
     ArrayData,
     Backend,
     BackendData,
+    Capabilities,
     ExecutionContext,
     FreeableBuffer,
     InitContext,
@@ -88,7 +89,7 @@ class AddSubBackend(Backend):
 
     name = "add_sub"
     version = "1"
-    torch_free = True
+    capabilities = Capabilities(torch_free=True)
 
     def supports(self, node: fx.Node) -> Support:
         name = str(node.target)

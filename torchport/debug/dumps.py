@@ -11,6 +11,7 @@ from torch import fx
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
+from ..backend.optional import optional_of
 from ..core.errors import ConfigError, UnsupportedOp
 from ..core.specs import TensorSpec
 from ..frontend.device import module
@@ -72,7 +73,9 @@ def _render(module: fx.GraphModule, format: str, runtime: Any) -> str:
         return _text(module)
     if runtime is None:
         runtime = runtimes.get(0)
-    return runtime.backend.text(runtime.backend.preprocess(module, runtime.specs))
+    processed = runtime.backend.preprocess(module, runtime.specs)
+    shown = optional_of(runtime.backend).text
+    return f"<{len(processed.data)} bytes>" if shown is None else shown.text(processed)
 
 
 # -- text ----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+from ..backend.execution import Computation, execute
 from ..backend.interface import (
     Backend,
     BackendData,
@@ -153,28 +154,27 @@ class LoadedDelegate:
         self._debug_map = debug_map
         self._where = where
         self._recorder = recorder
-        self._alive = False
         device = self._device()
         self.adapter: Adapter = host.adapter(backend, device)
         self.inputs = tuple(host.spec(spec) for spec in delegate.inputs)
         self.outputs = tuple(host.spec(spec) for spec in delegate.outputs)
-        self._expected = [(spec.dtype, spec.shape) for spec in self.outputs]
         tracer = None if recorder is None else DelegateTracer(recorder, delegate.backend, self.handles_of)
         try:
             values = {at: self.adapter.wrap(value, self.inputs[at]) for at, value in constants.items()}
-            bound = values if backend.binds_constants else {}
+            bound = values if backend.capabilities.binds_constants else {}
             context = InitContext(device, self.inputs, self.outputs, method, options, bound, named_data, tracer)
-            self._handle = backend.init(buffer, delegate.specs, context)
+            handle = backend.init(buffer, delegate.specs, context)
         except BaseException as error:
             # Failed: no handle to destroy, and what backend did so far is its own to clean up.
             buffer.free()
             if isinstance(error, Exception):
                 raise self._located(error, "init failed: ") from error
             raise
-        self._alive = True
-        self.passed = {} if backend.binds_constants else values
+        self.passed = {at: value for at, value in values.items() if at not in bound}
         """Constants that are given to every call, by position."""
         self.context = ExecutionContext(device, self.outputs, frozenset(), method, options, tracer, temporary)
+        inputs = tuple(spec for at, spec in enumerate(self.inputs) if at not in bound)
+        self._computation = Computation(backend, device, inputs, (), self.outputs, handle, self.context)
 
     def _device(self) -> BackendDevice:
         return next(iter(self.backend.devices()), BackendDevice("cpu"))
@@ -198,43 +198,29 @@ class LoadedDelegate:
 
     def execute(self, args: Sequence[BackendData]) -> Sequence[BackendData]:
         """Run on the backend's values. Raises :class:`DelegateError`; the scratch memory is given back in any case."""
-        if not self._alive:
+        computation = self._computation
+        if computation.released:
             raise DelegateError(
                 "the delegate was destroyed", code=ErrorCode.DELEGATE_INVALID_HANDLE, delegate=self.name
             )
-        context = self.context
         recorder = self._recorder
         start = time.perf_counter() if recorder is not None else 0.0
         try:
-            results = self.backend.execute(self._handle, args, context)
-            self._check(results)
-            return results
-        except Exception as error:
-            raise self._located(error) from error
+            return execute(computation, args, failure=self._failure)
         finally:
-            context.temporary.reset()
+            self.context.temporary.reset()
             if recorder is not None:
                 handles = self.handles_of(None)
                 recorder.add(
                     "delegate", self.name, start, time.perf_counter(), backend=self.backend.name, handles=handles
                 )
 
-    def _check(self, results: Sequence[BackendData]) -> None:
-        expected = self._expected
-        if len(results) != len(expected):
-            raise DelegateError(f"the backend returned {len(results)} results instead of {len(expected)}")
-        for position, result in enumerate(results):
-            dtype, shape = expected[position]
-            spec = result.spec
-            if spec.shape != shape or (spec.dtype is not dtype and spec.dtype != dtype):
-                raise DelegateError(f"result {position} should be {self.outputs[position]}, but is {spec}")
+    def _failure(self, computation: Computation, error: Exception) -> DelegateError:
+        return self._located(error)
 
     def destroy(self) -> None:
         """Release the handle, then whatever of the bytes is still held."""
-        if self._alive:
-            self._alive = False
-            try:
-                self.backend.destroy(self._handle)
-            finally:
-                self._handle = None
-                self._buffer.free()
+        try:
+            self._computation.release()
+        finally:
+            self._buffer.free()

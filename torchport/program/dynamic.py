@@ -81,7 +81,7 @@ class DynamicMethod(Method):
         used = dict.fromkeys(one.backend for method in variants for one in method.delegates)
         backends = [find_backend(program.registry, backend, name, 0) for backend in used]
         kernels = any(isinstance(one, doc.KernelRecord) for method in variants for one in method.instructions)
-        self._host = host_for(kernels or any(not one.torch_free for one in backends))
+        self._host = host_for(kernels or any(not one.capabilities.torch_free for one in backends))
         self._options = {backend: dict[str, Any]() for backend in used}
         for backend, given in checked_options(options, program.backends).items():
             self._options.setdefault(backend, {}).update(given)

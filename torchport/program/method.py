@@ -137,7 +137,9 @@ class Method:
             for index, delegate in enumerate(method.delegates)
         ]
         kernels = [one for one in method.instructions if isinstance(one, doc.KernelRecord)]
-        self._host = self._shared_host or host_for(bool(kernels) or any(not one.torch_free for one in backends))
+        self._host = self._shared_host or host_for(
+            bool(kernels) or any(not one.capabilities.torch_free for one in backends)
+        )
         self._initial: Env = [None] * method.values
         for number, constant in method.constants.items():
             self._initial[number] = program.constant(constant, self._host)
@@ -149,7 +151,6 @@ class Method:
             None if one.spec is None else self._host.checker(f"input {one.name!r}", one.spec) for one in method.inputs
         ]
         self._steps = self._plan()
-        self._runs_kernels = bool(kernels)
 
     def _init(self, index: int, backend: Any) -> LoadedDelegate:
         delegate, program = self._method.delegates[index], self._program
@@ -351,23 +352,15 @@ class Method:
     def _complete(self, started: float = 0.0) -> tuple[Any, ...]:
         """The rest of a run that was begun."""
         try:
-            self._run()
-            return self._end()
+            with self._host.default_state():
+                env = self._env
+                for step in self._steps:
+                    step(env)
+                return self._end()
         finally:
             self._clear()
             if self._recorder is not None:
                 self._recorder.add("execute", f"method {self.name}", started, time.perf_counter())
-
-    def _run(self) -> None:
-        if self._runs_kernels:
-            _operators().in_default_state(self._run_steps)
-        else:
-            self._run_steps()
-
-    def _run_steps(self) -> None:
-        env = self._env
-        for step in self._steps:
-            step(env)
 
     def _begin(self, inputs: Sequence[object], named: Mapping[str, object]) -> None:
         if self._closed:
@@ -429,9 +422,7 @@ class Method:
             if self._at >= len(self._steps):
                 raise MethodError(f"method {self.name!r} is at its end", code=ErrorCode.END_OF_METHOD)
             step, env = self._steps[self._at], self._env
-            if self._runs_kernels:
-                _operators().in_default_state(lambda: step(env))
-            else:
+            with self._host.default_state():
                 step(env)
             self._at += 1
             return self._at < len(self._steps)
@@ -441,7 +432,8 @@ class Method:
         with self._lock:
             if self._at is None or self._at < len(self._steps):
                 raise MethodError("there are steps left to run", code=ErrorCode.INVALID_STATE)
-            found = self._end()
+            with self._host.default_state():
+                found = self._end()
             self._clear()
             return found
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from ..backend.arguments import check_arguments, gives_several
 from ..backend.control_flow import CONTROL_FLOW
 from ..backend.serialize import decode_arg, resolve_op
 from ..core.errors import DelegateError, ErrorCode, GraphError
 from .document import KernelRecord
 
-__all__ = ["bind", "in_default_state"]
+__all__ = ["bind"]
 
 
 class _Value:
@@ -90,9 +88,3 @@ def bind(kernel: KernelRecord) -> Callable[[Sequence[Any]], Any]:
         return op(*filled, **{key: one if fill is None else fill(values) for key, (fill, one) in named.items()})
 
     return run
-
-
-def in_default_state(run: Callable[[], Any]) -> Any:
-    """Run operators as compiled: no gradients, no autocast."""
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        return run()

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final
 
 from ..backend.arrays import AS_INTEGERS, array_to_tensor, tensor_to_array
 from ..backend.interface import ArrayData, Backend, BackendData, BackendDevice, TensorData
@@ -68,6 +69,9 @@ def _is_torch(value: object) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
+_UNCHANGED: Final = nullcontext()
+
+
 class Adapter:
     """How values pass between the host and one backend: ``wrap`` to the backend's form, ``unwrap`` back."""
 
@@ -80,6 +84,10 @@ class Adapter:
 
 class Host:
     """Tensors of one library: made from bytes, checked, converted; :class:`TorchHost` or :class:`NumpyHost`."""
+
+    def default_state(self) -> AbstractContextManager[None]:
+        """The library's default state, whatever the caller has on: what delegates and operators are run in."""
+        return _UNCHANGED
 
     def spec(self, spec: Spec) -> TensorSpec:
         """The spec as backends know it."""
@@ -140,7 +148,13 @@ class TorchHost(Host):
     def __init__(self) -> None:
         import torch
 
+        from ..core.default_state import default_state  # on demand: it imports PyTorch
+
         self.torch: Any = torch
+        self._default_state = default_state
+
+    def default_state(self) -> AbstractContextManager[None]:
+        return self._default_state()
 
     def _dtype(self, name: str) -> Any:
         return getattr(self.torch, name)
@@ -254,7 +268,7 @@ class TorchHost(Host):
         return found if found.is_contiguous() or not value.is_contiguous() else found.contiguous()
 
     def adapter(self, backend: Backend, device: BackendDevice) -> Adapter:
-        if backend.torch_free:
+        if backend.capabilities.torch_free:
 
             def wrap_array(value: Any, spec: TensorSpec) -> BackendData:
                 return ArrayData(device, spec, tensor_to_array(value))

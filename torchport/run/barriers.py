@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +9,11 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ..backend.decompositions import DECOMPOSE
+from ..backend.execution import call_kernel
 from ..backend.interface import BackendData
-from ..core import metrics
-from ..core.config import config
 from ..core.default_state import default_state
-from ..core.errors import ExecutionError, TorchportError, UnsupportedOp
+from ..core.errors import UnsupportedOp
+from ..core.fallback import check_fallback, note_fallback
 from ..core.frames import user_line
 from ..trace.handle import LazyTensor
 from ..trace.layouts import kind_of, refusal
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from ..trace.trie import Node
     from .device_runtime import DeviceRuntime
 
-__all__ = ["make_barrier", "note_fallback", "on_host"]
+__all__ = ["make_barrier", "on_host"]
 
 
 def backend_kernel(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,28 +46,12 @@ def backend_kernel(fn: Callable[..., Any]) -> Callable[..., Any]:
             return leaf_from_data(trace.runtime, value) if isinstance(value, BackendData) else value
 
         flush(trace, f"kernel {node.op}")
-        metrics.count("KernelCall")
-        try:
-            with default_state():
-                outputs = fn(*tree_map(argument, tuple(args)), **_given(tree_map(argument, dict(kwargs))))
-        except (TorchportError, IndexError, ValueError, TypeError):
-            raise
-        except RuntimeError as error:
-            error.add_note(f"torchport: in a kernel of backend {trace.runtime.backend.name!r} for {node.op}")
-            raise
-        except Exception as error:
-            raise ExecutionError(
-                f"backend {trace.runtime.backend.name!r} failed in its own kernel: {type(error).__name__}: {error}",
-                op=str(node.op),
-                source=node.source,
-            ) from error
+        with default_state():
+            values, named = tree_map(argument, tuple(args)), tree_map(argument, dict(kwargs))
+            outputs = call_kernel(trace.runtime.backend, fn, node.op, values, named, node.source)
         return tree_map(result, outputs, is_leaf=lambda v: isinstance(v, BackendData))
 
     return run
-
-
-def _given(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in kwargs.items() if value is not None}
 
 
 def make_barrier(runtime: DeviceRuntime, node: Node, decision: AtOnce) -> Callable[..., Any]:
@@ -96,29 +79,13 @@ def seeded(barrier: Callable[..., Any]) -> Callable[..., Any]:
 def host(runtime: DeviceRuntime, node: Node, reason: str) -> Callable[..., Any]:
     """The barrier that runs an op on the host. Raises :class:`UnsupportedOp` where the policy forbids it."""
     message = f"backend {runtime.backend.name!r} does not take the operator: {reason}"
-    if config.fallback == "error":
-        raise UnsupportedOp(
-            f"{message}. Allow the host fallback with torchport.config.fallback = 'allow', "
-            "or give the backend a kernel or a decomposition",
-            op=str(node.op),
-            source=node.source,
-        )
+    check_fallback(str(node.op), node.source, message)
 
     def run(trace: Trace, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        note_fallback(node.op, node.source, message)
+        note_fallback(node.op.name(), node.source, message)
         return on_host(trace, node.op, args, kwargs)
 
     return run
-
-
-def note_fallback(op: Any, source: str | None, why: str) -> None:
-    """Count that an op runs on the host, and warn or raise :class:`UnsupportedOp` as ``config.fallback`` has it."""
-    if config.fallback == "error":
-        raise UnsupportedOp(f"{why}, and config.fallback is 'error'", op=str(op), source=source)
-    if config.fallback == "warn":
-        warnings.warn(f"{op} runs on the host: {why} (called at {source})", stacklevel=5)
-    metrics.count("Fallback")
-    metrics.count(op.name())
 
 
 def on_host(trace: Trace, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

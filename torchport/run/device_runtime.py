@@ -5,11 +5,12 @@ from __future__ import annotations
 import atexit
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from ..backend.builder import capture_of
 from ..backend.interface import Backend, BackendDevice
+from ..backend.optional import optional_of
 from ..backend.registrar import registrar_of
 from ..backend.registry import note_used, registry, resolve_device
 from ..core import metrics
@@ -63,6 +64,7 @@ class DeviceRuntime:
         self.draws = 0
         self.capture = capture_of(backend)
         self._drawing = guarded_lock()
+        self.optional = optional_of(backend)
         self.queue = queue_of(backend, device)
         self.kernels = registrar_of(backend)
         self.kernels.listen(self)
@@ -92,7 +94,18 @@ class DeviceRuntime:
         """Run a failed job's operators one by one; the first error."""
         return replay(job)
 
+    def memory_info(self) -> Mapping[str, int]:
+        """``free``, ``total`` and ``allocated`` bytes as far as the backend knows."""
+        known = self.optional.memory_info
+        return {} if known is None else known.memory_info(self.device)
+
     # -- random numbers ------------------------------------------------------------------------------------------
+    def set_seed(self, seed: int) -> None:
+        """Start the device's generator from an unsigned 64-bit integer, and the backend's own ones if it has any."""
+        self.seed, self.draws = seed, 0
+        if self.optional.seed is not None:
+            self.optional.seed.seed(seed)
+
     def next_key(self) -> int:
         """The key of the next random operator, a signed 64-bit integer: a function of the seed and of the count."""
         with self._drawing:
@@ -141,7 +154,7 @@ class Runtimes:
             runtime = DeviceRuntime(index, backend, resolve_device(backend, ordinal))
             runtime.seed = self._seed
             if self._seeded and all(other.backend is not backend for other in self.all()):
-                backend.seed(self._seed)  # as if it had been there when ``torch.manual_seed`` was called
+                runtime.set_seed(self._seed)  # as if it had been there when ``torch.manual_seed`` was called
         return runtime
 
     def bind(self, backend: Backend, ordinal: int = 0, least: int = 0) -> int:
@@ -177,8 +190,7 @@ class Runtimes:
         """``torch.manual_seed``: also what devices bound later start from."""
         self._seed, self._seeded = seed & _MASK64, True
         for runtime in self.all():
-            runtime.seed, runtime.draws = self._seed, 0
-            runtime.backend.seed(self._seed)
+            runtime.set_seed(self._seed)
 
 
 runtimes: Final = Runtimes()
@@ -207,8 +219,13 @@ def _shut_down() -> None:
 
 def _backend_metrics() -> dict[str, float]:
     """The counters of every backend that was used, under its name."""
-    backends = {runtime.backend for runtime in runtimes.all()}
-    return {f"{backend.name}: {name}": value for backend in backends for name, value in backend.metrics().items()}
+    backends = {runtime.backend: runtime.optional.metrics for runtime in runtimes.all()}
+    return {
+        f"{backend.name}: {name}": value
+        for backend, counts in backends.items()
+        if counts is not None
+        for name, value in counts.metrics().items()
+    }
 
 
 metrics.metrics.sources.append(_backend_metrics)

@@ -73,7 +73,7 @@ def likely_donated(trace: Trace) -> frozenset[int]:
 
     It is a guess that a compiler may act on: each run finds out by itself (:func:`unshared`).
     """
-    if not trace.runtime.backend.donation:
+    if not trace.runtime.backend.capabilities.donation:
         return frozenset()
     held = set(map(id, alive(trace.leaves)))
     counts = _counts([leaf.value for leaf in trace.leaves])

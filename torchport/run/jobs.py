@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from ..backend.execution import execute, execution_error
-from ..backend.interface import BackendData, Computation, ExecutionContext, Started
+from ..backend.execution import Computation, execute, execution_error, start
+from ..backend.interface import BackendData, ExecutionContext
+from ..backend.optional import Started
 from ..core import metrics
 from ..core.errors import ExecutionError, TorchportError
 from ..core.specs import TensorSpec
@@ -45,7 +46,7 @@ class JobState(enum.Enum):
     """Where a job stands.
 
     ``HELD`` jobs run on the thread that first needs one of their values; ``STARTED`` ones run on the backend's own
-    queue (:meth:`.Backend.start`), ``QUEUED`` and ``RUNNING`` ones on the device's own thread.
+    queue (:class:`.SupportsStart`), ``QUEUED`` and ``RUNNING`` ones on the device's own thread.
     """
 
     HELD = enum.auto()
@@ -151,7 +152,7 @@ class Job:
 
     def _context(self, computation: Computation, plan: ExecutionPlan, args: Sequence[BackendData]) -> ExecutionContext:
         """What the backend is told about this run: which arguments nobody else holds."""
-        if not computation.backend.donation:
+        if not computation.backend.capabilities.donation:
             return computation.context
         self.donated = find_unshared(self.args, args)
         return plan.context(self.donated, computation.context)
@@ -188,10 +189,7 @@ class Job:
         self._add_packs(plan, args)
         with self.runtime.queue.running:
             context = self._context(computation, plan, args)
-            try:
-                started = computation.backend.start(computation.handle, args, context)
-            except Exception as error:
-                raise execution_error(computation, error) from error
+            started = start(computation, args, context)
             if started is None:
                 self.donated = frozenset()
                 return False
@@ -199,7 +197,6 @@ class Job:
         for future, result in zip(self.futures, plan.select(self.wanted, results), strict=True):
             future.data, result.info = result, self.runtime
         self.started, self.state = started, JobState.STARTED
-        metrics.count("Execute")
         metrics.count("AsyncExecute")
         self._note_donated()
         return True
@@ -266,7 +263,7 @@ class Job:
         if self.state is JobState.STARTED:
             return
         given = [self.args[at] for at in self.donated if at < len(self.args)]
-        kept = self.runtime.backend.restores_donated and all(value.has_value for value in given)
+        kept = self.runtime.backend.capabilities.restores_donated and all(value.has_value for value in given)
         if self.donated and not kept:
             self.fail(ExecutionError(f"it was interrupted ({type(error).__name__}) while its inputs were donated"))
 

@@ -8,7 +8,8 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from ..backend.compiler import computations
-from ..backend.interface import Computation, ExecutionContext
+from ..backend.execution import Computation
+from ..backend.interface import ExecutionContext
 from ..core import metrics
 from ..core.errors import CompileError
 from ..core.specs import TensorSpec

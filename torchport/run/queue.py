@@ -1,6 +1,6 @@
 """What runs while the program goes on tracing: on the backend's own queue, or on a thread per device.
 
-A backend with a queue of its own is told to start (:meth:`.Backend.start`). Where there is none, a thread runs jobs in
+A backend with a queue of its own is told to start (:class:`.SupportsStart`). Where there is none, a thread runs jobs in
 order; it never compiles and never takes the lock that recording and flushing hold.
 """
 
@@ -18,7 +18,8 @@ from typing import Final
 
 import torch
 
-from ..backend.interface import Backend, BackendDevice, collectors
+from ..backend.interface import Backend, BackendDevice
+from ..backend.optional import OptionalMethods, collectors, optional_of
 from ..core import metrics
 from ..core.config import config
 from ..core.default_state import default_state
@@ -57,13 +58,14 @@ class Where(enum.Enum):
 class DeviceQueue:
     """Has one device's jobs run in order, while the program goes on.
 
-    ``starts``: the backend has a queue of its own. The thread begins with the first job that it is needed for. What the
-    backend has started and what waits for the thread are never there at the same time.
+    ``starts``: the backend has a queue of its own (:class:`.SupportsStart`). The thread begins with the first job that
+    it is needed for. What the backend has started and what waits for the thread are never there at the same time.
     """
 
-    def __init__(self, name: str, starts: bool) -> None:
+    def __init__(self, name: str, optional: OptionalMethods) -> None:
         self.name = name
-        self.starts = starts
+        self.starts = optional.start is not None
+        self._overlap = optional.overlap
         self.running = threading.RLock()
         """Held while a computation runs, on whichever thread: one at a time. Also while the backend is told to start
         one, so that a fork finds out about it."""
@@ -110,7 +112,7 @@ class DeviceQueue:
             return False
         if self.collect_ended():
             return not (wanted_now and self._is_short(job) and self._can_overlap(job))
-        return not wanted_now and computation.seconds > LITTLE and computation.backend.computes_aside()
+        return not wanted_now and computation.seconds > LITTLE and self._should_overlap()
 
     def _here_or_thread(self, job: Job, wanted_now: bool) -> Where:
         """Settle whether a job runs at once on the calling thread, overlapped or not, or on the device's."""
@@ -121,11 +123,14 @@ class DeviceQueue:
             self.collect_started()
         if config.execution != "auto":
             return Where.THREAD if config.execution == "worker" and not self._stopping else Where.HERE
-        if not backend.releases_gil or self._stopping:
+        if not backend.capabilities.releases_gil or self._stopping:
             return Where.HERE
         if self.poll():
             return Where.OVERLAPPED if wanted_now and short and self._can_overlap(job) else Where.THREAD
-        return Where.THREAD if not (wanted_now or short) and backend.computes_aside() else Where.HERE
+        return Where.THREAD if not (wanted_now or short) and self._should_overlap() else Where.HERE
+
+    def _should_overlap(self) -> bool:
+        return self._overlap is None or self._overlap.should_overlap()
 
     @staticmethod
     def _is_short(job: Job) -> bool:
@@ -136,7 +141,7 @@ class DeviceQueue:
     @staticmethod
     def _can_overlap(job: Job) -> bool:
         assert job.computation is not None
-        return job.runtime.backend.concurrent and job.computation.checked and job.has_arguments()
+        return job.runtime.backend.capabilities.concurrent and job.computation.checked and job.has_arguments()
 
     # -- the backend's own queue -----------------------------------------------------------------------------
     def start(self, job: Job) -> bool:
@@ -324,7 +329,7 @@ def queue_of(backend: Backend, device: BackendDevice) -> DeviceQueue:
     with lock:
         of_backend = _queues.setdefault(backend, {})
         if device not in of_backend:
-            of_backend[device] = DeviceQueue(f"{backend.name} {device}", type(backend).start is not Backend.start)
+            of_backend[device] = DeviceQueue(f"{backend.name} {device}", optional_of(backend))
         return of_backend[device]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -10,6 +9,7 @@ from ..backend.interface import BackendData
 from ..core import metrics
 from ..core.default_state import default_state
 from ..core.errors import ExecutionError, TorchportError
+from ..core.frames import warn_user
 from ..trace.graph import inputs_of, needed
 from ..trace.trie import Node, single_op
 from .future import Future
@@ -43,7 +43,8 @@ class _Replay:
                 value = value.result()
             except TorchportError as error:
                 return error
-        kept = at not in self.job.donated or (self.job.runtime.backend.restores_donated and value.has_value)
+        restores = self.job.runtime.backend.capabilities.restores_donated
+        kept = at not in self.job.donated or (restores and value.has_value)
         return value if kept else self._lost()
 
     def _lost(self) -> ExecutionError:
@@ -108,9 +109,5 @@ def replay(job: Job) -> TorchportError | None:
     job.deliver(outcomes)
     if not errors:
         metrics.count("IsolateRecovered")
-        warnings.warn(
-            f"a computation failed as a whole and was run op by op, which is slow: {error}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        warn_user(f"a computation failed as a whole and was run op by op, which is slow: {error}", RuntimeWarning)
     return job.error

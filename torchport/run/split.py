@@ -35,7 +35,7 @@ def parts_to_compute(trace: Trace, value_ids: ValueIds, read: int | None) -> tup
     Where a trace was taken apart once it always is, so that what is compiled does not go on to depend on timing.
     """
     node, runtime = trace.cursor, cast("DeviceRuntime", trace.runtime)
-    if read is None or not runtime.backend.concurrent or len(value_ids) == 1:
+    if read is None or not runtime.backend.capabilities.concurrent or len(value_ids) == 1:
         return (value_ids,)
     known = None if node.apart is None else node.apart.get((value_ids, read))
     if known is not None:

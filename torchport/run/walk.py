@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import fx
 from torch.fx.node import map_arg
 
-from ..backend.interface import Backend, BackendData, Computation, ExecutionContext, Processed
+from ..backend.execution import Computation
+from ..backend.interface import Backend, BackendData, ExecutionContext, Processed
 from ..backend.normal_form import input_specs, output_specs
 from ..core.specs import CompileSpecs
 

@@ -15,6 +15,7 @@ from torchport.backend.interface import (
     ArrayData,
     Backend,
     BackendData,
+    Capabilities,
     ExecutionContext,
     FreeableBuffer,
     InitContext,
@@ -51,11 +52,10 @@ class Recording(Backend):
 
     name = "recording"
     version = "7"
-    torch_free = True
 
     def __init__(self, name: str = "recording", binds: bool = False) -> None:
         self.name = name  # type: ignore[misc]
-        self.binds_constants = binds  # type: ignore[misc]
+        self.capabilities = Capabilities(torch_free=True, binds_constants=binds)
         self.log: list[tuple[Any, ...]] = []
         self.fails: dict[str, Exception] = {}
         self.available = True

@@ -24,6 +24,7 @@ from torchport.backend.forked import abandon
 from torchport.backend.interface import (
     Backend,
     BackendData,
+    Capabilities,
     ExecutionContext,
     FreeableBuffer,
     InitContext,
@@ -60,7 +61,7 @@ class ExecuTorchBackend(Backend):
 
     name = "executorch"
     version = "1"
-    binds_constants = True
+    capabilities = Capabilities(binds_constants=True)
 
     def is_available(self) -> bool:
         return importlib.util.find_spec("executorch") is not None

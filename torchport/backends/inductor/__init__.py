@@ -15,7 +15,7 @@ import traceback
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import torch
 from torch import fx
@@ -28,16 +28,17 @@ from torchport.backend.interface import (
     Backend,
     BackendData,
     BackendDevice,
+    Capabilities,
     ExecutionContext,
     FreeableBuffer,
     InitContext,
     KernelRegistrar,
     Processed,
-    Started,
     Support,
     TensorData,
 )
 from torchport.backend.normal_form import input_specs, output_specs
+from torchport.backend.optional import Started
 from torchport.core.errors import CompileError, ConfigError, ExecutionError
 from torchport.core.specs import CompileSpecs, TensorSpec
 
@@ -150,16 +151,17 @@ class InductorBackend(Backend):
     """AOTInductor on CPU. Compile spec ``inductor.options``: a JSON object that patches ``torch._inductor.config``."""
 
     name = "inductor"
-    releases_gil = True
-    concurrent = True
-    donation = True
-    restores_donated = True
     version = f"2-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
-
-    compile_options: ClassVar[Mapping[str, str]] = {
-        "inductor.options": "a JSON object that patches torch._inductor.config",
-        "mode": "a mode of torch.compile: default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs",
-    }
+    capabilities = Capabilities(
+        releases_gil=True,
+        concurrent=True,
+        donation=True,
+        restores_donated=True,
+        compile_options={
+            "inductor.options": "a JSON object that patches torch._inductor.config",
+            "mode": "a mode of torch.compile: default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs",
+        },
+    )
 
     def is_available(self) -> bool:
         return _compiler() is not None
@@ -241,7 +243,7 @@ class InductorBackend(Backend):
         device = context.device
         return [TensorData(device, spec, result) for spec, result in zip(handle.outputs, results, strict=True)]
 
-    def computes_aside(self) -> bool:
+    def should_overlap(self) -> bool:
         return machine.has_room()
 
     def start(self, handle: Library, args: Sequence[BackendData], context: ExecutionContext) -> Started | None:

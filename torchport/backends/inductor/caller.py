@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from torchport.backend.interface import ended
+from torchport.backend.optional import ended
 from torchport.core.specs import TensorSpec
 from torchport.native import NativeLibrary
 

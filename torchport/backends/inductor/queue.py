@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from torchport.backend.interface import BackendData, BackendDevice, ExecutionContext, Started, TensorData
+from torchport.backend.interface import BackendData, BackendDevice, ExecutionContext, TensorData
+from torchport.backend.optional import Started
 from torchport.core.errors import ExecutionError
 from torchport.core.specs import TensorSpec
 

@@ -27,6 +27,7 @@ from torchport.backend.interface import (
     ArrayData,
     Backend,
     BackendData,
+    Capabilities,
     ExecutionContext,
     FreeableBuffer,
     InitContext,
@@ -106,8 +107,7 @@ class OpenVinoBackend(Backend):
 
     name = "openvino"
     version = "1"
-    torch_free = True
-    binds_constants = True
+    capabilities = Capabilities(torch_free=True, binds_constants=True)
 
     def is_available(self) -> bool:
         return importlib.util.find_spec("openvino") is not None

@@ -17,6 +17,7 @@ from torchport.backend.host import register_host_kernels
 from torchport.backend.interface import (
     Backend,
     BackendData,
+    Capabilities,
     ExecutionContext,
     FreeableBuffer,
     InitContext,
@@ -42,8 +43,7 @@ class ReferenceBackend(Backend):
 
     name = "reference"
     version = "1"
-    donation = True
-    restores_donated = True
+    capabilities = Capabilities(donation=True, restores_donated=True)
 
     def register_kernels(self, registrar: KernelRegistrar) -> None:
         register_host_kernels(registrar)

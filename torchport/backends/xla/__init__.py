@@ -13,7 +13,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -24,6 +24,7 @@ from torchport.backend.interface import (
     Backend,
     BackendData,
     BackendDevice,
+    Capabilities,
     ExecutionContext,
     FreeableBuffer,
     InitContext,
@@ -78,18 +79,21 @@ class XlaBackend(Backend):
 
     name = "xla"
     version = "1"
-    control_flow = True
-    compile_options: ClassVar[Mapping[str, str]] = {
-        "xla.matmul_precision": "highest (default), high or default: of float32 products",
-        "xla.options": "a JSON object of XLA compiler options",
-        "mesh": "devices in named dimensions, as JSON",
-        "input_shardings": "how each input is split over the mesh, as JSON",
-    }
 
     @functools.cached_property
-    def donation(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Where memory is scarce: on the CPU it saved 4% of a step at most, and every set of inputs is compiled."""
-        return any(device.type != "cpu" for device in self.devices())
+    def capabilities(self) -> Capabilities:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Donation where memory is scarce: on the CPU it saved 4% of a step at most, and every set of inputs is
+        compiled."""
+        return Capabilities(
+            control_flow=True,
+            donation=any(device.type != "cpu" for device in self.devices()),
+            compile_options={
+                "xla.matmul_precision": "highest (default), high or default: of float32 products",
+                "xla.options": "a JSON object of XLA compiler options",
+                "mesh": "devices in named dimensions, as JSON",
+                "input_shardings": "how each input is split over the mesh, as JSON",
+            },
+        )
 
     # -- identity ------------------------------------------------------------------------------------------------
     def is_available(self) -> bool:
@@ -121,9 +125,6 @@ class XlaBackend(Backend):
             raise ExecutionError("a value is not an XlaData with a value")
         made = engine.from_array(value.array, data.spec.dtype)
         return made.clone() if value.shared else made  # another value, an input or a constant, has this memory
-
-    def placeholder(self, spec: TensorSpec, device: BackendDevice) -> BackendData:
-        return _engine().XlaData(device, spec, None)
 
     # -- what it can take ----------------------------------------------------------------------------------------
     def supports(self, node: fx.Node) -> Support:
@@ -169,9 +170,8 @@ class XlaBackend(Backend):
 
     def execute_on_host(
         self, handle: XlaProgram, tensors: list[torch.Tensor], specs: Sequence[TensorSpec], context: ExecutionContext
-    ) -> Sequence[torch.Tensor]:
-        made = handle.run_on_host(tensors)
-        return super().execute_on_host(handle, tensors, specs, context) if made is None else made
+    ) -> Sequence[torch.Tensor] | None:
+        return handle.run_on_host(tensors)
 
     def destroy(self, handle: XlaProgram | None) -> None:
         if handle is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
@@ -22,6 +21,7 @@ from ...backend.registrar import registrar_of
 from ...core import metrics
 from ...core.default_state import default_state, modes_are_on
 from ...core.errors import GraphError
+from ...core.frames import warn_user
 from ...core.specs import TensorSpec
 from ...trace.handle import DEVICE_TYPE
 from ..device.fake import handle_handles
@@ -141,7 +141,7 @@ class CompiledGraph:
         """Buckets were asked for and cannot be: each set of shapes is compiled for itself from now on."""
         self._symbols = None
         metrics.count("ExactShapes")
-        warnings.warn(f"each set of shapes is compiled for itself, not in buckets: {why}", stacklevel=2)
+        warn_user(f"each set of shapes is compiled for itself, not in buckets: {why}")
 
     def _bucketed(self, args: Sequence[Any]) -> Run | None:
         """The program for the bucket that these arguments are in; ``None`` where there is none."""

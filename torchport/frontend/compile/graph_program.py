@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import functools
 import operator
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,12 +15,11 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ...backend.interface import BackendData, Computation
+from ...backend.execution import Computation, borrower, call_kernel
+from ...backend.interface import BackendData
 from ...backend.partition import Partitioned
 from ...backend.registrar import registrar_of
-from ...core import metrics
-from ...core.config import config
-from ...core.errors import UnsupportedOp
+from ...core.fallback import check_fallback, note_fallback
 from ...core.specs import TensorSpec
 from .places import DataPlace
 
@@ -173,7 +171,7 @@ class _Planner:
             return
         if left and self.place.is_here(torch.device("cpu")):
             if own is not None:
-                self.steps.append(_kernel_step(own, template, made, self.place))
+                self.steps.append(_kernel_step(node, own, template, made, self.place))
                 return
             self.steps.append(_counted(node))
 
@@ -197,14 +195,9 @@ class _Planner:
         return None if boxed is None else lambda *args, **kwargs: boxed(op, args, kwargs)
 
     def _check_policy(self, node: fx.Node) -> None:
-        if config.fallback == "error":
-            raise UnsupportedOp(
-                f"no backend ({', '.join(b.name for b in self.place.backends)}) takes the operator: "
-                f"{node.meta.get('refusal')}. Allow the host fallback with torchport.config.fallback = 'allow', or "
-                "give the backend a kernel or a decomposition",
-                op=str(node.target),
-                source=node.meta.get("source"),
-            )
+        names = ", ".join(backend.name for backend in self.place.backends)
+        why = f"no backend ({names}) takes the operator: {node.meta.get('refusal')}"
+        check_fallback(str(node.target), node.meta.get("source"), why)
 
     # -- the whole -------------------------------------------------------------------------------------------
     def run(self, devices: Sequence[torch.device | None], wanted: Sequence[torch.device | None]) -> GraphProgram:
@@ -273,22 +266,21 @@ def _filled(template: Any, slots: list[Any]) -> tuple[Any, Any]:
     return tree_map(lambda v: slots[v.at] if isinstance(v, _Slot) else v, template)
 
 
-def _kernel_step(kernel: Callable[..., Any], template: Any, made: int, place: DataPlace) -> Step:
+def _kernel_step(node: fx.Node, kernel: Callable[..., Any], template: Any, made: int, place: DataPlace) -> Step:
     """A backend's own kernel for one operator: :class:`BackendData` in and out."""
     backend = place.backends[0]
-    device = place.device_of(backend)
+    device, op, source = place.device_of(backend), node.target, node.meta.get("source")
 
     def data(value: Any) -> Any:
-        return backend.borrow(value, TensorSpec.of(value), device) if isinstance(value, torch.Tensor) else value
+        return borrower(backend)(value, TensorSpec.of(value), device) if isinstance(value, torch.Tensor) else value
 
     def host(value: Any) -> Any:
         return backend.from_device(value) if isinstance(value, BackendData) else value
 
     def step(slots: list[Any]) -> None:
         args, kwargs = tree_map(data, _filled(template, slots))
-        metrics.count("KernelCall")
-        kwargs = {name: value for name, value in kwargs.items() if value is not None}
-        slots[made] = tree_map(host, kernel(*args, **kwargs), is_leaf=lambda v: isinstance(v, BackendData))
+        results = call_kernel(backend, kernel, op, args, kwargs, source)
+        slots[made] = tree_map(host, results, is_leaf=lambda v: isinstance(v, BackendData))
 
     return step
 
@@ -324,17 +316,9 @@ def _on_host(graph: fx.GraphModule) -> fx.GraphModule:
 def _counted(node: fx.Node) -> Step:
     """Counts an operator that runs on the host, and says so, as on the device."""
     name = node.target.name() if isinstance(node.target, torch._ops.OpOverload) else str(node.target)
-    reason, source = node.meta.get("refusal"), node.meta.get("source")
+    reason, source = str(node.meta.get("refusal")), node.meta.get("source")
 
-    def step(slots: list[Any]) -> None:
-        if config.fallback == "error":
-            raise UnsupportedOp(f"{reason}, and config.fallback is 'error'", op=name, source=source)
-        if config.fallback == "warn":
-            warnings.warn(f"{name} runs on the host: {reason} (called at {source})", stacklevel=2)
-        metrics.count("Fallback")
-        metrics.count(name)
-
-    return step
+    return lambda slots: note_fallback(name, source, reason)
 
 
 def _direct(parts: Partitioned, place: DataPlace, computations: Mapping[str, Computation], inputs: int) -> Any:

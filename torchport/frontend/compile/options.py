@@ -72,12 +72,12 @@ class Options:
 
         Raises :class:`ConfigError`, listing what there is, for an option that none of them reads.
         """
-        known = {name for backend in backends for name in backend.compile_options}
+        known = {name for backend in backends for name in backend.capabilities.compile_options}
         unknown = sorted(set(self.given).difference(known, _SHARED))
         if unknown:
             lines = [f"  {name}: {text}" for name, text in {**_OWN, **_SHARED}.items()]
             for backend in backends:
-                own = {name: text for name, text in backend.compile_options.items() if name not in _SHARED}
+                own = {name: text for name, text in backend.capabilities.compile_options.items() if name not in _SHARED}
                 lines += [f"  {name} ({backend.name}): {text}" for name, text in own.items()]
             what, there_is = ", ".join(map(repr, unknown)), "\n".join(lines)
             raise ConfigError(f"torch.compile was given options that nothing here reads: {what}. Known are\n{there_is}")
@@ -86,7 +86,7 @@ class Options:
                 [
                     CompileSpec(name, _bytes(name, value))
                     for name, value in self.given.items()
-                    if name in backend.compile_options or name in _SHARED
+                    if name in backend.capabilities.compile_options or name in _SHARED
                 ]
             )
             for backend in backends

@@ -9,8 +9,8 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from ...backend.execution import execute, execute_on_host
-from ...backend.interface import Backend, BackendData, BackendDevice, Computation
+from ...backend.execution import Computation, execute, execute_on_host
+from ...backend.interface import Backend, BackendData, BackendDevice
 from ...backend.random import RANDOM
 from ...backend.registry import resolve_device
 from ...core.errors import ConfigError, DeviceMismatch

@@ -22,6 +22,7 @@ from torch._library import custom_ops, utils
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...core.errors import UnsupportedOp
+from ...core.fallback import note_fallback
 from ...core.frames import user_line
 from ...run import barriers
 from ...trace.handle import DEVICE_TYPE, LazyTensor
@@ -77,7 +78,7 @@ def on_handles(trace: Trace, op: Any, args: Sequence[Any], kwargs: Mapping[str, 
     if op.namespace == "aten" or op._schema.is_mutable:  # a write would go to memory that other values may share
         raise _unsupported(op)
     _require_host_kernel(op)
-    barriers.note_fallback(op, user_line(), _NO_KERNEL)
+    note_fallback(op.name(), user_line(), _NO_KERNEL)
     return barriers.on_host(trace, op, args, kwargs)
 
 
@@ -151,7 +152,7 @@ def _on_host(op: Any, device: torch.device, args: Sequence[Any], kwargs: Mapping
     """Run an operator on copies on the CPU; results go to the device, and what it wrote into its arguments."""
     _require_host_kernel(op)
     _refuse_overlap(op, args, kwargs)
-    barriers.note_fallback(op, user_line(), _NO_KERNEL)
+    note_fallback(op.name(), user_line(), _NO_KERNEL)
     copies: dict[int, torch.Tensor] = {}
 
     def host(value: Any) -> Any:

@@ -155,9 +155,7 @@ def synchronize(device: Any = None) -> None:
 # -- random numbers ----------------------------------------------------------------------------------------------
 def manual_seed(seed: int) -> None:
     """Seed the current device's generator."""
-    runtime = _runtime(None)
-    runtime.seed, runtime.draws = int(seed) & ((1 << 64) - 1), 0
-    runtime.backend.seed(runtime.seed)
+    _runtime(None).set_seed(int(seed) & ((1 << 64) - 1))
 
 
 def manual_seed_all(seed: int) -> None:
@@ -254,7 +252,7 @@ def get_device_properties(device: Any = None) -> dict[str, Any]:
         "name": get_device_name(device),
         "backend": runtime.backend.name,
         "hardware": str(runtime.device),
-        **runtime.backend.memory_info(runtime.device),
+        **runtime.memory_info(),
     }
 
 
@@ -265,15 +263,13 @@ def get_device_capability(device: Any = None) -> tuple[int, int]:
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
     """``(free, total)`` bytes as far as the backend says, else zeros."""
-    runtime = _runtime(device)
-    info = runtime.backend.memory_info(runtime.device)
+    info = _runtime(device).memory_info()
     return info.get("free", 0), info.get("total", 0)
 
 
 def memory_allocated(device: Any = None) -> int:
     """Bytes in use as far as the backend says, else 0."""
-    runtime = _runtime(device)
-    return runtime.backend.memory_info(runtime.device).get("allocated", 0)
+    return _runtime(device).memory_info().get("allocated", 0)
 
 
 memory_reserved = memory_allocated

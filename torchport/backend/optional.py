@@ -1,0 +1,269 @@
+"""What only some engines can do: protocols that a backend satisfies by having the methods.
+
+Nothing has to be declared or inherited. torchport finds out once which of them a backend satisfies, when it is
+registered (:func:`optional_of`); a call then looks at the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
+
+from ..core.specs import CompileSpecs, TensorSpec
+from .interface import (
+    Backend,
+    BackendData,
+    BackendDevice,
+    ExecutionContext,
+    Processed,
+    check_contract,
+)
+
+if TYPE_CHECKING:  # the runtime of program files runs without PyTorch where no delegate needs it
+    import torch
+    from torch import fx
+
+__all__ = [
+    "PROTOCOLS",
+    "OptionalMethods",
+    "Started",
+    "SupportsBorrow",
+    "SupportsFork",
+    "SupportsHostExecution",
+    "SupportsMemoryInfo",
+    "SupportsMethods",
+    "SupportsMetrics",
+    "SupportsOverlap",
+    "SupportsSeed",
+    "SupportsStart",
+    "SupportsText",
+    "collectors",
+    "ended",
+    "optional_of",
+    "preprocess_each",
+]
+
+
+# -- starting a computation --------------------------------------------------------------------------------------------
+@dataclass(slots=True)
+class Started:
+    """A computation that :meth:`SupportsStart.start` has begun.
+
+    ``results`` are placeholders, one per output, in order: :attr:`BackendData.has_value` is false until the computation
+    has succeeded. ``done`` says, without waiting, whether it has ended, well or not. ``wait`` returns once it has: the
+    seconds that it took, or raises what ``execute`` would have raised. Both may be called more than once, by several
+    threads; ``wait`` leaves Python's global lock to others and lets an interrupt through.
+    """
+
+    results: Sequence[BackendData]
+    done: Callable[[], bool]
+    wait: Callable[[], float]
+
+
+collectors: Final[list[Callable[[], object]]] = []
+"""Called by :func:`ended`."""
+
+
+def ended() -> None:
+    """Say that something which was started has ended. A backend need not: then it is noticed at the next flush.
+
+    Until then the memory of its arguments and results is kept. Call it on a thread of Python's that has nothing else to
+    do, or have the main thread call it (``Py_AddPendingCall``).
+    """
+    for collect in collectors:
+        collect()
+
+
+@runtime_checkable
+class SupportsStart(Protocol):
+    """A backend with a queue of its own: a driver's stream, or a thread that runs without Python.
+
+    Called by the device's queue, instead of ``execute``, where computing may overlap with the program.
+    """
+
+    def start(self, handle: Any, args: Sequence[BackendData], context: ExecutionContext) -> Started | None:
+        """Begin what ``execute`` does and return at once; ``None``, nothing done, where it has to be ``execute``.
+
+        ``args`` may be results of what was started before and has not ended. Computations run in the order in which
+        they were started, so a donated argument is free once those before have ended. One whose argument did not come
+        to have a value is not run: it fails, and its donated arguments keep their values
+        (:attr:`Capabilities.restores_donated`). Only what has been through ``execute`` once is started; other
+        computations may go through it meanwhile.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsOverlap(Protocol):
+    """A backend that knows when overlap does not pay: where computing would use every core of the host.
+
+    Asked by the device's queue before a computation is started or given to a thread;
+    :attr:`torchport.config.execution` overrides it. Without it overlap always pays.
+    """
+
+    def should_overlap(self) -> bool:
+        """Whether it pays now to compute while the program goes on."""
+        ...
+
+
+# -- tensors on the host -----------------------------------------------------------------------------------------------
+@runtime_checkable
+class SupportsBorrow(Protocol):
+    """A backend that can read a host tensor where it is.
+
+    Called for each tensor that a model on the CPU gives to ``torch.compile``. Without it a tensor is copied, unless the
+    backend's ``to_device`` is the default one, which keeps tensors as they are.
+    """
+
+    def borrow(self, tensor: torch.Tensor, spec: TensorSpec, device: BackendDevice) -> BackendData:
+        """A CPU tensor as an argument of one call of ``execute``; its owner may write to it once that returned.
+
+        ``spec`` is the tensor's.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsHostExecution(Protocol):
+    """A backend that runs a computation on host tensors without making values of them first.
+
+    Called for models on the CPU, by ``torch.compile``, once the computation has been through ``execute``. Without it
+    tensors are borrowed, executed on, and brought back by ``from_device``.
+    """
+
+    def execute_on_host(
+        self, handle: Any, tensors: list[torch.Tensor], specs: Sequence[TensorSpec], context: ExecutionContext
+    ) -> Sequence[torch.Tensor] | None:
+        """Run on CPU tensors that are lent for the call, to CPU tensors that are the caller's.
+
+        ``specs`` are those of the computation's inputs. ``None``, nothing done, where it has to be ``execute``.
+        """
+        ...
+
+
+# -- compiling, processes, people --------------------------------------------------------------------------------------
+@runtime_checkable
+class SupportsMethods(Protocol):
+    """A backend that compiles the graphs of a program together, to share work or data among them.
+
+    Called by :func:`torchport.aot.lower`, once per program, instead of ``preprocess`` for each graph.
+    """
+
+    def preprocess_methods(
+        self, graphs: Mapping[str, Sequence[fx.GraphModule]], specs: Mapping[str, Sequence[CompileSpecs]]
+    ) -> Mapping[str, Sequence[Processed]]:
+        """All graphs of a program that are this backend's, by method (ExecuTorch's ``preprocess_multimethod``)."""
+        ...
+
+
+def preprocess_each(
+    backend: Backend, graphs: Mapping[str, Sequence[fx.GraphModule]], specs: Mapping[str, Sequence[CompileSpecs]]
+) -> dict[str, list[Processed]]:
+    """What stands in for ``preprocess_methods`` where a backend does not have it: ``preprocess`` for each graph."""
+    return {
+        method: [backend.preprocess(graph, spec) for graph, spec in zip(given, specs[method], strict=True)]
+        for method, given in graphs.items()
+    }
+
+
+@runtime_checkable
+class SupportsFork(Protocol):
+    """A backend whose engine has threads of its own, which a forked process does not have.
+
+    Called in the child of a fork, before anything else runs there, so it must not wait for a lock.
+    """
+
+    def forked(self) -> str:
+        """Make the engine fit this process, or say why it cannot work; ``""`` as long as it had not started threads.
+
+        A reason is what everything that needs the engine raises from then on; handles are not destroyed any more, and
+        only ``from_device`` is called. :func:`torchport.backend.forked.abandon` keeps an engine's destructors from
+        waiting for its threads.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsSeed(Protocol):
+    """A backend with random numbers of its own, besides torchport's.
+
+    Called by ``torch.manual_seed``, and when a device is first bound after that.
+    """
+
+    def seed(self, seed: int) -> None:
+        """Start the backend's own generators from ``seed``."""
+        ...
+
+
+@runtime_checkable
+class SupportsMemoryInfo(Protocol):
+    """A backend that knows how much memory its device has.
+
+    Called by ``torch.port.mem_get_info``, ``memory_stats`` and ``memory_allocated``.
+    """
+
+    def memory_info(self, device: BackendDevice) -> Mapping[str, int]:
+        """``{"free": bytes, "total": bytes, "allocated": bytes}`` as far as known."""
+        ...
+
+
+@runtime_checkable
+class SupportsText(Protocol):
+    """A backend whose compiled code can be read.
+
+    Called by :func:`torchport.dump` with ``format="backend"``.
+    """
+
+    def text(self, processed: Processed) -> str:
+        """The compiled code as text, for people."""
+        ...
+
+
+@runtime_checkable
+class SupportsMetrics(Protocol):
+    """A backend with counters of its own.
+
+    Called by ``torchport.metrics.report()``, for backends that were used.
+    """
+
+    def metrics(self) -> Mapping[str, float]:
+        """Counters by name; the report puts the backend's name before them."""
+        ...
+
+
+PROTOCOLS: Final = (
+    SupportsStart, SupportsOverlap, SupportsBorrow, SupportsHostExecution, SupportsMethods, SupportsFork, SupportsSeed,
+    SupportsMemoryInfo, SupportsText, SupportsMetrics,
+)  # fmt: skip
+"""Every optional protocol, in the order of the documentation."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptionalMethods:
+    """The backend as each optional protocol it satisfies, else ``None``."""
+
+    start: SupportsStart | None
+    overlap: SupportsOverlap | None
+    borrow: SupportsBorrow | None
+    host_execution: SupportsHostExecution | None
+    methods: SupportsMethods | None
+    fork: SupportsFork | None
+    seed: SupportsSeed | None
+    memory_info: SupportsMemoryInfo | None
+    text: SupportsText | None
+    metrics: SupportsMetrics | None
+
+
+def optional_of(backend: Backend) -> OptionalMethods:
+    """Which optional protocols a backend satisfies. Found out the first time, which is when it is registered.
+
+    Raises :class:`TorchportError` for a backend that is written for a former contract.
+    """
+    found = vars(backend).get("_optional")
+    if found is None:
+        check_contract(type(backend).__qualname__, vars(backend))
+        satisfied: list[Any] = [backend if isinstance(backend, protocol) else None for protocol in PROTOCOLS]
+        found = OptionalMethods(*satisfied)
+        vars(backend)["_optional"] = found
+    return found
