@@ -360,7 +360,7 @@ def check_contract(owner: str, named: Mapping[str, object]) -> None:
 class Backend(ABC):
     """One compiler or accelerator. Subclass it, give it a ``name``, register it; every frontend then runs on it.
 
-    To write: ``preprocess`` and ``execute``, and mostly ``init`` and ``supports``::
+    Required are ``preprocess`` and ``execute``; mostly there are four::
 
         class Mine(torchport.Backend):
             name = "mine"

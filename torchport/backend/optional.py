@@ -200,7 +200,7 @@ class SupportsSeed(Protocol):
 class SupportsMemoryInfo(Protocol):
     """A backend that knows how much memory its device has.
 
-    Called by ``torch.port.mem_get_info``, ``memory_stats`` and ``memory_allocated``.
+    Called by ``mem_get_info``, ``memory_allocated`` and ``get_device_properties`` of ``torch.port``.
     """
 
     def memory_info(self, device: BackendDevice) -> Mapping[str, int]:

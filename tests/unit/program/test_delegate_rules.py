@@ -15,6 +15,7 @@ import torch
 from programs import Recording, counter, delegate, entries_of, load, packed, program_bytes, registry_of, summing, weight
 
 from torchport import runtime
+from torchport.backend import execution
 from torchport.core.errors import CompileError, ConfigError, DelegateError, ErrorCode, ProgramError, TorchportError
 from torchport.program import values
 from torchport.program.archive import Archive, write_archive
@@ -236,7 +237,8 @@ _RUNNING = [
     (values.NumpyHost, "copy"),
     (values.NumpyHost, "results"),
     (Recording, "execute"),
-    (LoadedDelegate, "_check"),
+    (execution, "check_results"),
+    (execution, "count"),
 ]
 
 

@@ -439,8 +439,8 @@ def test_wrong_results_of_a_backend_are_refused() -> None:
 
     backend = Wrong()
     method = two(backend).load_method()
-    with pytest.raises(DelegateError, match=r"result 0 should be float32\[2\], but is float32\[1\]"):
+    with pytest.raises(DelegateError, match=r"output 0 is float32\[1\], but the graph says float32\[2\]"):
         method(X, Y)
     backend.temporary = 1
-    with pytest.raises(DelegateError, match="0 results instead of 1"):
+    with pytest.raises(DelegateError, match="0 values for 1 outputs"):
         method(X, Y)

@@ -64,7 +64,7 @@ def on_host(data: TensorData) -> torch.Tensor | None:
 
 
 def start(handle: Library, args: Sequence[BackendData], context: ExecutionContext) -> Started:
-    """What :meth:`.Backend.start` does for a library. Raises :class:`ExecutionError`, with nothing done."""
+    """What :meth:`InductorBackend.start` does for a library. Raises :class:`ExecutionError`, with nothing done."""
     given: list[Any] = []
     for data in args:
         place = data.slot if data.__class__ is SlotData else None  # type: ignore[attr-defined]
