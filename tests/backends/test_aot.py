@@ -13,6 +13,7 @@ import pytest
 import torch
 from aot_support import EXTRA, Cache, Chain, Net, W, X, fresh
 from torch import fx, nn
+from torch.overrides import TorchFunctionMode
 
 import torchport
 from torchport import aot, runtime
@@ -37,6 +38,62 @@ aten = torch.ops.aten
 def net() -> Net:
     torch.manual_seed(0)
     return Net().eval()
+
+
+class _Spy(TorchFunctionMode):
+    """Notes every function that it hears of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.heard.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_program_runs_in_the_default_state_whatever_the_caller_has_on(whole: bool, tmp_path: Path) -> None:
+    """As one delegate, and with operators that no delegate took."""
+    backend = fresh() if whole else fresh(supports=lambda self, node: Support(node.target is aten.mm.default, "no"))
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU(), nn.Linear(4, 2, bias=False)).eval()
+    x = torch.randn(3, 4)
+    expected = model(x).detach()
+    aot.lower(model, (x,), backend=backend.name).save(tmp_path / "model.pt2")
+    method = runtime.load(tmp_path / "model.pt2").load_method()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(method(x)[0], expected)
+    with torch.inference_mode():
+        result = method(x)[0]
+    assert not result.is_inference()
+    with _Spy() as spy:
+        result = method(x)[0]
+        method.set_inputs(x)
+        while method.step():
+            pass
+        method.outputs()
+    torch.testing.assert_close(result, expected)
+    computed = [func for func in spy.heard if "relu" in str(func) or "mm" in str(func) or "linear" in str(func)]
+    assert not computed, "what the program computes is not the caller's business"
+    assert torch.is_grad_enabled()
+
+
+def test_delegates_are_counted_and_checked_as_computations_are_elsewhere(tmp_path: Path) -> None:
+    def execute(self: Any, handle: Any, args: Any, context: Any) -> Any:
+        results = ReferenceBackend.execute(self, handle, args, context)
+        return results[:-1] if self.wrong else results
+
+    backend, x = fresh(execute=execute, wrong=False), torch.randn(2)
+    aot.lower(nn.ReLU(), (x,), backend=backend.name).save(tmp_path / "model.pt2")
+    method = runtime.load(tmp_path / "model.pt2").load_method()
+    torchport.metrics.reset()
+    for _ in range(3):
+        method(x)
+    assert torchport.metrics.counter("Execute") == 3
+    assert torchport.metrics.snapshot()["samples"]["ExecuteTime"] == 3
+    backend.wrong = True
+    with pytest.raises(DelegateError, match="0 values for 1 outputs"):
+        method(x)
 
 
 def test_a_lowered_program_is_called_like_the_model_and_runs_its_delegates(net: Net) -> None:

@@ -413,6 +413,27 @@ def test_a_backends_own_kernel_comes_first(place: torch.device) -> None:
     assert metrics.counter("Fallback") == 0
 
 
+def test_an_error_in_a_backends_own_kernel_names_backend_operator_and_line(place: torch.device) -> None:
+    class Broken(Fake):
+        name = "broken_kernel"
+
+        def register_kernels(self, registrar: Any) -> None:
+            def sin(x: Any) -> Any:
+                raise OSError("the wire is cut")
+
+            registrar.impl("aten::sin", "Dense", sin)
+
+    fake = Broken.install()
+    device = fake.device if place.type == "port" else place
+    with pytest.raises(
+        torchport.ExecutionError, match=r"'broken_kernel_\d+' failed in its own kernel: OSError"
+    ) as caught:
+        compiled(lambda v: (v + 1).sin(), fake.name)(torch.ones(3).to(device)).cpu()
+    assert caught.value.op == "aten.sin.default"
+    assert "test_compile_door.py" in str(caught.value.source)
+    assert isinstance(caught.value.__cause__, OSError)
+
+
 @pytest.mark.parametrize("place", ["cpu", "port"], indirect=True)
 def test_what_no_static_graph_holds(place: torch.device, backend: str) -> None:
     """nonzero: a graph break by default; captured where Dynamo is told to, and left to the backend's boxed kernel."""
