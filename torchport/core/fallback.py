@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from . import metrics
 from .config import config
 from .errors import UnsupportedOp
@@ -10,22 +12,23 @@ from .frames import warn_user
 __all__ = ["check_fallback", "note_fallback"]
 
 
-def check_fallback(op: str, source: str | None, why: str) -> None:
+def check_fallback(op: object, source: str | None, why: str) -> None:
     """Raise :class:`UnsupportedOp` where ``config.fallback`` is ``"error"``. ``why`` the host is needed, ``source``:
     the user's line."""
     if config.fallback == "error":
         raise UnsupportedOp(
             f"{why}. Allow the host fallback with torchport.config.fallback = 'allow', or give the backend a kernel or "
             "a decomposition",
-            op=op,
+            op=str(op),
             source=source,
         )
 
 
-def note_fallback(op: str, source: str | None, why: str) -> None:
-    """Count that an operator, named as ``aten::sin``, runs on the host; warn or raise as ``config.fallback`` has it."""
+def note_fallback(op: object, source: str | None, why: str) -> None:
+    """Count that an operator runs on the host, in all and by its name; warn or raise as ``config.fallback`` has it."""
     check_fallback(op, source, why)
+    name = op.name() if isinstance(op, torch._ops.OpOverload) else str(op)
     if config.fallback == "warn":
-        warn_user(f"{op} runs on the host: {why} (called at {source})")
+        warn_user(f"{name} runs on the host: {why} (called at {source})")
     metrics.count("Fallback")
-    metrics.count(op)
+    metrics.count(name)

@@ -79,10 +79,10 @@ def seeded(barrier: Callable[..., Any]) -> Callable[..., Any]:
 def host(runtime: DeviceRuntime, node: Node, reason: str) -> Callable[..., Any]:
     """The barrier that runs an op on the host. Raises :class:`UnsupportedOp` where the policy forbids it."""
     message = f"backend {runtime.backend.name!r} does not take the operator: {reason}"
-    check_fallback(str(node.op), node.source, message)
+    check_fallback(node.op, node.source, message)
 
     def run(trace: Trace, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        note_fallback(node.op.name(), node.source, message)
+        note_fallback(node.op, node.source, message)
         return on_host(trace, node.op, args, kwargs)
 
     return run

@@ -197,7 +197,7 @@ class _Planner:
     def _check_policy(self, node: fx.Node) -> None:
         names = ", ".join(backend.name for backend in self.place.backends)
         why = f"no backend ({names}) takes the operator: {node.meta.get('refusal')}"
-        check_fallback(str(node.target), node.meta.get("source"), why)
+        check_fallback(node.target, node.meta.get("source"), why)
 
     # -- the whole -------------------------------------------------------------------------------------------
     def run(self, devices: Sequence[torch.device | None], wanted: Sequence[torch.device | None]) -> GraphProgram:
@@ -315,10 +315,8 @@ def _on_host(graph: fx.GraphModule) -> fx.GraphModule:
 
 def _counted(node: fx.Node) -> Step:
     """Counts an operator that runs on the host, and says so, as on the device."""
-    name = node.target.name() if isinstance(node.target, torch._ops.OpOverload) else str(node.target)
-    reason, source = str(node.meta.get("refusal")), node.meta.get("source")
-
-    return lambda slots: note_fallback(name, source, reason)
+    op, reason, source = node.target, str(node.meta.get("refusal")), node.meta.get("source")
+    return lambda slots: note_fallback(op, source, reason)
 
 
 def _direct(parts: Partitioned, place: DataPlace, computations: Mapping[str, Computation], inputs: int) -> Any:

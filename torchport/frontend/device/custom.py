@@ -78,7 +78,7 @@ def on_handles(trace: Trace, op: Any, args: Sequence[Any], kwargs: Mapping[str, 
     if op.namespace == "aten" or op._schema.is_mutable:  # a write would go to memory that other values may share
         raise _unsupported(op)
     _require_host_kernel(op)
-    note_fallback(op.name(), user_line(), _NO_KERNEL)
+    note_fallback(op, user_line(), _NO_KERNEL)
     return barriers.on_host(trace, op, args, kwargs)
 
 
@@ -152,7 +152,7 @@ def _on_host(op: Any, device: torch.device, args: Sequence[Any], kwargs: Mapping
     """Run an operator on copies on the CPU; results go to the device, and what it wrote into its arguments."""
     _require_host_kernel(op)
     _refuse_overlap(op, args, kwargs)
-    note_fallback(op.name(), user_line(), _NO_KERNEL)
+    note_fallback(op, user_line(), _NO_KERNEL)
     copies: dict[int, torch.Tensor] = {}
 
     def host(value: Any) -> Any:
