@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from . import metrics
 from .config import config
 from .errors import UnsupportedOp
@@ -27,7 +25,8 @@ def check_fallback(op: object, source: str | None, why: str) -> None:
 def note_fallback(op: object, source: str | None, why: str) -> None:
     """Count that an operator runs on the host, in all and by its name; warn or raise as ``config.fallback`` has it."""
     check_fallback(op, source, why)
-    name = op.name() if isinstance(op, torch._ops.OpOverload) else str(op)
+    named = getattr(op, "name", None)
+    name = str(named()) if callable(named) else str(op)
     if config.fallback == "warn":
         warn_user(f"{name} runs on the host: {why} (called at {source})")
     metrics.count("Fallback")
