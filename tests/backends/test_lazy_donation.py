@@ -163,7 +163,7 @@ def test_results_of_a_running_computation_are_donated_to_the_next(recording: Rec
 
 
 def test_backends_that_do_not_ask_are_told_nothing() -> None:
-    backend = Recording.install(donation=False)
+    backend = Recording.install(donation=False, restores_donated=False)
     x = make(backend, 1)
     y = x + 1
     del x

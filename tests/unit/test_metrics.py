@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchport.core.metrics import Metrics, Timer
+from torchport.core.metrics import KEEP, Metrics, Timer
 
 
 def test_counting() -> None:
@@ -112,7 +112,7 @@ def test_a_timer_without_samples_has_percentile_zero() -> None:
 
 def test_a_timer_keeps_only_the_newest_samples() -> None:
     timer = Timer()
-    for number in range(Timer.KEEP + 10):
+    for number in range(KEEP + 10):
         timer.add(float(number))
-    assert timer.count == Timer.KEEP + 10
-    assert sorted(timer.samples) == [float(number) for number in range(10, Timer.KEEP + 10)]
+    assert timer.count == KEEP + 10
+    assert sorted(timer.samples) == [float(number) for number in range(10, KEEP + 10)]

@@ -209,8 +209,7 @@ def _unaliased(results: Sequence[torch.Tensor], lent: Sequence[torch.Tensor]) ->
 
 def count(computation: Computation) -> None:
     """Note that a computation has run."""
-    metrics.count("Execute")
-    metrics.metrics.add_time("ExecuteTime", computation.seconds)
+    metrics.metrics.count_time("Execute", "ExecuteTime", computation.seconds)
 
 
 def check_results(results: Sequence[Any], specs: Sequence[TensorSpec]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +17,8 @@ from typing import Final
 
 __all__ = ["Metrics", "Timer", "count", "counter", "metrics", "report", "reset", "snapshot", "timer"]
 
+KEEP: Final = 1_024
+"""Durations that a timer keeps for percentiles."""
 PERCENTILES: Final = (1, 5, 10, 20, 50, 80, 90, 95, 99)
 
 
@@ -26,17 +28,12 @@ class Timer:
 
     count: int = 0
     total: float = 0.0
-    samples: list[float] = field(default_factory=list[float])
+    samples: deque[float] = field(default_factory=lambda: deque[float](maxlen=KEEP))
     since: float = field(default_factory=time.monotonic)
-
-    KEEP: Final = 1_024
 
     def add(self, seconds: float) -> None:
         """Record one duration in seconds."""
-        if len(self.samples) < self.KEEP:
-            self.samples.append(seconds)
-        else:
-            self.samples[self.count % self.KEEP] = seconds
+        self.samples.append(seconds)
         self.count += 1
         self.total += seconds
 
@@ -88,6 +85,15 @@ class Metrics:
             if timer is None:
                 timer = self.timers[name] = Timer()
             timer.add(seconds)
+
+    def count_time(self, counter: str, timer: str, seconds: float) -> None:
+        """Add one to a counter and record a duration: both at once, since a short computation notices the time."""
+        with self._lock:
+            counters, found = self.counters, self.timers.get(timer)
+            counters[counter] = counters.get(counter, 0) + 1
+            if found is None:
+                found = self.timers[timer] = Timer()
+            found.add(seconds)
 
     @contextmanager
     def timer(self, name: str) -> Generator[None]:

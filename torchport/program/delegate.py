@@ -206,7 +206,7 @@ class LoadedDelegate:
         recorder = self._recorder
         start = time.perf_counter() if recorder is not None else 0.0
         try:
-            return execute(computation, args, failure=self._failure)
+            return execute(computation, args, self.context, self._failure)
         finally:
             self.context.temporary.reset()
             if recorder is not None:

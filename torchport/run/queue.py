@@ -19,7 +19,7 @@ from typing import Final
 import torch
 
 from ..backend.interface import Backend, BackendDevice
-from ..backend.optional import OptionalMethods, collectors, optional_of
+from ..backend.optional import SupportsOverlap, collectors, optional_of
 from ..core import metrics
 from ..core.config import config
 from ..core.default_state import default_state
@@ -62,10 +62,10 @@ class DeviceQueue:
     it is needed for. What the backend has started and what waits for the thread are never there at the same time.
     """
 
-    def __init__(self, name: str, optional: OptionalMethods) -> None:
+    def __init__(self, name: str, starts: bool, overlap: SupportsOverlap | None = None) -> None:
         self.name = name
-        self.starts = optional.start is not None
-        self._overlap = optional.overlap
+        self.starts = starts
+        self._overlap = overlap
         self.running = threading.RLock()
         """Held while a computation runs, on whichever thread: one at a time. Also while the backend is told to start
         one, so that a fork finds out about it."""
@@ -329,7 +329,9 @@ def queue_of(backend: Backend, device: BackendDevice) -> DeviceQueue:
     with lock:
         of_backend = _queues.setdefault(backend, {})
         if device not in of_backend:
-            of_backend[device] = DeviceQueue(f"{backend.name} {device}", optional_of(backend))
+            optional = optional_of(backend)
+            name, starts = f"{backend.name} {device}", optional.start is not None
+            of_backend[device] = DeviceQueue(name, starts, optional.overlap)
         return of_backend[device]
 
 
