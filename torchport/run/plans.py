@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from ..backend.compiler import computations
 from ..backend.execution import Computation
 from ..backend.interface import ExecutionContext
-from ..core import metrics
-from ..core.errors import CompileError
 from ..core.specs import TensorSpec
-from ..trace.graph import build_graph
+from ..trace.graph import Sources, write_graph
 from ..trace.handle import intern_spec, shown_as
 from .walk import walked
 
@@ -21,7 +18,7 @@ if TYPE_CHECKING:
     from ..trace.trie import Node
     from .device_runtime import DeviceRuntime
 
-__all__ = ["ExecutionPlan", "make_plan"]
+__all__ = ["ExecutionPlan", "make_plan", "plan_of"]
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -74,25 +71,23 @@ def make_plan(
     ``alone``: the path is one op, which need not be compiled where the backend has a boxed kernel. ``donated``: leaves
     that are likely to be donated.
     """
-    node = path[-1]
-    start = perf_counter()
-    try:
-        made = build_graph(path, value_ids, leaf_specs, runtime.capture, donated=donated)
-    except Exception as error:
-        raise CompileError(
-            f"the trace could not be written as a graph: {type(error).__name__}: {error}",
-            op=str(node.op),
-            source=node.source,
-        ) from error
-    metrics.metrics.add_time("GraphTime", perf_counter() - start)
+    made = write_graph(path, value_ids, leaf_specs, runtime.capture, donated)
     boxed = runtime.kernels.boxed if alone else None
     if boxed is not None:
         computation = walked(runtime, made, boxed)
     else:
-        computation = computations.get(runtime.backend, runtime.device, runtime.specs, made.module, node.source)
+        computation = computations.get(runtime.backend, runtime.device, runtime.specs, made.module, path[-1].source)
+    return plan_of(computation, path, value_ids, made)
+
+
+def plan_of(
+    computation: Computation, path: Sequence[Node], value_ids: tuple[int, ...], sources: Sources
+) -> ExecutionPlan:
+    """The plan for these values at the end of a path, whose computation it is."""
     seen = {node.first_id + at: spec for node in path for at, spec in enumerate(node.specs) if spec is not None}
     pairs = zip(computation.results, value_ids, strict=True)
-    results = tuple(intern_spec(shown_as(spec, seen[value_id])) for spec, value_id in pairs)
-    plan = ExecutionPlan(computation, made.leaves, made.singles, made.doubles, made.random_keys, value_ids, results)
+    specs = tuple(intern_spec(shown_as(spec, seen[value_id])) for spec, value_id in pairs)
+    places = (sources.leaves, sources.singles, sources.doubles, sources.random_keys)
+    plan = ExecutionPlan(computation, *places, value_ids, specs)
     computation.users.add(plan)
     return plan

@@ -4,43 +4,71 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, Final
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_iter, tree_map
+from torch.utils._pytree import tree_map
 
 from ..backend.builder import Capture, GraphBuilder
 from ..backend.random import RANDOM
-from ..core.errors import GraphError
+from ..core import metrics
+from ..core.errors import CompileError, GraphError
 from ..core.specs import TensorSpec
 from .trie import HostScalar, Leaf, Node, RandomKey, ScalarInput, Value, is_template
 
-__all__ = ["TraceGraph", "build_graph", "inputs_of", "needed"]
+__all__ = ["Sources", "TraceGraph", "build_graph", "inputs_of", "needed", "write_graph"]
 
 aten = torch.ops.aten
 _WIDE: Final = {torch.float64, torch.complex128}
+_TEMPLATES: Final = frozenset({Value, Leaf, ScalarInput, RandomKey, HostScalar})
 
 
-@dataclass(slots=True)
-class TraceGraph:
-    """A graph and where its inputs come from, in placeholder order.
+@dataclass(slots=True, kw_only=True)
+class Sources:
+    """Where a graph's inputs come from, in placeholder order.
 
     ``leaves`` are positions in the trace's leaves; then come, if not empty, the float32 and float64 scalar inputs and
     the random keys, each packed into one 1-D tensor, as positions in the trace's lists of them.
     """
 
-    module: fx.GraphModule
     leaves: tuple[int, ...]
     singles: tuple[int, ...]
     doubles: tuple[int, ...]
     random_keys: tuple[int, ...]
 
 
+@dataclass(slots=True, kw_only=True)
+class TraceGraph(Sources):
+    """A graph, and where its inputs come from."""
+
+    module: fx.GraphModule
+
+
+def _templates(value: Any, found: list[Any]) -> None:
+    """Note the templates among a node's arguments, in order. Arguments nest in lists and tuples only."""
+    kind = value.__class__
+    if kind is list or kind is tuple:
+        for one in value:
+            _templates(one, found)
+    elif kind in _TEMPLATES:
+        found.append(value)
+
+
+def _templates_of(node: Node) -> list[Any]:
+    found: list[Any] = []
+    for value in node.args:
+        _templates(value, found)
+    for value in node.kwargs.values():
+        _templates(value, found)
+    return found
+
+
 def inputs_of(node: Node) -> list[tuple[str, int]]:
     """What a node uses, each once: ``("leaf", position)`` or ``("value", value id)``."""
     found: list[tuple[str, int]] = []
-    for template in tree_iter((node.args, node.kwargs), is_leaf=is_template):
+    for template in _templates_of(node):
         if template.__class__ is Leaf:
             found.append(("leaf", template.position))
         elif template.__class__ is Value:
@@ -53,9 +81,10 @@ def needed(path: Sequence[Node], outputs: Iterable[int]) -> list[Node]:
     wanted = set(outputs)
     kept: list[Node] = []
     for node in reversed(path):
-        if any(value_id in wanted for value_id in range(node.first_id, node.end_id)):
+        first, end = node.first_id, node.end_id
+        if first in wanted if end - first == 1 else any(value_id in wanted for value_id in range(first, end)):
             kept.append(node)
-            wanted.update(value_id for kind, value_id in inputs_of(node) if kind == "value")
+            wanted.update([template.value_id for template in _templates_of(node) if template.__class__ is Value])
     kept.reverse()
     return kept
 
@@ -86,7 +115,7 @@ class _TraceBuilder:
         keys: set[int] = set()
         for node in nodes:
             wide = self._is_wide(node)
-            for template in tree_iter((node.args, node.kwargs), is_leaf=is_template):
+            for template in _templates_of(node):
                 if isinstance(template, HostScalar):
                     template = template.value
                 if isinstance(template, Leaf):
@@ -106,14 +135,14 @@ class _TraceBuilder:
                 places = {position: place for place, position in enumerate(sorted(positions))}
                 self.packs[name] = self.b.placeholder(name, spec), places
         unused = fx.GraphModule(torch.nn.Module(), fx.Graph())
-        ordered = [tuple(sorted(p)) for p in (leaves, singles, doubles, keys)]
-        return TraceGraph(unused, *ordered)
+        ordered = {"leaves": leaves, "singles": singles, "doubles": doubles, "random_keys": keys}
+        return TraceGraph(module=unused, **{name: tuple(sorted(positions)) for name, positions in ordered.items()})
 
     def _is_wide(self, node: Node) -> bool:
         """Whether the node computes in double precision, so that its scalar inputs must come as float64."""
         if any(spec is not None and spec.dtype in _WIDE for spec in node.specs):
             return True
-        return any(isinstance(t, HostScalar) and t.dtype in _WIDE for t in tree_iter(node.args, is_leaf=is_template))
+        return any(isinstance(t, HostScalar) and t.dtype in _WIDE for t in _templates_of(node))
 
     # -- one traced op ---------------------------------------------------------------------------------------
     def _packed(self, pack: str, position: int) -> fx.Node:
@@ -199,4 +228,25 @@ def build_graph(
     output.meta["val"] = tuple(builder.val(node) for node in results)
     builder.graph.eliminate_dead_code()
     made.module = fx.GraphModule(torch.nn.Module(), builder.graph)
+    return made
+
+
+def write_graph(
+    path: Sequence[Node],
+    outputs: Sequence[int],
+    leaf_specs: Sequence[TensorSpec],
+    capture: Capture,
+    donated: Set[int] = frozenset(),
+) -> TraceGraph:
+    """:func:`build_graph` for compiling: timed, and what it raises is a :class:`CompileError` that says where."""
+    start = perf_counter()
+    try:
+        made = build_graph(path, outputs, leaf_specs, capture, donated=donated)
+    except Exception as error:
+        raise CompileError(
+            f"the trace could not be written as a graph: {type(error).__name__}: {error}",
+            op=str(path[-1].op),
+            source=path[-1].source,
+        ) from error
+    metrics.metrics.add_time("GraphTime", perf_counter() - start)
     return made
