@@ -8,13 +8,15 @@ ours included) or by an explicit :meth:`Registry.register`; nothing registers by
 from __future__ import annotations
 
 import atexit
+import importlib
 import importlib.metadata
+import importlib.util
 import os
 import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from ..core.errors import BackendNotFound, BackendUnavailable, TorchportError
 from ..core.forks import guarded_rlock
@@ -22,7 +24,7 @@ from .forked import end_openmp_team, refuse_lost
 from .interface import Backend, BackendDevice
 from .optional import optional_of
 
-__all__ = ["BackendInfo", "Registry", "note_used", "registry", "resolve_device"]
+__all__ = ["BackendInfo", "Registry", "make_by_recipe", "note_used", "registry", "resolve_device"]
 
 ENTRY_POINT_GROUP: Final = "torchport.backends"
 
@@ -182,6 +184,25 @@ class Registry:
             raise BackendUnavailable(f"backend {name!r} is installed but cannot run here: {reason}")
         return backend
 
+    def recipe(self, backend: Backend) -> str | None:
+        """How another process makes this backend, for :func:`make_by_recipe`; ``None`` where it cannot.
+
+        It can where the backend came by entry point, or was registered as a class or function that can be imported.
+        """
+        with self._lock:
+            entry = next((entry for entry in self._all().values() if entry.backend is backend), None)
+        if entry is None:
+            return None
+        if entry.source.startswith("entry point "):
+            return entry.name
+        module, name = getattr(entry.factory, "__module__", ""), getattr(entry.factory, "__qualname__", "")
+        found: object = sys.modules.get(module) if module != "__main__" else None
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        if found is not entry.factory or importlib.util.find_spec(module) is None:
+            return None
+        return f"{module}:{name}"
+
     def list(self) -> list[BackendInfo]:
         """One row per registered backend, sorted by name; loads each to ask whether it is available."""
         rows: list[BackendInfo] = []
@@ -203,6 +224,20 @@ class Registry:
 
 
 registry: Final = Registry(ENTRY_POINT_GROUP)
+
+
+def make_by_recipe(recipe: str) -> Backend:
+    """The backend that :meth:`Registry.recipe` described. Raises :class:`BackendUnavailable`."""
+    module, _, name = recipe.rpartition(":")
+    if not module:
+        return registry.get(name)
+    factory: Any = importlib.import_module(module)
+    for part in name.split("."):
+        factory = getattr(factory, part)
+    made = _Entry(name, factory, f"{module}:{name}").load()
+    if not made.is_available():
+        raise BackendUnavailable(f"backend {made.name!r} cannot run here: {made.unavailable_reason()}")
+    return made
 
 
 def resolve_device(backend: Backend, ordinal: int) -> BackendDevice:

@@ -13,6 +13,9 @@ attribute              environment variable        meaning
 ``mode``               ``TORCHPORT_MODE``          ``lazy`` | ``eager``: what threads start in (``torchport.mode``)
 ``execution``          ``TORCHPORT_EXECUTION``     ``auto`` | ``inline`` | ``worker``: which thread computations run on
 ``native``             ``TORCHPORT_NATIVE``        build and use torchport's own small C++ libraries
+``compile_workers``    ``TORCHPORT_COMPILE_WORKERS`` processes that compile beside the program; 0: none
+``compile_timeout``    ``TORCHPORT_COMPILE_TIMEOUT`` seconds that one computation may compile there
+``compile_nice``       ``TORCHPORT_COMPILE_NICE``  how far those processes stand back for the program, 0 to 19
 =====================  ==========================  =========================================================
 """
 
@@ -45,7 +48,7 @@ def _flag(raw: object) -> bool:
     raise ValueError("one of 1/0, true/false, yes/no, on/off")
 
 
-def _count(minimum: int) -> Callable[[object], int]:
+def _count(minimum: int, maximum: int | None = None) -> Callable[[object], int]:
     def parse(raw: object) -> int:
         try:
             value = int(raw) if isinstance(raw, (int, str)) and not isinstance(raw, bool) else minimum - 1
@@ -53,6 +56,8 @@ def _count(minimum: int) -> Callable[[object], int]:
             value = minimum - 1
         if value < minimum:
             raise ValueError(f"a whole number of at least {minimum}")
+        if maximum is not None and value > maximum:
+            raise ValueError(f"a whole number from {minimum} to {maximum}")
         return value
 
     return parse
@@ -78,6 +83,9 @@ _FIELDS: Final[dict[str, tuple[Callable[[object], Any], Any]]] = {
     "mode": (_choice("lazy", "eager"), "lazy"),
     "execution": (_choice("auto", "inline", "worker"), "auto"),
     "native": (_flag, True),
+    "compile_workers": (_count(0), 1),
+    "compile_timeout": (_count(1), 600),
+    "compile_nice": (_count(0, 19), 10),
 }
 
 
@@ -94,6 +102,9 @@ class Config:
     mode: str
     execution: str
     native: bool
+    compile_workers: int
+    compile_timeout: int
+    compile_nice: int
 
     def __init__(self, environ: dict[str, str] | None = None) -> None:
         env = os.environ if environ is None else environ
@@ -126,6 +137,10 @@ class Config:
         finally:
             for name, value in before.items():
                 object.__setattr__(self, name, value)
+
+    def values(self) -> dict[str, Any]:
+        """Every setting by name, as :meth:`override` takes them."""
+        return dict(self.__dict__)
 
     def __repr__(self) -> str:
         return "Config(" + ", ".join(f"{name}={getattr(self, name)!r}" for name in _FIELDS) + ")"

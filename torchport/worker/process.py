@@ -1,0 +1,168 @@
+"""One worker process, seen from the program: how it starts, how it is talked to, how it ended and how it is ended."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from pathlib import Path
+from typing import Any, Final
+
+from .protocol import Kind, read_message, write_message
+
+__all__ = ["Worker"]
+
+_BOUNDS: Final = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+"""What libraries read when they are loaded; the rest comes with the first message."""
+START_SECONDS: Final = 300
+END_SECONDS: Final = 1.0
+_TAIL: Final = 4_096
+
+
+class Worker:
+    """A worker process and the socket to it. Used by one thread; others may only :meth:`end` it."""
+
+    def __init__(self, nice: int) -> None:
+        """Start it, at this nice value below the program. Raises ``OSError`` where the system gives no process."""
+        if not sys.executable:
+            raise FileNotFoundError("sys.executable does not say which Python to start")
+        self._socket, theirs = socket.socketpair()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process lives
+        fcntl.fcntl(self._log, fcntl.F_SETFL, os.O_APPEND)  # the worker empties it now and then
+        try:
+            self.process: Any = subprocess.Popen(
+                [sys.executable, "-m", "torchport.worker", str(theirs.fileno()), str(os.getpid()), str(nice)],
+                stdin=subprocess.PIPE,  # its end of file says that this process is gone
+                stdout=self._log,
+                stderr=self._log,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # a terminal's Ctrl-C is for the program
+                env={**os.environ, **_BOUNDS, "PYTHONPATH": os.pathsep.join(_search_path())},
+                cwd=_folder(),
+            )
+        except BaseException:
+            self._socket.close()
+            self._log.close()
+            raise
+        finally:
+            theirs.close()
+        self.pid: Final[int] = self.process.pid
+        self._told: bytes | None = None
+        self._memory_kills = _memory_kills()
+        self.ended = False
+        _every.add(self)
+
+    def wait_until_ready(self) -> None:
+        """Return when it has imported what it needs. Raises ``EOFError`` or ``TimeoutError``."""
+        read_message(self._socket, START_SECONDS)
+
+    def ask(self, body: bytes, seconds: float) -> bytes:
+        """Have a request answered. Raises ``OSError`` or ``EOFError`` if it died, else ``TimeoutError``."""
+        surroundings = pickle.dumps((dict(os.environ), _search_path(), _folder()))
+        if surroundings != self._told:
+            write_message(self._socket, Kind.SURROUNDINGS, surroundings)
+            self._told = surroundings
+        write_message(self._socket, Kind.REQUEST, body)
+        return read_message(self._socket, seconds)[1]
+
+    def hang_up(self) -> None:
+        """Have it end, with all that it has started; returns at once."""
+        self.ended = True
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+
+    def end(self, seconds: float = END_SECONDS) -> None:
+        """End it and all that it has started, and return when that is done, or after so many seconds."""
+        self.hang_up()
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def kill(self) -> None:
+        """End its process group at once."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)  # not collected yet, so the number is still its own
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(END_SECONDS)
+
+    def close(self) -> None:
+        """Give back the socket and the log."""
+        _every.discard(self)
+        self._socket.close()
+        self._log.close()
+
+    def death(self) -> str:
+        """How it ended, once it has, in words."""
+        end = time.monotonic() + END_SECONDS
+        while self.process.poll() is None and time.monotonic() < end:
+            time.sleep(0.005)
+        code = self.process.returncode
+        if code is None:
+            return "stopped to answer"
+        if code >= 0:
+            return f"ended with exit code {code}"
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = str(-code)
+        if code == -signal.SIGKILL:
+            known = _memory_kills() > self._memory_kills
+            because = ": the system ran out of memory" if known else ", as systems do that run out of memory"
+            return f"was ended by signal SIGKILL{because}"
+        return f"was ended by signal {name}"
+
+    def last_words(self) -> str:
+        """The end of what it printed, which after a crash is where that was."""
+        with contextlib.suppress(OSError, ValueError):
+            size = os.fstat(self._log.fileno()).st_size
+            data = os.pread(self._log.fileno(), _TAIL, max(0, size - _TAIL))
+            return data.decode("utf-8", "replace").split("\nExtension modules:")[0].strip("\0\n ")
+        return ""
+
+    def forget_in_child(self) -> None:
+        """This process was forked: the worker is its parent's."""
+        self.ended = True
+        self.process.returncode = 0  # else it would be waited for
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        self.close()
+
+
+_every: Final[weakref.WeakSet[Worker]] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for worker in list(_every):
+        worker.forget_in_child()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+def _folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return "/"
+
+
+def _search_path() -> list[str]:
+    return [entry or _folder() for entry in sys.path]
+
+
+def _memory_kills() -> int:
+    """How many processes Linux has ended for memory so far."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

@@ -1,0 +1,307 @@
+"""The compile service: requests go to a process of its own, and what they bring is kept until somebody asks for it.
+
+A thread per worker process carries bytes back and forth and does nothing else; reading an answer is left to whoever
+wants it. Nothing is started before the first request.
+
+A worker that dies takes the request that it was at with it. The others wait for the next worker. After three deaths in
+a row without an answer the service is off for the rest of the program, and a line on standard error says so.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Hashable
+from typing import Final
+
+from ..core import metrics
+from ..core.config import config
+from ..core.errors import CompileError
+from ..core.forks import guarded_rlock
+from .process import Worker
+from .protocol import BrokenMessage
+from .request import Answer, Request, answer_of
+
+__all__ = ["Cancelled", "Service", "Ticket", "service"]
+
+_DEATHS_IN_A_ROW: Final = 3
+
+
+class Cancelled(Exception):
+    """A request came to nothing, and that says nothing about whether it would compile. It may be made again."""
+
+
+class Ticket:
+    """A request that was handed in."""
+
+    __slots__ = ("__weakref__", "_answer", "_done", "_error", "_service", "began", "request")
+
+    def __init__(self, service: Service, request: Request) -> None:
+        self._service = service
+        self._done = False
+        self._answer: bytes | None = None
+        self._error: Exception | None = None
+        self.request = request
+        self.began: float | None = None
+        """When a worker was given it, by ``time.monotonic()``; ``None`` while it waits."""
+
+    def done(self) -> bool:
+        """Whether :meth:`result` will not wait."""
+        return self._done
+
+    def result(self, timeout: float | None = None) -> Answer:
+        """What was prepared; waits for it.
+
+        Raises :class:`CompileError` where it does not compile, with what the other process raised as its cause,
+        :class:`~torchport.worker.paths.NotSendable` where the other process cannot read it, :class:`Cancelled`, or
+        ``TimeoutError`` after so many seconds.
+        """
+        if not self._done and not self._service.wait_for(self, timeout):
+            raise TimeoutError(f"{self.request.label} is not compiled after {timeout} s")
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        assert self._answer is not None
+        return answer_of(self._answer, self.request)
+
+    def cancel(self) -> None:
+        """Not wanted any more, by anybody who has it: taken back if it has not begun, else its result is dropped."""
+        self._service.drop(self)
+
+    def _end(self, answer: bytes | None, error: Exception | None) -> None:
+        if not self._done:
+            self._answer, self._error = answer, error
+            self._done = True
+
+
+class _State:
+    """What a service has in one process. A fork begins with a new one."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition(guarded_rlock())  # a finalizer may cancel a ticket anywhere
+        self.waiting: deque[Ticket] = deque()
+        self.tickets: dict[Hashable, Ticket] = {}
+        self.running: list[Ticket | None] = []
+        self.workers: set[Worker] = set()
+        self.deaths = 0
+        self.off = ""
+        self.stops = 0
+
+
+class Service:
+    """Hands requests to worker processes, :attr:`torchport.config.compile_workers` of them."""
+
+    def __init__(self) -> None:
+        self._state = _State()
+        self._exiting = False
+        _every.add(self)
+
+    # -- for those who have something to compile ---------------------------------------------------------------------
+    @property
+    def off(self) -> str:
+        """Why nothing can be handed in; empty where it can."""
+        if not config.compile_workers:
+            return "torchport.config.compile_workers is 0"
+        return "the program ends" if self._exiting else self._state.off
+
+    def submit(self, request: Request) -> Ticket:
+        """Hand in a request; returns at once. What is under way already under the same key is not begun again."""
+        state, ticket = self._state, Ticket(self, request)
+        with state.changed:
+            known = state.tickets.get(request.key)
+            if known is not None:
+                return known
+            off = self.off
+            if off:
+                ticket._end(None, Cancelled(f"nothing is compiled in other processes: {off}"))
+                return ticket
+            state.tickets[request.key] = ticket
+            state.waiting.append(ticket)
+            busy = sum(running is not None for running in state.running)
+            if len(state.running) < min(config.compile_workers, busy + len(state.waiting)):
+                self._add_thread(state)
+            state.changed.notify_all()
+        return ticket
+
+    def idle(self) -> bool:
+        """Whether nothing waits and nothing is being compiled."""
+        return not self._state.tickets
+
+    def pending(self) -> list[Ticket]:
+        """What waits or is being compiled, oldest first."""
+        with self._state.changed:
+            return list(self._state.tickets.values())
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until nothing is under way; whether that came to be."""
+        state = self._state
+        with state.changed:
+            return state.changed.wait_for(lambda: not state.tickets, timeout)
+
+    def pids(self) -> list[int]:
+        """The process ids of the workers; each has a child that compiles."""
+        return sorted(worker.pid for worker in list(self._state.workers) if not worker.ended)
+
+    def stop(self) -> None:
+        """End every worker at once and cancel what is under way. A later request starts a new one."""
+        state = self._state
+        with state.changed:
+            state.stops += 1
+            workers, tickets = list(state.workers), list(state.tickets.values())
+            state.waiting.clear()
+            for ticket in tickets:
+                self._finish(state, ticket, None, Cancelled("the compile service was stopped"))
+            state.changed.notify_all()
+        for worker in workers:
+            worker.hang_up()
+        end = time.monotonic() + 1.0
+        for worker in workers:
+            worker.end(max(0.0, end - time.monotonic()))
+
+    def _exit(self) -> None:
+        """The program ends, and waits for no compiler."""
+        self._exiting = True
+        self.stop()
+
+    # -- for tickets -------------------------------------------------------------------------------------------------
+    def wait_for(self, ticket: Ticket, timeout: float | None) -> bool:
+        """Wait until a ticket is done; whether it is."""
+        with self._state.changed:
+            return self._state.changed.wait_for(ticket.done, timeout)
+
+    def drop(self, ticket: Ticket) -> None:
+        """Cancel a ticket."""
+        state = self._state
+        with state.changed:
+            if ticket in state.waiting:
+                state.waiting.remove(ticket)
+            self._finish(state, ticket, None, Cancelled("the request was cancelled"))
+
+    def _finish(self, state: _State, ticket: Ticket, answer: bytes | None, error: Exception | None) -> None:
+        """With the lock held: a ticket has come to its end."""
+        ticket._end(answer, error)
+        if state.tickets.get(ticket.request.key) is ticket:
+            del state.tickets[ticket.request.key]
+        state.changed.notify_all()
+
+    # -- the threads -------------------------------------------------------------------------------------------------
+    def _add_thread(self, state: _State) -> None:
+        place = len(state.running)
+        state.running.append(None)
+        if place == 0:
+            atexit.register(self._exit)
+        name = f"torchport compile service {place}"
+        threading.Thread(target=self._carry, args=(state, place), name=name, daemon=True).start()
+
+    def _carry(self, state: _State, place: int) -> None:
+        """Carry requests to a worker and its answers back, for as long as the program runs."""
+        worker: Worker | None = None
+        while True:
+            with state.changed:
+                state.running[place] = None
+                state.changed.wait_for(lambda: bool(state.waiting))
+                ticket = state.running[place] = state.waiting.popleft()
+            if worker is not None and worker.ended:
+                worker = self._lose(state, worker)
+            worker = self._serve(state, ticket, worker)
+
+    def _serve(self, state: _State, ticket: Ticket, worker: Worker | None) -> Worker | None:
+        """Bring a ticket to its end; returns the worker, if it is still good."""
+        while worker is None:
+            worker = self._start(state)
+            if state.off or ticket.done():
+                return worker
+        ticket.began = time.monotonic()
+        try:
+            answer = worker.ask(ticket.request.body, config.compile_timeout)
+        except TimeoutError:
+            limit = f"within {config.compile_timeout} s (torchport.config.compile_timeout)"
+            error = _failure(ticket, f"compiling {ticket.request.label} did not end {limit}, so its process was ended")
+        except (EOFError, OSError, BrokenMessage):
+            said = worker.last_words()
+            how = f"the compiler's process {worker.death()} while it compiled {ticket.request.label}"
+            error = _failure(ticket, f"{how}; it printed last:\n{said}" if said else how)
+        else:
+            metrics.count("CompiledApart")
+            with state.changed:
+                state.deaths = 0
+                self._finish(state, ticket, answer, None)
+            return worker
+        with state.changed:
+            self._finish(state, ticket, None, error)
+        self._lose(state, worker, error.message)
+        return None
+
+    def _start(self, state: _State) -> Worker | None:
+        """A new worker, ready; ``None`` where it did not come to be, which counts as a death."""
+        worker: Worker | None = None
+        stops = state.stops
+        try:
+            worker = Worker(config.compile_nice)
+            with state.changed:
+                state.workers.add(worker)
+                if state.stops != stops:
+                    worker.hang_up()
+            worker.wait_until_ready()
+        except (EOFError, OSError, BrokenMessage) as error:
+            if worker is None:
+                self._count_death(state, f"it cannot be started: {type(error).__name__}: {error}")
+                return None
+            how = "did not start in time" if isinstance(error, TimeoutError) else f"{worker.death()} before it began"
+            self._lose(state, worker, f"the compiler's process {how}\n{worker.last_words()}".rstrip())
+            return None
+        metrics.count("CompileWorkers")
+        return worker
+
+    def _lose(self, state: _State, worker: Worker, why: str = "") -> None:
+        """A worker is of no use any more."""
+        ours = worker.ended  # by ``stop``
+        worker.end()
+        with state.changed:
+            state.workers.discard(worker)
+        worker.close()
+        if not ours:
+            self._count_death(state, why)
+
+    def _count_death(self, state: _State, why: str) -> None:
+        metrics.count("CompileWorkerDeaths")
+        with state.changed:
+            state.deaths += 1
+            if state.deaths < _DEATHS_IN_A_ROW or state.off:
+                return
+            state.off = f"the compiler's process failed {state.deaths} times in a row"
+            state.waiting.clear()
+            for ticket in list(state.tickets.values()):
+                self._finish(state, ticket, None, Cancelled(f"nothing is compiled in other processes: {state.off}"))
+        # Said once per process, to people: a warning would break programs that turn warnings into errors.
+        print(f"torchport: no more compiling in other processes: {state.off}; the last time, {why}", file=sys.stderr)
+
+    # -- forks -------------------------------------------------------------------------------------------------------
+    def after_fork_in_child(self) -> None:
+        """The workers and the threads are the parent's. What was under way is to be asked for again."""
+        former, self._state = self._state, _State()
+        self._state.off = former.off
+        for ticket in former.tickets.values():
+            ticket._end(None, Cancelled("the process was forked; the request is its parent's"))
+
+
+def _failure(ticket: Ticket, message: str) -> CompileError:
+    return CompileError(message, op=ticket.request.label, source=ticket.request.source)
+
+
+_every: Final[weakref.WeakSet[Service]] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for one in list(_every):
+        one.after_fork_in_child()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+service: Final = Service()
+"""The program's one service."""
