@@ -35,6 +35,8 @@ def test_environment_of_others_is_left_alone() -> None:
         ("TORCHPORT_FALLBACK", "maybe", "allow, warn, error"),
         ("TORCHPORT_MAX_TRACE_OPS", "63", "at least 64"),
         ("TORCHPORT_MAX_TRACE_OPS", "many", "whole number"),
+        ("TORCHPORT_COMPILE_NICE", "20", "from 0 to 19"),
+        ("TORCHPORT_COMPILE_TIMEOUT", "0", "at least 1"),
         ("TORCHPORT_VERIFY_GRAPHS", "2", "true/false"),
     ],
 )

@@ -55,6 +55,7 @@ def serve(fd: int) -> None:
             _move_to(*pickle.loads(body))
             continue
         os.ftruncate(2, 0)  # what a crash report shows is this request's
+        write_message(program, Kind.BEGUN, b"")
         write_message(program, Kind.REPLY, compile_request(body))
 
 
@@ -100,7 +101,8 @@ def _compile(question: Question) -> tuple[Prepared, Sources | None]:
     else:
         graph = graph_from_data(*question.content)
         _rename(graph, question.names)
-    return prepare(backend, specs, graph, fingerprint(graph), question.source), sources
+    with backend.compiling_under(question.engine):
+        return prepare(backend, specs, graph, fingerprint(graph), question.source), sources
 
 
 def _rename(graph: Any, names: Sequence[str]) -> None:

@@ -64,13 +64,17 @@ class Worker:
         """Return when it has imported what it needs. Raises ``EOFError`` or ``TimeoutError``."""
         read_message(self._socket, START_SECONDS)
 
-    def ask(self, body: bytes, seconds: float) -> bytes:
-        """Have a request answered. Raises ``OSError`` or ``EOFError`` if it died, else ``TimeoutError``."""
+    def begin(self, body: bytes) -> None:
+        """Give it a request, and return when it has that. Raises ``OSError`` or ``EOFError`` where it is dead."""
         surroundings = pickle.dumps((dict(os.environ), _search_path(), _folder()))
         if surroundings != self._told:
             write_message(self._socket, Kind.SURROUNDINGS, surroundings)
             self._told = surroundings
         write_message(self._socket, Kind.REQUEST, body)
+        read_message(self._socket, START_SECONDS)
+
+    def answer(self, seconds: float) -> bytes:
+        """Its answer. Raises ``OSError`` or ``EOFError`` if it died, ``TimeoutError`` if it took longer."""
         return read_message(self._socket, seconds)[1]
 
     def hang_up(self) -> None:
@@ -82,17 +86,41 @@ class Worker:
     def end(self, seconds: float = END_SECONDS) -> None:
         """End it and all that it has started, and return when that is done, or after so many seconds."""
         self.hang_up()
-        try:
-            self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self.kill()
+        if not self._collect(seconds):
+            self._kill_group()
+            self._collect(END_SECONDS)
 
-    def kill(self) -> None:
-        """End its process group at once."""
+    def alive(self) -> bool:
+        """Whether it runs and has not been told to end."""
+        return not self.ended and not self._exited()
+
+    def _exited(self) -> bool:
+        """Whether the process has come to its end, collected or not."""
+        if self.process.returncode is not None:
+            return True
+        try:
+            return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:
+            return True
+
+    def _collect(self, seconds: float) -> bool:
+        """Wait for its end, so many seconds at most; whether it has come. Then nothing is left of its process group.
+
+        The watcher leaves nothing, but somebody may have killed the watcher.
+        """
+        end = time.monotonic() + seconds
+        while not self._exited():
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.002)
+        if self.process.returncode is None:
+            self._kill_group()
+            self.process.wait()
+        return True
+
+    def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)  # not collected yet, so the number is still its own
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(END_SECONDS)
 
     def close(self) -> None:
         """Give back the socket and the log."""
@@ -102,9 +130,7 @@ class Worker:
 
     def death(self) -> str:
         """How it ended, once it has, in words."""
-        end = time.monotonic() + END_SECONDS
-        while self.process.poll() is None and time.monotonic() < end:
-            time.sleep(0.005)
+        self._collect(END_SECONDS)
         code = self.process.returncode
         if code is None:
             return "stopped to answer"

@@ -24,14 +24,16 @@ _NO_SIGNAL: Final = getattr(socket, "MSG_NOSIGNAL", 0)
 
 
 class Kind(IntEnum):
-    """What a message is. The program sends the first two, the process answers with the last two."""
+    """What a message is. The program sends the first two, the process the others."""
 
     SURROUNDINGS = 1
     """The program's environment, ``sys.path`` and folder, as they are from now on."""
     REQUEST = 2
     READY = 3
     """The process has imported what it needs."""
-    REPLY = 4
+    BEGUN = 4
+    """A request has been read: what happens from now on is its doing."""
+    REPLY = 5
 
 
 class BrokenMessage(Exception):

@@ -62,12 +62,16 @@ class Question:
 
     recipe: str
     specs: dict[str, bytes]
+    engine: dict[str, Any]
     settings: Any
     definitions: Definitions
     kind: str
     content: Any
     names: tuple[str, ...]
     source: str | None
+
+
+_DEFINITIONS: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +121,7 @@ def _recipe(backend: Backend) -> str:
 
 def _request(key: Hashable, question: Question, label: str) -> Request:
     fields = [getattr(question, field.name) for field in dataclasses.fields(question)]
-    fields[3] = (question.definitions.modules, question.definitions.libraries)
+    fields[_DEFINITIONS] = (question.definitions.modules, question.definitions.libraries)
     return Request(key, dumps(tuple(fields))[0], label, question.source)
 
 
@@ -136,7 +140,8 @@ def path_request(
     """
     recipe = _recipe(backend)
     data = path_to_data(path, outputs, leaf_specs, donated)
-    question = Question(recipe, dict(specs), _settings(), data.definitions, PATH, data.data, (), data.source)
+    engine = dict(backend.compiler_settings())
+    question = Question(recipe, dict(specs), engine, _settings(), data.definitions, PATH, data.data, (), data.source)
     return _request(key, question, data.label)
 
 
@@ -152,7 +157,8 @@ def graph_request(
     ops = operators(graph)
     names = tuple(node.name for node in graph.graph.find_nodes(op="placeholder"))
     foreign = definitions_of(op for op in ops if op.namespace not in ("aten", "prims"))
-    question = Question(recipe, dict(specs), _settings(), foreign, GRAPH, content, names, source)
+    engine = dict(backend.compiler_settings())
+    question = Question(recipe, dict(specs), engine, _settings(), foreign, GRAPH, content, names, source)
     return _request(key, question, f"a graph of {len(content[1])} operators")
 
 
@@ -172,7 +178,7 @@ def warming_request(backend: Backend, specs: CompileSpecs) -> Request:
 def read_request(body: bytes) -> Question:
     """A request as it was asked."""
     fields = list(loads(body))
-    fields[3] = Definitions(*fields[3])
+    fields[_DEFINITIONS] = Definitions(*fields[_DEFINITIONS])
     return Question(*fields)
 
 

@@ -144,7 +144,7 @@ class Service:
 
     def pids(self) -> list[int]:
         """The process ids of the workers; each has a child that compiles."""
-        return sorted(worker.pid for worker in list(self._state.workers) if not worker.ended)
+        return sorted(worker.pid for worker in list(self._state.workers) if worker.alive())
 
     def stop(self) -> None:
         """End every worker at once and cancel what is under way. A later request starts a new one."""
@@ -211,13 +211,18 @@ class Service:
 
     def _serve(self, state: _State, ticket: Ticket, worker: Worker | None) -> Worker | None:
         """Bring a ticket to its end; returns the worker, if it is still good."""
-        while worker is None:
-            worker = self._start(state)
+        begun = False
+        while not begun:
+            if worker is None:
+                worker = self._start(state)
             if state.off or ticket.done():
                 return worker
-        ticket.began = time.monotonic()
+            if worker is not None:
+                begun = self._begin(ticket, worker)
+                worker = worker if begun else self._lose(state, worker, f"the compiler's process {worker.death()}")
+        assert worker is not None
         try:
-            answer = worker.ask(ticket.request.body, config.compile_timeout)
+            answer = worker.answer(config.compile_timeout)
         except TimeoutError:
             limit = f"within {config.compile_timeout} s (torchport.config.compile_timeout)"
             error = _failure(ticket, f"compiling {ticket.request.label} did not end {limit}, so its process was ended")
@@ -235,6 +240,16 @@ class Service:
             self._finish(state, ticket, None, error)
         self._lose(state, worker, error.message)
         return None
+
+    @staticmethod
+    def _begin(ticket: Ticket, worker: Worker) -> bool:
+        """Whether a worker took a ticket's request; else it was dead already, and not for that."""
+        try:
+            worker.begin(ticket.request.body)
+        except (EOFError, OSError, BrokenMessage):
+            return False
+        ticket.began = time.monotonic()
+        return True
 
     def _start(self, state: _State) -> Worker | None:
         """A new worker, ready; ``None`` where it did not come to be, which counts as a death."""

@@ -14,6 +14,7 @@ import sys
 import traceback
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Final
 
@@ -221,6 +222,18 @@ class InductorBackend(Backend):
             source=source if len(source) <= _MAX_SOURCE else b"",
         )
         return Processed(container.encode(artifact))
+
+    def compiler_settings(self) -> Mapping[str, Any]:
+        config: Any = sys.modules.get("torch._inductor.config")
+        # Asked for by name, since a setting that is a list may have been written to.
+        return {} if config is None else {n: getattr(config, n) for n in config._config if not config._is_default(n)}
+
+    def compiling_under(self, settings: Mapping[str, Any]) -> AbstractContextManager[object]:
+        if not settings:
+            return nullcontext()
+        from torch._inductor import config
+
+        return config.patch(dict(settings))
 
     def init(self, processed: FreeableBuffer, specs: CompileSpecs, context: InitContext) -> Library:
         artifact = container.decode(processed.data)

@@ -1,0 +1,69 @@
+"""A program that has something compiled in another process, and then ends in some way: ``life_program.py HOW FILE``.
+
+Once its worker is at work, which ``FILE`` says, it prints the ids of the processes that this consists of.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from worker_engines import Troubled
+from worker_support import a_trace, family, wait_until
+
+import torchport
+from torchport.worker.service import service
+
+HOW, FILE = sys.argv[1], Path(sys.argv[2])
+
+
+def at_work() -> bool:
+    return FILE.exists() and FILE.read_text().endswith("ready\n")
+
+
+def say(*words: object) -> None:
+    print(*words, flush=True)
+
+
+if __name__ == "__main__":
+    torchport.config.compile_nice = 0
+    torchport.register(Troubled)
+    torch.manual_seed(0)
+    ticket = service.submit(
+        a_trace().request("busy", torchport.get_backend("troubled"), how="children", file=str(FILE))
+    )
+    if HOW == "exit at once":
+        (pid,) = wait_until(service.pids)
+        say(*family(pid))
+        sys.exit(0)
+    wait_until(at_work, 240)
+    say(*family(service.pids()[0]))
+    if HOW == "exit":
+        sys.exit(0)
+    elif HOW == "raise":
+        raise ValueError("the program fails")
+    elif HOW == "_exit":
+        os._exit(0)
+    elif HOW == "wait":
+        try:
+            ticket.result(240)
+        except KeyboardInterrupt:
+            say("interrupted", ticket.done(), *service.pids())
+            sys.exit(0)
+    elif HOW == "fork":
+        signal.alarm(240)
+        child = os.fork()
+        if child == 0:
+            assert ticket.done(), "what was under way is the parent's"
+            assert service.pids() == []
+            assert service.idle()
+            other = service.submit(a_trace().request("child", torchport.get_backend("troubled")))
+            outputs = other.result(200).outputs
+            say("child", len(outputs), *family(service.pids()[0]))
+            say("sleeps", os.getpid())
+            time.sleep(1000)
+        time.sleep(1000)
