@@ -20,6 +20,7 @@ import select
 import signal
 import sys
 import time
+import traceback
 from typing import Final
 
 __all__ = ["main"]
@@ -172,8 +173,8 @@ def _work(fd: int) -> None:
 
         serve(fd)
         status = 0
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
+    except BaseException as error:
+        traceback.print_exception(error)
     finally:
         sys.stderr.flush()
         os._exit(status)  # not through the interpreter's end: an engine's destructors have nothing to say here

@@ -155,9 +155,10 @@ class Service:
             state.waiting.clear()
             for ticket in tickets:
                 self._finish(state, ticket, None, Cancelled("the compile service was stopped"))
-            state.changed.notify_all()
         for worker in workers:
             worker.hang_up()
+        with state.changed:
+            state.changed.notify_all()
         end = time.monotonic() + 1.0
         for worker in workers:
             worker.end(max(0.0, end - time.monotonic()))
@@ -201,13 +202,19 @@ class Service:
         """Carry requests to a worker and its answers back, for as long as the program runs."""
         worker: Worker | None = None
         while True:
-            with state.changed:
-                state.running[place] = None
-                state.changed.wait_for(lambda: bool(state.waiting))
-                ticket = state.running[place] = state.waiting.popleft()
-            if worker is not None and worker.ended:
+            ticket = self._next(state, place, worker)
+            if worker is not None and worker.ended:  # by ``stop``
                 worker = self._lose(state, worker)
-            worker = self._serve(state, ticket, worker)
+            if ticket is not None:
+                worker = self._serve(state, ticket, worker)
+
+    def _next(self, state: _State, place: int, worker: Worker | None) -> Ticket | None:
+        """Wait for something to do: the next ticket, or ``None`` where the worker has been ended meanwhile."""
+        with state.changed:
+            state.running[place] = None
+            state.changed.wait_for(lambda: bool(state.waiting) or (worker is not None and worker.ended))
+            ticket = state.running[place] = state.waiting.popleft() if state.waiting else None
+            return ticket
 
     def _serve(self, state: _State, ticket: Ticket, worker: Worker | None) -> Worker | None:
         """Bring a ticket to its end; returns the worker, if it is still good."""

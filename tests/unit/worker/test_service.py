@@ -100,6 +100,16 @@ def test_an_operator_of_a_module_is_imported_over_there(shared: Service) -> None
     assert answer.label == "worker_engines.halved.default"
 
 
+def test_settings_of_the_engine_go_with_the_request(shared: Service, troubled: Any) -> None:
+    troubled.level = 3
+    ticket = shared.submit(a_trace().request("level 3", troubled, how="tells"))
+    troubled.level = 0
+    with pytest.raises(CompileError, match="at level 3"):
+        ticket.result(LONG)
+    with pytest.raises(CompileError, match="at level 0"):
+        shared.submit(a_trace().request("level 0", troubled, how="tells")).result(LONG)
+
+
 # -- tickets -----------------------------------------------------------------------------------------------------------
 def test_the_same_key_is_compiled_once(shared: Service, troubled: Backend, tmp_path: Path) -> None:
     began = tmp_path / "began"

@@ -9,7 +9,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import fx
@@ -27,9 +30,11 @@ def halved(x: torch.Tensor) -> torch.Tensor:
 
 
 class Troubled(ReferenceBackend):
-    """``how``: raise, exit, crash, hang, memory, children, slow; ``file`` is written once it has begun."""
+    """``how``: one of the methods below; ``file`` is written once it has begun."""
 
     name = "troubled"
+    level = 0
+    """A setting of the whole process."""
 
     def preprocess(self, graph: fx.GraphModule, specs: CompileSpecs):  # type: ignore[no-untyped-def]
         if specs.text("file"):
@@ -37,6 +42,18 @@ class Troubled(ReferenceBackend):
                 file.write(f"{os.getpid()}\n")
         getattr(self, specs.text("how", "fine"))(specs)
         return super().preprocess(graph, specs)
+
+    def compiler_settings(self) -> Mapping[str, Any]:
+        return {"level": self.level} if self.level else {}
+
+    @contextmanager
+    def compiling_under(self, settings: Mapping[str, Any]) -> Iterator[None]:
+        before, self.level = self.level, settings.get("level", 0)
+        yield
+        self.level = before
+
+    def tells(self, specs: CompileSpecs) -> None:
+        raise ValueError(f"at level {self.level}")
 
     def fine(self, specs: CompileSpecs) -> None:
         pass

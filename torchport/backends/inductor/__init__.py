@@ -14,7 +14,7 @@ import sys
 import traceback
 import zlib
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final
 
@@ -224,16 +224,16 @@ class InductorBackend(Backend):
         return Processed(container.encode(artifact))
 
     def compiler_settings(self) -> Mapping[str, Any]:
-        config: Any = sys.modules.get("torch._inductor.config")
-        # Asked for by name, since a setting that is a list may have been written to.
-        return {} if config is None else {n: getattr(config, n) for n in config._config if not config._is_default(n)}
+        if "torch._inductor.config" not in sys.modules:
+            return {}
+        from . import torch_api  # on demand: compiling needs it, running does not
+
+        return torch_api.changed_settings()
 
     def compiling_under(self, settings: Mapping[str, Any]) -> AbstractContextManager[object]:
-        if not settings:
-            return nullcontext()
-        from torch._inductor import config
+        from . import torch_api  # on demand: compiling needs it, running does not
 
-        return config.patch(dict(settings))
+        return torch_api.settings_in_force(settings)
 
     def init(self, processed: FreeableBuffer, specs: CompileSpecs, context: InitContext) -> Library:
         artifact = container.decode(processed.data)

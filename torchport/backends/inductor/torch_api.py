@@ -10,6 +10,7 @@ torch_exception_get_what_without_backtrace (C)                  what an operator
 torch._guards.detect_fake_mode, TracingContext, tracing         passes look for the fake mode there
 torch._inductor.codegen.cpp.CppScheduling                       how many loops become one function
 torch._inductor.config.patch, list_options, list_mode_options   options of one compilation
+torch._inductor.config._config, _is_default                     what a program has set of them for the whole process
 torch._inductor.compile_fx: _recursive_joint_graph_passes,      its passes over a graph, without its second tracing
   fake_tensor_prop, _recursive_record_original_output_strides,    through AOTAutograd, which a graph in normal form
   _recursive_post_grad_passes                                     does not need
@@ -43,7 +44,7 @@ import shlex
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -95,6 +96,21 @@ def mode_options(mode: str) -> Mapping[str, Any]:
     if mode not in known:
         raise ConfigError(f'compile spec "mode" is {mode!r}; Inductor has: {", ".join(sorted(known))}')
     return known[mode]
+
+
+def changed_settings() -> Mapping[str, Any]:
+    """What differs from the defaults in ``torch._inductor.config``."""
+    from torch._inductor import config
+
+    known: Any = config
+    return {name: getattr(config, name) for name in known._config if not known._is_default(name)}
+
+
+def settings_in_force(settings: Mapping[str, Any]) -> AbstractContextManager[object]:
+    """Have these settings instead."""
+    from torch._inductor import config
+
+    return config.patch(dict(settings))
 
 
 def proxy_runner(library: str) -> Any:
