@@ -22,7 +22,7 @@ import torch
 from ..core.specs import TensorSpec
 from ..trace.graph import needed
 from ..trace.handle import DEVICE_TYPE, ShownSpec, intern_spec
-from ..trace.trie import HostScalar, Leaf, Node, Number, RandomKey, Value
+from ..trace.trie import HostScalar, Leaf, Node, RandomKey, ScalarInput, Value
 
 __all__ = [
     "Definitions",
@@ -87,7 +87,11 @@ def _write_shown(value: ShownSpec) -> Any:
 
 
 def _write_value(value: Value) -> Any:
-    return value.__class__, (value.number,)
+    return Value, (value.value_id,)
+
+
+def _write_positioned(value: Leaf | ScalarInput | RandomKey) -> Any:
+    return value.__class__, (value.position,)
 
 
 def _write_operator(value: Any) -> Any:
@@ -96,9 +100,9 @@ def _write_operator(value: Any) -> Any:
 
 _RULES: Final[dict[type, Callable[[Any], Any]]] = {
     Value: _write_value,
-    Leaf: _write_value,
-    Number: _write_value,
-    RandomKey: _write_value,
+    Leaf: _write_positioned,
+    ScalarInput: _write_positioned,
+    RandomKey: _write_positioned,
     HostScalar: lambda value: (HostScalar, (value.dtype, value.value)),
     TensorSpec: _write_spec,
     ShownSpec: _write_shown,
@@ -113,7 +117,7 @@ _RULES: Final[dict[type, Callable[[Any], Any]]] = {
 
 _MAKERS: Final[tuple[Any, ...]] = (
     *(_constant, _operator, _spec, _shown, torch.device, tuple, complex),
-    *(Value, Leaf, Number, RandomKey, HostScalar),
+    *(Value, Leaf, ScalarInput, RandomKey, HostScalar),
 )
 _BY_NAME: Final = {(maker.__module__, maker.__qualname__): maker for maker in _MAKERS}
 _KNOWN: Final = frozenset(map(id, _MAKERS))
@@ -246,7 +250,7 @@ class TracePath:
 def path_to_data(
     path: Sequence[Node], outputs: Sequence[int], leaf_specs: Sequence[TensorSpec], donated: Set[int] = frozenset()
 ) -> PathData:
-    """The nodes of a path that the values numbered ``outputs`` need, as bytes. Raises :class:`NotSendable`.
+    """The nodes of a path that the values with the ids ``outputs`` need, as bytes. Raises :class:`NotSendable`.
 
     Takes 2 µs per node (a training step of a transformer layer).
     """
@@ -259,7 +263,7 @@ def path_to_data(
             node.kwargs,
             node.specs,
             None if node.container is None else node.container is list,
-            node.number,
+            node.first_id,
             node.depth,
             same.setdefault(node.source, node.source),
             node.is_factory,
@@ -278,11 +282,11 @@ def path_from_data(data: bytes) -> TracePath:
     """The path that :func:`path_to_data` wrote, as nodes that a graph can be built from."""
     rows, outputs, leaf_specs, donated = loads(data)
     path: list[Node] = []
-    for op, args, kwargs, specs, container, number, depth, source, is_factory in rows:
+    for op, args, kwargs, specs, container, first_id, depth, source, is_factory in rows:
         node = Node(None, None, op)
         node.args, node.kwargs, node.specs = args, kwargs, specs
         node.container = None if container is None else list if container else tuple
-        node.number, node.end = number, number + len(specs)
+        node.first_id, node.end_id = first_id, first_id + len(specs)
         node.depth, node.source, node.is_factory = depth, source, is_factory
         path.append(node)
     return TracePath(path, outputs, leaf_specs, frozenset(donated))

@@ -134,7 +134,7 @@ def path_request(
     leaf_specs: Sequence[TensorSpec],
     donated: Set[int] = frozenset(),
 ) -> Request:
-    """Ask for the values numbered ``outputs`` at the end of a trace path. Raises :class:`NotSendable`.
+    """Ask for the values with the ids ``outputs`` at the end of a trace path. Raises :class:`NotSendable`.
 
     ``key``: what makes this computation this one; the service compiles once what is asked for twice.
     """

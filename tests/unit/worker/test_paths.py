@@ -31,7 +31,7 @@ def same_graph(traced: Traced) -> None:
     back = path_from_data(data.data)
     again = build_graph(back.path, back.outputs, back.leaf_specs, capture, donated=back.donated)
     assert encode(again.module) == encode(traced.made.module)
-    for name in ("leaves", "singles", "doubles", "keys"):
+    for name in ("leaves", "singles", "doubles", "random_keys"):
         assert getattr(again, name) == getattr(traced.made, name)
     names = [[n.name for n in g.graph.find_nodes(op="placeholder")] for g in (again.module, traced.made.module)]
     assert names[0] == names[1]
@@ -157,7 +157,7 @@ def test_a_trace_ignores_what_its_values_do_not_need() -> None:
 # -- what cannot be sent -----------------------------------------------------------------------------------------------
 def node_with(argument: Any, op: Any = torch.ops.aten.sin.default) -> Node:
     node = Node(Node.root(), ("key",), op)
-    node.args, node.specs, node.end = [argument], (None,), 1
+    node.args, node.specs, node.end_id = [argument], (None,), 1
     return node
 
 
