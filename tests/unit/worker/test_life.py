@@ -75,7 +75,10 @@ def descendants(program: Program, workers: list[int]) -> None:
     assert os.getsid(program.process.pid) not in {os.getsid(pid) for pid in workers}
 
 
-@pytest.mark.parametrize("how", ["exit", "_exit", "raise", "exit at once"])
+SLOW = [pytest.param(how, marks=pytest.mark.slow) for how in ("_exit", "raise")]
+
+
+@pytest.mark.parametrize("how", ["exit", "exit at once", *SLOW])
 def test_a_program_that_ends_while_something_compiles_leaves_nothing(begun: Any, how: str) -> None:
     program = begun(how)
     workers = program.workers()
