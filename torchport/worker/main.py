@@ -48,6 +48,7 @@ def main() -> None:
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
     for number in (_PARENT_DIED, signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)  # noted by way of the pipe
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the thread of the program that started this may block some
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     _prctl(_PR_SET_PDEATHSIG, int(_PARENT_DIED))
     watcher = os.getpid()

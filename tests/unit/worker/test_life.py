@@ -136,6 +136,23 @@ def test_a_killed_watcher_takes_the_worker_with_it() -> None:
         worker.close()
 
 
+def test_signals_that_the_program_blocks_reach_the_watcher() -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGUSR1, signal.SIGTERM})
+    try:
+        worker = Worker(0)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    try:
+        worker.wait_until_ready()
+        (below,) = family(worker.pid)[1:]
+        os.kill(below, signal.SIGSEGV)
+        assert gone([worker.pid, below]) == []
+        assert worker.death() == "was ended by signal SIGSEGV"
+    finally:
+        worker.end()
+        worker.close()
+
+
 @pytest.mark.slow
 def test_a_worker_ends_at_every_stage_of_its_start() -> None:
     draw = random.Random(0)
