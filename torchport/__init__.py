@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .backend.optional import (
         Started,
         SupportsBorrow,
+        SupportsCompilerSettings,
         SupportsFork,
         SupportsHostExecution,
         SupportsMemoryInfo,
@@ -82,8 +83,8 @@ _HOMES = {
     "torchport.backend.lowering_context": "Call Lowering LoweringContext LoweringTable",
     "torchport.backend.normal_form": "verify_graph",
     "torchport.backend.optional": (
-        "Started SupportsBorrow SupportsFork SupportsHostExecution SupportsMemoryInfo SupportsMethods SupportsMetrics "
-        "SupportsOverlap SupportsSeed SupportsStart SupportsText"
+        "Started SupportsBorrow SupportsCompilerSettings SupportsFork SupportsHostExecution SupportsMemoryInfo "
+        "SupportsMethods SupportsMetrics SupportsOverlap SupportsSeed SupportsStart SupportsText"
     ),
     "torchport.backend.registry": "BackendInfo Registry registry",
     "torchport.core.config": "config",

@@ -7,6 +7,7 @@ registered (:func:`optional_of`); a call then looks at the answer.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
@@ -29,6 +30,7 @@ __all__ = [
     "OptionalMethods",
     "Started",
     "SupportsBorrow",
+    "SupportsCompilerSettings",
     "SupportsFork",
     "SupportsHostExecution",
     "SupportsMemoryInfo",
@@ -168,6 +170,23 @@ def preprocess_each(
 
 
 @runtime_checkable
+class SupportsCompilerSettings(Protocol):
+    """A backend whose engine has settings that hold for a whole process, and that ``preprocess`` goes by.
+
+    Called by the compile service: in the program for each request, and in the process that compiles around
+    ``preprocess``.
+    """
+
+    def compiler_settings(self) -> Mapping[str, Any]:
+        """What the program has changed of them, as plain data."""
+        ...
+
+    def compiling_under(self, settings: Mapping[str, Any]) -> AbstractContextManager[object]:
+        """Have what ``compiler_settings`` gave in another process."""
+        ...
+
+
+@runtime_checkable
 class SupportsFork(Protocol):
     """A backend whose engine has threads of its own, which a forked process does not have.
 
@@ -233,8 +252,8 @@ class SupportsMetrics(Protocol):
 
 
 PROTOCOLS: Final = (
-    SupportsStart, SupportsOverlap, SupportsBorrow, SupportsHostExecution, SupportsMethods, SupportsFork, SupportsSeed,
-    SupportsMemoryInfo, SupportsText, SupportsMetrics,
+    SupportsStart, SupportsOverlap, SupportsBorrow, SupportsHostExecution, SupportsMethods, SupportsCompilerSettings,
+    SupportsFork, SupportsSeed, SupportsMemoryInfo, SupportsText, SupportsMetrics,
 )  # fmt: skip
 """Every optional protocol, in the order of the documentation."""
 
@@ -248,6 +267,7 @@ class OptionalMethods:
     borrow: SupportsBorrow | None
     host_execution: SupportsHostExecution | None
     methods: SupportsMethods | None
+    compiler_settings: SupportsCompilerSettings | None
     fork: SupportsFork | None
     seed: SupportsSeed | None
     memory_info: SupportsMemoryInfo | None

@@ -7,6 +7,7 @@ import pickle
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, Final
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from ..backend.builder import capture_of
 from ..backend.compiler import Prepared, prepare
 from ..backend.interface import Backend
+from ..backend.optional import optional_of
 from ..backend.registry import make_by_recipe
 from ..backend.serialize import fingerprint
 from ..core.config import config
@@ -101,7 +103,8 @@ def _compile(question: Question) -> tuple[Prepared, Sources | None]:
     else:
         graph = graph_from_data(*question.content)
         _rename(graph, question.names)
-    with backend.compiling_under(question.engine):
+    able = optional_of(backend).compiler_settings
+    with nullcontext() if able is None else able.compiling_under(question.engine):
         return prepare(backend, specs, graph, fingerprint(graph), question.source), sources
 
 

@@ -19,6 +19,7 @@ from torch import fx
 from ..backend.compiler import Prepared
 from ..backend.infer import fake_tensor
 from ..backend.interface import Backend
+from ..backend.optional import optional_of
 from ..backend.registry import registry
 from ..core.config import config
 from ..core.errors import CompileError
@@ -119,6 +120,11 @@ def _recipe(backend: Backend) -> str:
     return found
 
 
+def _engine_settings(backend: Backend) -> dict[str, Any]:
+    able = optional_of(backend).compiler_settings
+    return {} if able is None else dict(able.compiler_settings())
+
+
 def _request(key: Hashable, question: Question, label: str) -> Request:
     fields = [getattr(question, field.name) for field in dataclasses.fields(question)]
     fields[_DEFINITIONS] = (question.definitions.modules, question.definitions.libraries)
@@ -140,7 +146,7 @@ def path_request(
     """
     recipe = _recipe(backend)
     data = path_to_data(path, outputs, leaf_specs, donated)
-    engine = dict(backend.compiler_settings())
+    engine = _engine_settings(backend)
     question = Question(recipe, dict(specs), engine, _settings(), data.definitions, PATH, data.data, (), data.source)
     return _request(key, question, data.label)
 
@@ -157,7 +163,7 @@ def graph_request(
     ops = operators(graph)
     names = tuple(node.name for node in graph.graph.find_nodes(op="placeholder"))
     foreign = definitions_of(op for op in ops if op.namespace not in ("aten", "prims"))
-    engine = dict(backend.compiler_settings())
+    engine = _engine_settings(backend)
     question = Question(recipe, dict(specs), engine, _settings(), foreign, GRAPH, content, names, source)
     return _request(key, question, f"a graph of {len(content[1])} operators")
 
