@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -25,7 +26,7 @@ from .normal_form import alias_root
 if TYPE_CHECKING:
     from .interface import Backend, Support
 
-__all__ = ["Capture", "GraphBuilder", "Refused", "capture_of"]
+__all__ = ["Builder", "Capture", "GraphBuilder", "Refused", "capture_of", "is_factory", "scalar_places"]
 
 aten = torch.ops.aten
 _CPU: Final = torch.device("cpu")
@@ -99,47 +100,56 @@ _ASK_FOR_THE_DEVICE: Final = frozenset(
 """Operators with tensors whose decompositions want to know the device all the same."""
 
 
-class GraphBuilder:
-    """Adds operators to an FX graph, inferring ``meta["val"]``, on behalf of one operator of a program at a time.
+class Builder(ABC):
+    """What lowerings are written against: operators called on things that stand for tensors, in normal form.
 
-    What the backend does not support is replaced by PyTorch's core ATen decomposition, as deep as need be. Where there
-    is none, a ``strict`` builder raises :class:`Refused`; any other leaves the operator to the backend's own error.
+    In a :class:`GraphBuilder` those are nodes of a graph; in :mod:`.interpret` they are CPU tensors, and a lowering
+    computes. So an operator means the same whether it is compiled or interpreted.
     """
 
-    def __init__(self, capture: Capture | None = None, strict: bool = False) -> None:
-        self.graph = fx.Graph()
-        self.debug_handle = 0
-        self.source: str | None = None
-        self.origin: Mapping[str, Any] = {}
-        """More ``meta`` for the nodes of the present operator, such as its place in the user's modules."""
-        self.capture = capture
-        self.strict = strict
-        self._depth = 0
+    # -- what a thing is, and how an operator is called on it ----------------------------------------------------
+    @staticmethod
+    @abstractmethod
+    def is_node(value: Any) -> bool:
+        """Whether an argument stands for a tensor, rather than being a Python number."""
+
+    @staticmethod
+    @abstractmethod
+    def val(node: Any) -> torch.Tensor:
+        """A tensor with the shape, dtype and strides of what one thing stands for."""
+
+    @abstractmethod
+    def item(self, node: Any, position: int) -> Any:
+        """One result of an op that returns several."""
+
+    @abstractmethod
+    def inline(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What a decomposition written with tensors amounts to."""
+
+    @abstractmethod
+    def _emit(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call an operator that needs no rewriting."""
 
     # -- what lowerings use ----------------------------------------------------------------------------------
     def __call__(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         return self.call(op, args, kwargs)
 
-    @staticmethod
-    def is_node(value: Any) -> bool:
-        """Whether an argument is a node of the graph, rather than a Python number."""
-        return isinstance(value, fx.Node)
-
-    @staticmethod
-    def val(node: fx.Node) -> torch.Tensor:
-        """The fake tensor of a node that holds one tensor."""
-        return node.meta["val"]
-
     def call(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """A node that calls ``op``; goes through the backend's decompositions and through varying numbers' rewrites."""
-        if _has_node_as_scalar(op, args, kwargs):
+        """What calling ``op`` gives; goes through the rewrites of varying numbers."""
+        if self._varies(op, args, kwargs):
             lower = lower_varying(op)
             if lower is None:
                 raise GraphError(f"{op} was given a number that varies, but has no form that takes one")
             return lower(self, *args, **kwargs)
-        if self.capture is not None and op in self.capture.decompositions:
-            return self._rewritten(op, self.capture.decompositions[op], args, kwargs)
-        return self._add(op, args, kwargs)
+        return self._emit(op, args, kwargs)
+
+    def _varies(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether something that stands for a tensor is where the operator takes a number."""
+        for position, name in scalar_places(op):
+            value = args[position] if position < len(args) else kwargs.get(name)
+            if value is not None and self.is_node(value):
+                return True
+        return False
 
     def lower(self, op: Any, specs: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The nodes of a functional operator as a frontend recorded it, with these result specs, in normal form."""
@@ -156,7 +166,7 @@ class GraphBuilder:
             del kwargs["device"]
         return self.call(view_form(op), args, kwargs)
 
-    def cast(self, value: Any, dtype: torch.dtype) -> fx.Node:
+    def cast(self, value: Any, dtype: torch.dtype) -> Any:
         """A node of this dtype: a number becomes a 0-dim tensor."""
         if not self.is_node(value):
             return self(aten.full.default, [], value, dtype=dtype, device=_CPU)
@@ -168,6 +178,44 @@ class GraphBuilder:
         """The product of two things of which ``value`` is a Python number."""
         return self(aten.mul.Tensor, factor, value) if self.is_node(factor) else factor * value
 
+    def filled(self, spec: TensorSpec, value: Any) -> Any:
+        """A constant tensor with this spec's shape and, where they are those of a permuted dense tensor, strides."""
+        order = sorted(range(len(spec.shape)), key=lambda d: (-spec.strides[d], d))
+        shape = [spec.shape[d] for d in order]
+        node = self(aten.full.default, shape, value, dtype=spec.dtype, device=_CPU)
+        if order == list(range(len(order))):
+            return node
+        return self(aten.permute.default, node, [order.index(d) for d in range(len(order))])
+
+
+class GraphBuilder(Builder):
+    """Adds operators to an FX graph, inferring ``meta["val"]``, on behalf of one operator of a program at a time.
+
+    What the backend does not support is replaced by PyTorch's core ATen decomposition, as deep as need be. Where there
+    is none, a ``strict`` builder raises :class:`Refused`; any other leaves the operator to the backend's own error.
+    """
+
+    def __init__(self, capture: Capture | None = None, strict: bool = False) -> None:
+        self.graph = fx.Graph()
+        self.debug_handle = 0
+        self.source: str | None = None
+        self.origin: Mapping[str, Any] = {}
+        """More ``meta`` for the nodes of the present operator, such as its place in the user's modules."""
+        self.capture = capture
+        self.strict = strict
+        self._depth = 0
+
+    # -- how an operator is called ---------------------------------------------------------------------------
+    @staticmethod
+    def is_node(value: Any) -> bool:
+        """Whether an argument is a node of the graph, rather than a Python number."""
+        return isinstance(value, fx.Node)
+
+    @staticmethod
+    def val(node: Any) -> torch.Tensor:
+        """The fake tensor of a node that holds one tensor."""
+        return node.meta["val"]
+
     def item(self, node: Any, position: int) -> Any:
         """One result of an op that returns several."""
         if isinstance(node, (list, tuple)):
@@ -178,14 +226,10 @@ class GraphBuilder:
         made = self.graph.call_function(_getitem, (node, position))
         return self._describe(made, value)
 
-    def filled(self, spec: TensorSpec, value: Any) -> fx.Node:
-        """A constant tensor with this spec's shape and, where they are those of a permuted dense tensor, strides."""
-        order = sorted(range(len(spec.shape)), key=lambda d: (-spec.strides[d], d))
-        shape = [spec.shape[d] for d in order]
-        node = self(aten.full.default, shape, value, dtype=spec.dtype, device=_CPU)
-        if order == list(range(len(order))):
-            return node
-        return self(aten.permute.default, node, [order.index(d) for d in range(len(order))])
+    def _emit(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if self.capture is not None and op in self.capture.decompositions:
+            return self._rewritten(op, self.capture.decompositions[op], args, kwargs)
+        return self._add(op, args, kwargs)
 
     # -- adding nodes ----------------------------------------------------------------------------------------
     def placeholder(self, name: str, spec: TensorSpec) -> fx.Node:
@@ -302,12 +346,13 @@ def _thawed(value: Any) -> Any:
     return tuple(_thawed(one) for one in cast("tuple[Any, ...]", value)) if type(value) is tuple else value
 
 
-def _has_node_as_scalar(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+@functools.cache
+def scalar_places(op: Any) -> tuple[tuple[int, str], ...]:
+    """Position and name of the arguments where an operator takes a Python number."""
     if not isinstance(op, torch._ops.OpOverload):
-        return False
-    for position, argument in enumerate(op._schema.arguments):
-        if str(argument.real_type) in {"number", "Optional[number]"}:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            if isinstance(value, fx.Node):
-                return True
-    return False
+        return ()
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(op._schema.arguments)
+        if str(argument.real_type) in {"number", "Optional[number]"}
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import warnings
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +30,9 @@ __all__ = [
     "fake_tensor",
     "infer",
     "infer_as_on_cpu",
+    "learn",
+    "observe",
+    "observed",
 ]
 
 
@@ -129,6 +132,39 @@ def infer(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 def infer_as_on_cpu(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Inferred:
     """:func:`infer` for a call of a program: raises, too, what only the CPU's own kernel refuses."""
     return _recall(_remembered_as_on_cpu, _confirmed, op, args, kwargs)
+
+
+observed: Final[deque[tuple[Any, Any, Any, Any]]] = deque(maxlen=1 << 16)
+"""What :func:`observe` noted and nothing has looked at yet."""
+
+
+def observe(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+    """Note what an operator gave on the CPU: a call with the same specs need not be inferred.
+
+    ``args`` and ``kwargs`` hold specs where the operator has tensors; ``result`` is its spec, or a list or tuple of
+    specs. Noting takes little, because most calls never come again; remembering is left to the next inference.
+    """
+    observed.append((op, args, kwargs, result))
+
+
+def learn() -> None:
+    """Remember what was observed; to be called before inferring for calls of a program."""
+    default = torch.get_default_dtype()
+    while observed:
+        try:
+            op, args, kwargs, result = observed.pop()
+        except IndexError:  # another thread has taken the last
+            return
+        try:
+            given = tuple((name, _key(value)) for name, value in kwargs.items() if value is not None)
+            key = (op, default, _key(args), given)
+        except TypeError:  # a real tensor stands for a number
+            continue
+        several = isinstance(result, (list, tuple))
+        inferred = Inferred(type(result) if several else None, tuple(result) if several else (result,))
+        _remembered_as_on_cpu.setdefault(key, inferred)
+    while len(_remembered_as_on_cpu) > _REMEMBER:
+        _remembered_as_on_cpu.popitem(last=False)
 
 
 def _recall(

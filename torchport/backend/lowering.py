@@ -13,7 +13,7 @@ from .normal_form import is_view
 if TYPE_CHECKING:
     from torch import fx
 
-    from .builder import GraphBuilder
+    from .builder import Builder
 
 __all__ = ["LOWER", "lower_foreach", "lower_varying", "scalar_role", "view_form"]
 
@@ -47,23 +47,23 @@ def view_form(op: Any) -> Any:
 
 
 # -- operators with a lowering of their own: (builder, output specs, args, kwargs) -> node ------------------------
-def _identity(b: GraphBuilder, specs: Any, x: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
+def _identity(b: Builder, specs: Any, x: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
     return x
 
 
-def _zeros(b: GraphBuilder, specs: Any, *args: Any, **kwargs: Any) -> fx.Node:
+def _zeros(b: Builder, specs: Any, *args: Any, **kwargs: Any) -> fx.Node:
     """``empty`` and its kin: nobody may rely on the values, so they are zeros on every backend."""
     (spec,) = specs
     return b.filled(spec, 0)
 
 
-def _expanded(b: GraphBuilder, source: fx.Node, size: Sequence[int]) -> fx.Node:
+def _expanded(b: Builder, source: fx.Node, size: Sequence[int]) -> fx.Node:
     """The value at a larger size, in memory of its own: kernels that want contiguous arguments read past a stride 0."""
     node = b(aten.expand.default, source, list(size))
     return b(aten.clone.default, node, memory_format=torch.contiguous_format) if b.val(node).numel() > 1 else node
 
 
-def _copy(b: GraphBuilder, specs: Any, x: fx.Node, source: fx.Node, non_blocking: bool = False) -> fx.Node:
+def _copy(b: Builder, specs: Any, x: fx.Node, source: fx.Node, non_blocking: bool = False) -> fx.Node:
     (spec,) = specs
     source = b.cast(source, spec.dtype)
     if tuple(b.val(source).shape) != spec.shape:
@@ -71,7 +71,7 @@ def _copy(b: GraphBuilder, specs: Any, x: fx.Node, source: fx.Node, non_blocking
     return source
 
 
-def _to_copy(b: GraphBuilder, specs: Any, x: fx.Node, **kwargs: Any) -> fx.Node:
+def _to_copy(b: Builder, specs: Any, x: fx.Node, **kwargs: Any) -> fx.Node:
     (spec,) = specs
     kept = {name: kwargs[name] for name in ("dtype", "memory_format") if kwargs.get(name) is not None}
     if not kept or (set(kept) == {"dtype"} and b.val(x).dtype == kept["dtype"]):
@@ -79,15 +79,15 @@ def _to_copy(b: GraphBuilder, specs: Any, x: fx.Node, **kwargs: Any) -> fx.Node:
     return b(aten._to_copy.default, x, **kept)
 
 
-def _converted(b: GraphBuilder, specs: Any, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+def _converted(b: Builder, specs: Any, x: fx.Node, dtype: torch.dtype) -> fx.Node:
     return b.cast(x, dtype)
 
 
-def _unsafe_view(b: GraphBuilder, specs: Any, x: fx.Node, size: Sequence[int]) -> fx.Node:
+def _unsafe_view(b: Builder, specs: Any, x: fx.Node, size: Sequence[int]) -> fx.Node:
     return b(aten.view.default, x, list(size))
 
 
-def _reshape_alias(b: GraphBuilder, specs: Any, x: fx.Node, size: Sequence[int], stride: Sequence[int]) -> fx.Node:
+def _reshape_alias(b: Builder, specs: Any, x: fx.Node, size: Sequence[int], stride: Sequence[int]) -> fx.Node:
     return b(aten.view.default, x, list(size))
 
 
@@ -112,7 +112,7 @@ LOWER: Final[dict[Any, Callable[..., Any]]] = {
 # -- scalar inputs -------------------------------------------------------------------------------------------------
 # A Python float becomes a 0-dim tensor input. Where the operator has a Tensor in that place nothing else is needed;
 # the operators below take a Scalar there and are written out with tensor arithmetic, in eager's order of operations.
-def _scaled(b: GraphBuilder, factor: Any, x: fx.Node) -> fx.Node:
+def _scaled(b: Builder, factor: Any, x: fx.Node) -> fx.Node:
     if factor == 1 and not b.is_node(factor):
         return x
     return b(aten.mul.Tensor, x, factor)
@@ -125,7 +125,7 @@ def _rounded_once(fn: Callable[..., fx.Node]) -> Callable[..., fx.Node]:
     """Half precision is computed in float32 and rounded at the end, as PyTorch's own kernels do it."""
 
     @functools.wraps(fn)
-    def lower(b: GraphBuilder, *args: Any, **kwargs: Any) -> fx.Node:
+    def lower(b: Builder, *args: Any, **kwargs: Any) -> fx.Node:
         nodes = [b.val(value) for value in args if b.is_node(value)]
         dtypes = {value.dtype for value in nodes if value.dim()}
         if len(dtypes) != 1 or not dtypes <= _HALVES or any(value.dtype.is_complex for value in nodes):
@@ -137,69 +137,69 @@ def _rounded_once(fn: Callable[..., fx.Node]) -> Callable[..., fx.Node]:
 
 
 @_rounded_once
-def _add(b: GraphBuilder, x: Any, y: Any, alpha: Any = 1) -> fx.Node:
+def _add(b: Builder, x: Any, y: Any, alpha: Any = 1) -> fx.Node:
     return b(aten.add.Tensor, x, _scaled(b, alpha, y) if b.is_node(y) else b.times(alpha, y))
 
 
 @_rounded_once
-def _sub(b: GraphBuilder, x: Any, y: Any, alpha: Any = 1) -> fx.Node:
+def _sub(b: Builder, x: Any, y: Any, alpha: Any = 1) -> fx.Node:
     return b(aten.sub.Tensor, x, _scaled(b, alpha, y) if b.is_node(y) else b.times(alpha, y))
 
 
 @_rounded_once
-def _rsub(b: GraphBuilder, x: Any, y: Any, alpha: Any = 1) -> fx.Node:
+def _rsub(b: Builder, x: Any, y: Any, alpha: Any = 1) -> fx.Node:
     scaled = _scaled(b, alpha, x)
     return b(aten.sub.Tensor, y, scaled) if b.is_node(y) else b(aten.rsub.Scalar, scaled, y)
 
 
 @_rounded_once
-def _addcmul(b: GraphBuilder, x: Any, y: Any, z: Any, value: Any = 1) -> fx.Node:
+def _addcmul(b: Builder, x: Any, y: Any, z: Any, value: Any = 1) -> fx.Node:
     return b(aten.add.Tensor, x, b(aten.mul.Tensor, _scaled(b, value, y), z))
 
 
 @_rounded_once
-def _addcdiv(b: GraphBuilder, x: Any, y: Any, z: Any, value: Any = 1) -> fx.Node:
+def _addcdiv(b: Builder, x: Any, y: Any, z: Any, value: Any = 1) -> fx.Node:
     return b(aten.add.Tensor, x, b(aten.div.Tensor, _scaled(b, value, y), z))
 
 
-def _lerp(b: GraphBuilder, x: Any, end: Any, weight: Any) -> fx.Node:
+def _lerp(b: Builder, x: Any, end: Any, weight: Any) -> fx.Node:
     return b(aten.lerp.Tensor, x, end, b.cast(weight, b.val(x).dtype))
 
 
 def _tensor_form(op: Any) -> Callable[..., fx.Node]:
-    def lower(b: GraphBuilder, x: Any, y: Any, **kwargs: Any) -> fx.Node:
+    def lower(b: Builder, x: Any, y: Any, **kwargs: Any) -> fx.Node:
         return b(op, x, y, **kwargs)
 
     return lower
 
 
-def _spread(b: GraphBuilder, value: Any, dtype: torch.dtype, size: Sequence[int]) -> fx.Node:
+def _spread(b: Builder, value: Any, dtype: torch.dtype, size: Sequence[int]) -> fx.Node:
     """A tensor of one scalar input."""
     return _expanded(b, b.cast(value, dtype), size)
 
 
-def _fill(b: GraphBuilder, x: fx.Node, value: Any) -> fx.Node:
+def _fill(b: Builder, x: fx.Node, value: Any) -> fx.Node:
     val = b.val(x)
     return _spread(b, value, val.dtype, val.shape)
 
 
-def _full(b: GraphBuilder, size: Sequence[int], value: Any, dtype: Any = None, **kwargs: Any) -> fx.Node:
+def _full(b: Builder, size: Sequence[int], value: Any, dtype: Any = None, **kwargs: Any) -> fx.Node:
     return _spread(b, value, dtype or torch.get_default_dtype(), size)
 
 
-def _full_like(b: GraphBuilder, x: fx.Node, value: Any, dtype: Any = None, **kwargs: Any) -> fx.Node:
+def _full_like(b: Builder, x: fx.Node, value: Any, dtype: Any = None, **kwargs: Any) -> fx.Node:
     return _spread(b, value, dtype or b.val(x).dtype, b.val(x).shape)
 
 
-def _new_full(b: GraphBuilder, x: fx.Node, size: Sequence[int], value: Any, dtype: Any = None, **kw: Any) -> fx.Node:
+def _new_full(b: Builder, x: fx.Node, size: Sequence[int], value: Any, dtype: Any = None, **kw: Any) -> fx.Node:
     return _spread(b, value, dtype or b.val(x).dtype, size)
 
 
-def _scalar_tensor(b: GraphBuilder, value: Any, dtype: Any = None, **kwargs: Any) -> fx.Node:
+def _scalar_tensor(b: Builder, value: Any, dtype: Any = None, **kwargs: Any) -> fx.Node:
     return b.cast(value, dtype or torch.get_default_dtype())
 
 
-def _masked_fill(b: GraphBuilder, x: fx.Node, mask: fx.Node, value: Any) -> fx.Node:
+def _masked_fill(b: Builder, x: fx.Node, mask: fx.Node, value: Any) -> fx.Node:
     return b(aten.where.self, mask, b.cast(value, b.val(x).dtype), x)
 
 
@@ -285,7 +285,7 @@ def foreach_target(op: Any) -> Any:
 _DROPPED: Final = {"non_blocking", "memory_format"}
 
 
-def lower_foreach(b: GraphBuilder, op: Any, specs: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+def lower_foreach(b: Builder, op: Any, specs: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     """One call per element: lists give their element, everything else is shared."""
     target = foreach_target(op)
     count = len(specs)
@@ -306,7 +306,7 @@ def lower_foreach(b: GraphBuilder, op: Any, specs: Any, args: Sequence[Any], kwa
 _KEYWORD_LAST: Final = {aten.addcmul.default: "value", aten.addcdiv.default: "value"}
 
 
-def _apply_foreach(b: GraphBuilder, target: Any, values: list[Any]) -> Any:
+def _apply_foreach(b: Builder, target: Any, values: list[Any]) -> Any:
     if target is aten.linalg_vector_norm.default:
         x, order, dtype = (*values, None)[:3]
         return b(target, x, order, dtype=dtype)

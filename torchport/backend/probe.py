@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..core.specs import TensorSpec
 from .normal_form import is_view
 
-__all__ = ["PlacedSpec", "cpu_result"]
+__all__ = ["PlacedSpec", "cpu_result", "depends_on_values"]
 
 aten = torch.ops.aten
 
@@ -143,6 +143,17 @@ def _ask(op: Any, args: Any, kwargs: Any) -> Any:
     finally:
         if state is not None:
             torch.default_generator.set_state(state)
+
+
+def depends_on_values(op: Any) -> bool:
+    """Whether shapes of results, or which arguments fit together, depend on values."""
+    return (
+        not isinstance(op, torch._ops.OpOverload)
+        or op.namespace != "aten"
+        or torch.Tag.dynamic_output_shape in op.tags
+        or torch.Tag.data_dependent_output in op.tags
+        or op._schema.name.removeprefix("aten::") in _VALUES_MATTER
+    )
 
 
 def _can_be_asked(op: Any) -> bool:

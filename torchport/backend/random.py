@@ -16,7 +16,7 @@ import torch
 if TYPE_CHECKING:
     from torch import fx
 
-    from .builder import GraphBuilder
+    from .builder import Builder
 
 __all__ = ["RANDOM", "is_random"]
 
@@ -27,13 +27,13 @@ _MIX1: Final = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX2: Final = 0x94D049BB133111EB - (1 << 64)
 
 
-def _shift_right(b: GraphBuilder, x: fx.Node, bits: int) -> fx.Node:
+def _shift_right(b: Builder, x: fx.Node, bits: int) -> fx.Node:
     """Logical shift: torch's is arithmetic on int64, so the sign's copies are masked off."""
     shifted = b(aten.__rshift__.Scalar, x, bits)
     return b(aten.bitwise_and.Scalar, shifted, (1 << (64 - bits)) - 1)
 
 
-def _bits(b: GraphBuilder, key: fx.Node, shape: Sequence[int], draw: int = 0) -> fx.Node:
+def _bits(b: Builder, key: fx.Node, shape: Sequence[int], draw: int = 0) -> fx.Node:
     """64 random bits per element as int64. ``draw`` tells apart the draws of one op."""
     count = math.prod(shape)
     index = b(aten.arange.start, draw * count, (draw + 1) * count, dtype=torch.int64, device=torch.device("cpu"))
@@ -45,7 +45,7 @@ def _bits(b: GraphBuilder, key: fx.Node, shape: Sequence[int], draw: int = 0) ->
     return b(aten.view.default, x, list(shape))
 
 
-def _unit(b: GraphBuilder, key: fx.Node, shape: Sequence[int], dtype: torch.dtype, draw: int = 0) -> fx.Node:
+def _unit(b: Builder, key: fx.Node, shape: Sequence[int], dtype: torch.dtype, draw: int = 0) -> fx.Node:
     """Uniform on [0, 1) with as many random bits as the dtype's significand holds."""
     significand = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}[dtype]
     top = _shift_right(b, _bits(b, key, shape, draw), 64 - significand)
@@ -54,7 +54,7 @@ def _unit(b: GraphBuilder, key: fx.Node, shape: Sequence[int], dtype: torch.dtyp
     return b.cast(unit, dtype)
 
 
-def _normal(b: GraphBuilder, key: fx.Node, shape: Sequence[int], dtype: torch.dtype) -> fx.Node:
+def _normal(b: Builder, key: fx.Node, shape: Sequence[int], dtype: torch.dtype) -> fx.Node:
     """Standard normal (Box and Muller 1958), computed in at least single precision."""
     if dtype.is_complex:
         real = {torch.complex128: torch.float64, torch.complex64: torch.float32, torch.complex32: torch.float16}[dtype]
@@ -71,7 +71,7 @@ def _float_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.is_floating_point else torch.get_default_dtype()
 
 
-def _scaled(b: GraphBuilder, unit: fx.Node, low: Any, high: Any) -> fx.Node:
+def _scaled(b: Builder, unit: fx.Node, low: Any, high: Any) -> fx.Node:
     if (low, high) == (0.0, 1.0):
         return unit
     dtype = b.val(unit).dtype
@@ -79,7 +79,7 @@ def _scaled(b: GraphBuilder, unit: fx.Node, low: Any, high: Any) -> fx.Node:
 
 
 # -- one lowering per operator: (builder, key, output spec, *args, **kwargs) -> node ------------------------------
-def _uniform(b: GraphBuilder, key: fx.Node, spec: Any, x: Any, low: float = 0.0, high: float = 1.0) -> fx.Node:
+def _uniform(b: Builder, key: fx.Node, spec: Any, x: Any, low: float = 0.0, high: float = 1.0) -> fx.Node:
     dtype = spec.dtype
     if dtype.is_complex:
         real = torch.float64 if dtype is torch.complex128 else torch.float32
@@ -93,55 +93,55 @@ def _uniform(b: GraphBuilder, key: fx.Node, spec: Any, x: Any, low: float = 0.0,
     return b(aten.masked_fill.Scalar, drawn, b(aten.ge.Scalar, drawn, high), low)
 
 
-def _rand(b: GraphBuilder, key: fx.Node, spec: Any, *args: Any, **kwargs: Any) -> fx.Node:
+def _rand(b: Builder, key: fx.Node, spec: Any, *args: Any, **kwargs: Any) -> fx.Node:
     if spec.dtype.is_complex:
         real = torch.float64 if spec.dtype is torch.complex128 else torch.float32
         return b(aten.view_as_complex.default, _unit(b, key, [*spec.shape, 2], real))
     return _unit(b, key, spec.shape, spec.dtype)
 
 
-def _randn(b: GraphBuilder, key: fx.Node, spec: Any, *args: Any, **kwargs: Any) -> fx.Node:
+def _randn(b: Builder, key: fx.Node, spec: Any, *args: Any, **kwargs: Any) -> fx.Node:
     return _normal(b, key, spec.shape, spec.dtype)
 
 
 def _normal_functional(
-    b: GraphBuilder, key: fx.Node, spec: Any, x: Any, mean: float = 0.0, std: float = 1.0
+    b: Builder, key: fx.Node, spec: Any, x: Any, mean: float = 0.0, std: float = 1.0
 ) -> fx.Node:
     z = _normal(b, key, spec.shape, spec.dtype)
     return b.cast(b(aten.add.Tensor, b(aten.mul.Tensor, z, std), mean), spec.dtype)
 
 
-def _normal_of(b: GraphBuilder, key: fx.Node, spec: Any, mean: Any, std: Any = 1.0, *rest: Any) -> fx.Node:
+def _normal_of(b: Builder, key: fx.Node, spec: Any, mean: Any, std: Any = 1.0, *rest: Any) -> fx.Node:
     z = _normal(b, key, spec.shape, spec.dtype)
     return b.cast(b(aten.add.Tensor, b(aten.mul.Tensor, z, std), mean), spec.dtype)
 
 
-def _randint_range(b: GraphBuilder, key: fx.Node, spec: Any, low: int, high: int) -> fx.Node:
+def _randint_range(b: Builder, key: fx.Node, spec: Any, low: int, high: int) -> fx.Node:
     positive = b(aten.bitwise_and.Scalar, _bits(b, key, spec.shape), (1 << 62) - 1)
     drawn = b(aten.remainder.Scalar, positive, high - low)
     return b.cast(b(aten.add.Tensor, drawn, low) if low else drawn, spec.dtype)
 
 
-def _randint(b: GraphBuilder, key: fx.Node, spec: Any, high: int, *args: Any, **kwargs: Any) -> fx.Node:
+def _randint(b: Builder, key: fx.Node, spec: Any, high: int, *args: Any, **kwargs: Any) -> fx.Node:
     return _randint_range(b, key, spec, 0, high)
 
 
-def _randint_low(b: GraphBuilder, key: fx.Node, spec: Any, low: int, high: int, *args: Any, **kwargs: Any) -> fx.Node:
+def _randint_low(b: Builder, key: fx.Node, spec: Any, low: int, high: int, *args: Any, **kwargs: Any) -> fx.Node:
     return _randint_range(b, key, spec, low, high)
 
 
-def _randint_like(b: GraphBuilder, key: fx.Node, spec: Any, x: Any, high: int, *args: Any, **kwargs: Any) -> fx.Node:
+def _randint_like(b: Builder, key: fx.Node, spec: Any, x: Any, high: int, *args: Any, **kwargs: Any) -> fx.Node:
     return _randint_range(b, key, spec, 0, high)
 
 
-def _randint_like_low(b: GraphBuilder, key: fx.Node, spec: Any, x: Any, low: int, high: int, **kwargs: Any) -> fx.Node:
+def _randint_like_low(b: Builder, key: fx.Node, spec: Any, x: Any, low: int, high: int, **kwargs: Any) -> fx.Node:
     return _randint_range(b, key, spec, low, high)
 
 
 _INTEGER_BITS: Final = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8, torch.bool: 1}
 
 
-def _random(b: GraphBuilder, key: fx.Node, spec: Any, x: Any, *bounds: Any) -> fx.Node:
+def _random(b: Builder, key: fx.Node, spec: Any, x: Any, *bounds: Any) -> fx.Node:
     if not bounds:
         bits = _INTEGER_BITS.get(spec.dtype)
         high = (
@@ -154,26 +154,26 @@ def _random(b: GraphBuilder, key: fx.Node, spec: Any, x: Any, *bounds: Any) -> f
     return _randint_range(b, key, spec, low, (1 << 62) - 1 if high is None else high)
 
 
-def _randperm(b: GraphBuilder, key: fx.Node, spec: Any, n: int, *args: Any, **kwargs: Any) -> fx.Node:
+def _randperm(b: Builder, key: fx.Node, spec: Any, n: int, *args: Any, **kwargs: Any) -> fx.Node:
     order = b(aten.sort.stable, _bits(b, key, [n]), stable=True, dim=0)
     return b.cast(b.item(order, 1), spec.dtype)
 
 
-def _below(b: GraphBuilder, key: fx.Node, shape: Sequence[int], p: Any) -> fx.Node:
+def _below(b: Builder, key: fx.Node, shape: Sequence[int], p: Any) -> fx.Node:
     dtype = torch.float64 if not isinstance(p, (int, float)) and b.val(p).dtype is torch.float64 else torch.float32
     unit = _unit(b, key, shape, dtype)
     return b(aten.lt.Scalar, unit, p) if isinstance(p, (int, float)) else b(aten.lt.Tensor, unit, b.cast(p, dtype))
 
 
-def _bernoulli(b: GraphBuilder, key: fx.Node, spec: Any, p: fx.Node) -> fx.Node:
+def _bernoulli(b: Builder, key: fx.Node, spec: Any, p: fx.Node) -> fx.Node:
     return b.cast(_below(b, key, spec.shape, p), spec.dtype)
 
 
-def _bernoulli_p(b: GraphBuilder, key: fx.Node, spec: Any, x: Any, p: Any = 0.5) -> fx.Node:
+def _bernoulli_p(b: Builder, key: fx.Node, spec: Any, x: Any, p: Any = 0.5) -> fx.Node:
     return b.cast(_below(b, key, spec.shape, p), spec.dtype)
 
 
-def _native_dropout(b: GraphBuilder, key: fx.Node, spec: Any, x: fx.Node, p: float, train: Any) -> list[fx.Node]:
+def _native_dropout(b: Builder, key: fx.Node, spec: Any, x: fx.Node, p: float, train: Any) -> list[fx.Node]:
     val = b.val(x)
     if train is False or p == 0.0:
         ones = b(aten.full.default, list(val.shape), True, dtype=torch.bool, device=torch.device("cpu"))
@@ -186,40 +186,40 @@ def _native_dropout(b: GraphBuilder, key: fx.Node, spec: Any, x: fx.Node, p: flo
 def _from_unit(formula: Callable[..., fx.Node]) -> Callable[..., fx.Node]:
     """A distribution given as a function of (builder, u in [0, 1), parameters), computed in at least float32."""
 
-    def lower(b: GraphBuilder, key: fx.Node, spec: Any, x: Any, *parameters: Any) -> fx.Node:
+    def lower(b: Builder, key: fx.Node, spec: Any, x: Any, *parameters: Any) -> fx.Node:
         wide = torch.float64 if spec.dtype in (torch.float64, torch.int64) else torch.float32
         return b.cast(formula(b, _unit(b, key, spec.shape, wide), *parameters), spec.dtype)
 
     return lower
 
 
-def _log_complement(b: GraphBuilder, u: fx.Node) -> fx.Node:
+def _log_complement(b: Builder, u: fx.Node) -> fx.Node:
     """log(1 - u), finite for every u that is drawn."""
     return b(aten.log1p.default, b(aten.neg.default, u))
 
 
-def _exponential(b: GraphBuilder, u: fx.Node, rate: float = 1.0) -> fx.Node:
+def _exponential(b: Builder, u: fx.Node, rate: float = 1.0) -> fx.Node:
     return b(aten.div.Tensor, b(aten.neg.default, _log_complement(b, u)), rate)
 
 
-def _cauchy(b: GraphBuilder, u: fx.Node, median: float = 0.0, sigma: float = 1.0) -> fx.Node:
+def _cauchy(b: Builder, u: fx.Node, median: float = 0.0, sigma: float = 1.0) -> fx.Node:
     tangent = b(aten.tan.default, b(aten.mul.Tensor, b(aten.sub.Tensor, u, 0.5), math.pi))
     return b(aten.add.Tensor, b(aten.mul.Tensor, tangent, sigma), median)
 
 
-def _geometric(b: GraphBuilder, u: fx.Node, p: float) -> fx.Node:
+def _geometric(b: Builder, u: fx.Node, p: float) -> fx.Node:
     if p == 1.0:
         return b(aten.add.Tensor, b(aten.mul.Tensor, u, 0.0), 1.0)
     trials = b(aten.div.Tensor, _log_complement(b, u), math.log1p(-p))
     return b(aten.clamp.default, b(aten.ceil.default, trials), 1.0)
 
 
-def _log_normal(b: GraphBuilder, key: fx.Node, spec: Any, x: Any, mean: float = 1.0, std: float = 2.0) -> fx.Node:
+def _log_normal(b: Builder, key: fx.Node, spec: Any, x: Any, mean: float = 1.0, std: float = 2.0) -> fx.Node:
     return b(aten.exp.default, _normal_functional(b, key, spec, x, mean, std))
 
 
 def _multinomial(
-    b: GraphBuilder, key: fx.Node, spec: Any, weights: fx.Node, count: int, replacement: bool = False
+    b: Builder, key: fx.Node, spec: Any, weights: fx.Node, count: int, replacement: bool = False
 ) -> fx.Node:
     """Exponential races: the category with the smallest exponential of rate ``weight`` wins (Efraimidis 2006)."""
     val = b.val(weights)

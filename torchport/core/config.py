@@ -1,8 +1,6 @@
 """Every setting torchport reads, in one place: attribute of :data:`config`, or an environment variable, validated.
 
-=====================  ==========================  =========================================================
 attribute              environment variable        meaning
-=====================  ==========================  =========================================================
 ``backend``            ``TORCHPORT_BACKEND``       backend bound to ``port:0``; empty: chosen automatically
 ``fallback``           ``TORCHPORT_FALLBACK``      ``allow`` | ``warn`` | ``error``: ops a backend cannot take
 ``max_trace_ops``      ``TORCHPORT_MAX_TRACE_OPS`` ops traced before an automatic flush (at least 64)
@@ -16,7 +14,6 @@ attribute              environment variable        meaning
 ``compile_workers``    ``TORCHPORT_COMPILE_WORKERS`` processes that compile beside the program; 0: none
 ``compile_timeout``    ``TORCHPORT_COMPILE_TIMEOUT`` seconds that one computation may compile there
 ``compile_nice``       ``TORCHPORT_COMPILE_NICE``  how far those processes stand back for the program, 0 to 19
-=====================  ==========================  =========================================================
 """
 
 from __future__ import annotations
@@ -83,6 +80,7 @@ _FIELDS: Final[dict[str, tuple[Callable[[object], Any], Any]]] = {
     "mode": (_choice("lazy", "eager"), "lazy"),
     "execution": (_choice("auto", "inline", "worker"), "auto"),
     "native": (_flag, True),
+    "tiers": (_choice("auto", "off"), "auto"),
     "compile_workers": (_count(0), 1),
     "compile_timeout": (_count(1), 600),
     "compile_nice": (_count(0, 19), 10),
@@ -102,6 +100,7 @@ class Config:
     mode: str
     execution: str
     native: bool
+    tiers: str
     compile_workers: int
     compile_timeout: int
     compile_nice: int

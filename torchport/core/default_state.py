@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["default_state", "modes_are_on"]
+__all__ = ["default_state", "is_default", "modes_are_on"]
 
 _KEYS: Final = torch._C.DispatchKey
 
@@ -33,6 +33,17 @@ _EXCLUDED: Final = _set_of(*(key for name, key in _KEYS.__members__.items() if n
 def modes_are_on() -> bool:
     """Whether the calling thread has a function or dispatch mode on."""
     return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
+
+
+def is_default() -> bool:
+    """Whether a kernel of the device may call the CPU's as things are: nothing is on that would see the call."""
+    return not (
+        torch._C._len_torch_function_stack()
+        or torch._C._len_torch_dispatch_stack()
+        or torch.is_inference_mode_enabled()
+        or torch._C._is_any_autocast_enabled()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
 
 
 class default_state:

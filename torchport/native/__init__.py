@@ -27,7 +27,7 @@ import torch
 from ..core.config import config
 from ..core.forks import guarded_rlock
 
-__all__ = ["NativeLibrary", "build_all", "flush", "follow", "guard", "state"]
+__all__ = ["NativeLibrary", "announce", "build_all", "flush", "follow", "guard", "state"]
 
 log: Final = logging.getLogger("torchport.native")
 _lock: Final = guarded_rlock()
@@ -179,6 +179,14 @@ def build_all(compiler: Sequence[str]) -> None:
                 list(pool.map(lambda library: library.build(compiler, include), missing))
         for library in _all:
             library.announce()
+
+
+def announce() -> None:
+    """Use what another process has built meanwhile."""
+    if config.native and sys.platform == "linux":
+        with _lock:
+            for library in _all:
+                library.announce()
 
 
 guard: Final = NativeLibrary(_FOLDER / "guard.cpp", ("c10",))

@@ -6,8 +6,10 @@
 // everything; what that does is remembered here if it found a child that was there. All state is the Python objects'
 // own.
 #include "calls.h"
+#include "direct.h"
 
 #include <string>
+#include <unordered_map>
 
 #include <ATen/FunctionalTensorWrapper.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -45,6 +47,7 @@ struct Start {
 struct Kernel {
   std::string letters;
   long long serial; // in trace keys
+  std::unique_ptr<Direct> direct; // how it is interpreted at once; null where Python does that
 
   // The child that the arguments lead to, where the cursor now is; null if they lead to none that is known here.
   PyObject* follow(PyObject* trace, Values given, bool written) const {
@@ -258,6 +261,8 @@ struct Functional final : c10::OperatorKernel {
           return;
         }
         start.note(trace.get(), given);
+      } else if (kernel.direct && run_direct(*kernel.direct, kernel.letters, *stack, one_list)) {
+        return;
       }
     }
     python.callBoxed(op, keys, stack);
@@ -278,6 +283,9 @@ struct SameValue final : c10::OperatorKernel {
     {
       Gil gil;
       THPObjectPtr trace = current_trace();
+      if (!trace) {
+        trace = direct_trace();
+      }
       if (trace) {
         made = same_value(trace.get(), stack->back().toTensor());
       }
@@ -439,6 +447,12 @@ void put(c10::DispatchKey key, const c10::OperatorName& name, std::unique_ptr<Ma
   libraries.back()->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::move(made)));
 }
 
+// Every kernel by its serial, for as long as the process.
+std::unordered_map<long long, Kernel*>& kernels() {
+  static auto& all = *new std::unordered_map<long long, Kernel*>();
+  return all;
+}
+
 struct Quiet final : c10::WarningHandler { // PyTorch warns of kernels that replace others
   void process(const c10::Warning&) override {}
 };
@@ -472,6 +486,58 @@ extern "C" PyObject* torchport_follow_start(
   END_HANDLE_TH_ERRORS
 }
 
+// What is needed to interpret operators at once.
+extern "C" PyObject* torchport_direct_start(
+    PyObject* data, PyObject* spec, PyObject* trace, PyObject* manner, PyObject* of_dtype, PyObject* observe) {
+  HANDLE_TH_ERRORS
+  const std::vector<std::tuple<PyObject*, const char*, Slot*>> slots = {
+      {trace, "direct", &direct_of},   {data, "device", &data_device},  {data, "spec", &data_spec},
+      {data, "tensor", &data_tensor},  {spec, "shape", &spec_shape},    {spec, "dtype", &spec_dtype},
+      {spec, "strides", &spec_strides}};
+  for (const auto& [type, name, slot] : slots) {
+    if (!find_slot(type, name, *slot)) {
+      return nullptr;
+    }
+  }
+  for (PyObject* held : {data, spec, manner, of_dtype, observe}) {
+    Py_INCREF(held);
+  }
+  host_data = reinterpret_cast<PyTypeObject*>(data);
+  spec_type = reinterpret_cast<PyTypeObject*>(spec);
+  manner_type = reinterpret_cast<PyTypeObject*>(manner);
+  make_template = of_dtype;
+  observed = observe;
+  zero = PyLong_FromLong(0);
+  n_by_index = PyUnicode_InternFromString("_by_index");
+  n_device = PyUnicode_InternFromString("device");
+  n_manners = PyUnicode_InternFromString("manners");
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// How an operator that was put before is interpreted: by which of the CPU's. ``keywords``: a name for each argument that
+// is given by keyword, "" for others.
+extern "C" PyObject* torchport_direct(
+    PyObject* serial, PyObject* op, const char* name, const char* overload, PyObject* keywords, int shares, int varying,
+    int observable) {
+  HANDLE_TH_ERRORS
+  Kernel& kernel = *kernels().at(integer(serial));
+  const c10::OperatorHandle callee = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
+  if (callee.schema().arguments().size() != kernel.letters.size()) {
+    Py_RETURN_FALSE;
+  }
+  std::vector<std::string> names;
+  for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(keywords); ++at) {
+    names.emplace_back(PyUnicode_AsUTF8(PyTuple_GET_ITEM(keywords, at)));
+  }
+  Py_INCREF(op);
+  Py_INCREF(serial);
+  kernel.direct = std::unique_ptr<Direct>(
+      new Direct{callee, shares != 0, varying != 0, op, serial, std::move(names), observable != 0});
+  Py_RETURN_TRUE;
+  END_HANDLE_TH_ERRORS
+}
+
 // Put a kernel before the Python kernel of a functional operator, and before those of the operators that do the same in
 // place. ``serial``: the operator's in trace keys.
 extern "C" PyObject* torchport_follow(
@@ -480,7 +546,7 @@ extern "C" PyObject* torchport_follow(
   Quiet quiet;
   c10::WarningUtils::WarningHandlerGuard guard(&quiet);
   auto& dispatcher = c10::Dispatcher::singleton();
-  const Kernel& kernel = *new Kernel{letters, serial};
+  Kernel& kernel = *(kernels()[serial] = new Kernel{letters, serial, nullptr});
   const c10::OperatorHandle op = dispatcher.findSchemaOrThrow(name, overload);
   if (op.schema().arguments().size() != kernel.letters.size()) {
     PyErr_Format(PyExc_ValueError, "%s.%s does not have the arguments %s", name, overload, letters);

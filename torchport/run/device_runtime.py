@@ -5,8 +5,8 @@ from __future__ import annotations
 import atexit
 import itertools
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 from ..backend.builder import capture_of
 from ..backend.interface import Backend, BackendDevice
@@ -24,13 +24,16 @@ from ..trace.handle import LazyTensor
 from ..trace.threads import ThreadTraces, every_trace, threads
 from ..trace.trace import Trace, lock
 from ..trace.trie import Node
-from . import step_closures
+from . import direct, step_closures
 from .barriers import make_barrier
 from .flush import flush, is_known
 from .jobs import Job
 from .queue import queue_of, queues
 from .replay import replay
 from .values import settle
+
+if TYPE_CHECKING:
+    from ..trace.kernels import Kernel
 
 __all__ = ["DeviceRuntime", "Runtimes", "default_backend", "rebind", "runtimes"]
 
@@ -68,11 +71,15 @@ class DeviceRuntime:
         self.queue = queue_of(backend, device)
         self.kernels = registrar_of(backend)
         self.kernels.listen(self)
+        self.holds_host_tensors = direct.holds_host_tensors(backend, device)
+        self.manners: dict[Any, Any] = {}
+        """How operators are interpreted, by kernel."""
         note_used(backend)
 
     def forget_decisions(self) -> None:
         """The backend's kernels have changed: traces start from an empty trie after what is pending."""
         self.generation = next(_generations)
+        self.manners.clear()
         for trace in every_trace():
             if trace.runtime is self and trace.cursor.parent is None:
                 trace.restart()
@@ -85,6 +92,22 @@ class DeviceRuntime:
     def flush(self, trace: Trace, cause: str, read: int | None = None) -> TorchportError | None:
         """Compute what is live and begin an empty trace; the first error."""
         return flush(trace, cause, read)
+
+    @property
+    def interprets(self) -> bool:
+        """Whether operators seen for the first time are interpreted."""
+        if config.tiers != "auto" or not self.holds_host_tensors:
+            return False
+        # Else an operator that the backend does not take is to be warned about, or refused.
+        return self.capture.takes_all or self.kernels.boxed is not None or config.fallback == "allow"
+
+    def begin_direct(self, trace: Trace) -> None:
+        """Compute what is pending, and interpret the operators that follow at once, until the next flush."""
+        direct.begin(trace)
+
+    def run_direct(self, trace: Trace, kernel: Kernel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Interpret an operator at once; its results have values. Raises what the CPU raises."""
+        return direct.run(trace, kernel, args, kwargs)
 
     def barrier(self, node: Node, decision: AtOnce) -> Callable[..., Any]:
         """What runs a node's operator at once. Raises :class:`UnsupportedOp` where the policy forbids it."""

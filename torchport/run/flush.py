@@ -24,12 +24,14 @@ from ..trace.trie import Node
 from .donation import likely_donated
 from .future import Future
 from .history import history
+from .interpreted import InterpretedPlan
 from .jobs import Job
 from .plans import ExecutionPlan, make_plan
 from .queue import Where
 from .reasons import APART, explain_compile
 from .replay import replay
 from .split import parts_to_compute
+from .tiers import Progress, first_plan, next_plan
 
 if TYPE_CHECKING:
     from .device_runtime import DeviceRuntime
@@ -57,32 +59,64 @@ def _plan(trace: Trace, node: Node, value_ids: tuple[int, ...], cause: str, whol
     if node.plans is None:
         node.plans = {}
     plan = node.plans.get(value_ids)
-    if plan is None or (plan.__class__ is ExecutionPlan and plan.computation is None):  # type: ignore[union-attr]
-        wanted = set(value_ids)
-        known = (p for p in node.plans.values() if isinstance(p, ExecutionPlan) and p.computation is not None)
-        plan = next((p for p in known if whole and wanted.issubset(p.value_ids)), None)
-        if plan is None:
-            specs = [leaf.spec or TensorSpec.of(leaf) for leaf in trace.leaves]
-            reason = explain_compile(trace, node, value_ids, cause)
-            compiled = metrics.counter("UncachedCompile")
-            try:
-                with may_collect():
-                    donated = likely_donated(trace) if whole else frozenset[int]()  # others may hold a part's
-                    runtime: DeviceRuntime = trace.runtime  # type: ignore[assignment]
-                    plan = make_plan(runtime, node.path(), value_ids, specs, alone=trace.eager, donated=donated)
-            except CompileError as error:
-                plan = error
-            if metrics.counter("UncachedCompile") > compiled:
-                history.reasons.append(reason)
-        if len(node.plans) >= PLANS_AT_MOST:
-            node.plans.clear()
-            node.apart = None
-        node.plans[value_ids] = plan
+    if plan.__class__ is not ExecutionPlan or plan.computation is None:  # type: ignore[union-attr]
+        plan = _other_plan(trace, node, value_ids, plan, cause, whole)
+        if plan is not node.plans.get(value_ids):
+            if len(node.plans) >= PLANS_AT_MOST:
+                node.plans.clear()
+                node.apart = None
+            node.plans[value_ids] = plan
     if isinstance(plan, CompileError):
         # What did not compile once is not tried again on every step.
         raise plan.with_traceback(None)
+    assert plan is not None
     assert plan.computation is not None
     computations.touch(plan.computation)
+    return plan
+
+
+def _other_plan(
+    trace: Trace, node: Node, value_ids: tuple[int, ...], known: Any, cause: str, whole: bool
+) -> ExecutionPlan | CompileError:
+    """What is done where no compiled plan is known: one that gives more, one that is interpreted, or compiling.
+
+    ``known`` is what is remembered: nothing, an error, a plan that is interpreted or whose computation was dropped.
+    """
+    if isinstance(known, CompileError):
+        return known
+    runtime: DeviceRuntime = trace.runtime  # type: ignore[assignment]
+    tiered = runtime.interprets and not trace.eager
+
+    def specs() -> list[TensorSpec]:
+        return [leaf.spec or TensorSpec.of(leaf) for leaf in trace.leaves]
+
+    def donated() -> frozenset[int]:
+        return likely_donated(trace) if whole else frozenset()  # others may hold a part's
+
+    def note() -> None:
+        history.reasons.append(explain_compile(trace, node, value_ids, cause))
+
+    if known.__class__ is InterpretedPlan and tiered:
+        with may_collect():
+            return next_plan(known, Progress(runtime, node, value_ids, specs, donated, note))
+    wanted = set(value_ids)
+    assert node.plans is not None
+    compiled = (p for p in node.plans.values() if p.__class__ is ExecutionPlan and p.computation is not None)
+    if whole and (larger := next((p for p in compiled if wanted.issubset(p.value_ids)), None)) is not None:
+        return larger
+    if known is None and tiered:
+        return first_plan(runtime, node.path(), value_ids, specs())
+    reason = explain_compile(trace, node, value_ids, cause)
+    before = metrics.counter("UncachedCompile")
+    try:
+        with may_collect():
+            plan: ExecutionPlan | CompileError = make_plan(
+                runtime, node.path(), value_ids, specs(), alone=trace.eager, donated=donated()
+            )
+    except CompileError as error:
+        plan = error
+    if metrics.counter("UncachedCompile") > before:
+        history.reasons.append(reason)
     return plan
 
 
@@ -113,6 +147,8 @@ def flush(trace: Trace, cause: str, read: int | None = None) -> TorchportError |
     """
     runtime: DeviceRuntime = trace.runtime  # type: ignore[assignment]
     queue = runtime.queue
+    if trace.direct:
+        trace.end_direct()
     refuse_computing()
     with lock, without_collecting:
         if queue.failed:

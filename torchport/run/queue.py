@@ -101,7 +101,9 @@ class DeviceQueue:
         """Settle whether it pays to have the backend start a job."""
         computation = job.computation
         assert computation is not None
-        if not self.starts or not computation.checked or self._stopping:
+        if not self.starts or computation.backend is not job.runtime.backend:  # such as one that is interpreted
+            return False
+        if not computation.checked or self._stopping:
             return False
         if config.execution != "auto":
             if config.execution == "inline" or on_device_thread():
@@ -116,7 +118,8 @@ class DeviceQueue:
 
     def _here_or_thread(self, job: Job, wanted_now: bool) -> Where:
         """Settle whether a job runs at once on the calling thread, overlapped or not, or on the device's."""
-        backend, short = job.runtime.backend, self._is_short(job)
+        assert job.computation is not None
+        backend, short = job.computation.backend, self._is_short(job)
         if self._started:  # it could not be started itself
             if config.execution == "auto" and wanted_now and short and self._can_overlap(job):
                 return Where.OVERLAPPED

@@ -13,8 +13,9 @@ from ..core.frames import warn_user
 from ..trace.graph import inputs_of, needed
 from ..trace.trie import Node, single_op
 from .future import Future
+from .interpreted import make_interpreted
 from .jobs import Job, JobState
-from .plans import make_plan
+from .plans import ExecutionPlan, make_plan
 
 __all__ = ["replay"]
 
@@ -80,7 +81,11 @@ class _Replay:
         copy = single_op(node, {key: position for position, key in enumerate(inputs)})
         given = [self.values[key] for key in inputs]
         wanted = tuple(n for n, spec in enumerate(node.specs) if spec is not None)
-        plan = make_plan(runtime, [copy], wanted, [value.spec for value in given], alone=self.walk)
+        specs = [value.spec for value in given]
+        if runtime.interprets:
+            plan: ExecutionPlan = make_interpreted(runtime, [copy], wanted, specs)
+        else:
+            plan = make_plan(runtime, [copy], wanted, specs, alone=self.walk)
         results = Job.of(runtime, plan, given, self.job.scalar_inputs, self.job.random_keys).run()
         outputs = dict(zip(plan.value_ids, results, strict=True))
         return [outputs.get(offset) for offset in range(len(node.specs))]

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..backend.builder import Refused
 from ..backend.decompositions import DECOMPOSE
-from ..backend.infer import DataDependent, Inferred, NoShapeRule, infer_as_on_cpu
+from ..backend.infer import DataDependent, Inferred, NoShapeRule, infer_as_on_cpu, learn, observed
 from ..backend.lowering import view_form
 from ..backend.random import is_random
 from ..core.errors import UnsupportedOp
@@ -32,7 +32,7 @@ from .graph import build_graph
 from .trace import Runner
 from .trie import Leaf, Node, Value, is_template, single_op
 
-__all__ = ["AtOnce", "decide", "refusal"]
+__all__ = ["AtOnce", "decide", "draws_on_the_host", "refusal"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +58,12 @@ def decide(runner: Runner, node: Node, args: Sequence[Any], kwargs: Mapping[str,
         return AtOnce(kernel)
     if node.op in _OF_STRIDES:
         _refuse_repetition(node.op, *args[_OF_STRIDES.index(node.op) :][:2])
-    if _draws_on_the_host(node.op):
+    if draws_on_the_host(node.op):
         return _boxed_or_host(
             runner, node, "it draws random numbers of a kind the device has no formula for", seeded=True
         )
+    if observed:
+        learn()
     try:
         inferred = infer_as_on_cpu(DECOMPOSE.get(node.op) or view_form(node.op), args, kwargs)
     except (DataDependent, NoShapeRule) as error:
@@ -102,7 +104,7 @@ def _refuse_repetition(op: Any, sizes: Sequence[int], strides: Sequence[int]) ->
         )
 
 
-def _draws_on_the_host(op: Any) -> bool:
+def draws_on_the_host(op: Any) -> bool:
     """Whether the op draws random numbers of a kind the device has no formula for."""
     # Fused attention draws only under dropout, which the device never asks of it.
     return (

@@ -33,6 +33,7 @@ class EagerTrace(Trace):
 
     def __init__(self, runtime: Runner) -> None:
         super().__init__(runtime)
+        self.direct = 1 if runtime.interprets else 0
         self._hide()
 
     def restart(self) -> None:

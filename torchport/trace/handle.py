@@ -24,6 +24,7 @@ __all__ = [
     "intern_spec",
     "make_handle",
     "make_template",
+    "make_unnamed",
     "shown_as",
     "shown_spec",
 ]
@@ -32,6 +33,7 @@ DEVICE_TYPE = "port"
 
 _create_empty: Callable[[Sequence[int], torch.dtype], torch.Tensor] = torch._C._acc.create_empty_tensor  # type: ignore[attr-defined]
 _make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass  # as it is before the shim for subclasses
+_reshape_alias: Callable[..., Any] = torch.ops.aten._reshape_alias.default._handle.redispatch_boxed  # type: ignore[attr-defined]
 _CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
@@ -115,14 +117,20 @@ def make_template(spec: TensorSpec) -> LazyTensor:
     ``create_empty_tensor`` knows contiguous tensors only. CPU's ``_reshape_alias`` gives any strides and does not
     look at memory, so it is called directly on the handle.
     """
-    with torch.inference_mode(False):  # an inference tensor could not be copied by ``.data`` outside that mode
-        tensor = _create_empty(spec.shape, spec.dtype)
-        if not spec.is_contiguous:
-            redispatch = torch.ops.aten._reshape_alias.default._handle.redispatch_boxed  # type: ignore[attr-defined]
-            tensor = redispatch(_CPU_KEYS, tensor, spec.shape, spec.strides)
-    tensor.__class__ = LazyTensor
-    handle: Any = tensor
+    if torch.is_inference_mode_enabled():  # an inference tensor could not be copied by ``.data`` outside that mode
+        with torch.inference_mode(False):
+            return make_template(spec)
+    handle = make_unnamed(spec)
     handle.spec = intern_spec(spec)
+    return handle
+
+
+def make_unnamed(spec: TensorSpec) -> LazyTensor:
+    """An index-0 handle with these shape, dtype and strides that does not know its spec yet. Not in inference mode."""
+    handle: Any = _create_empty(spec.shape, spec.dtype)
+    if handle.stride() != spec.strides:
+        handle = _reshape_alias(_CPU_KEYS, handle, spec.shape, spec.strides)
+    handle.__class__ = LazyTensor
     return handle
 
 

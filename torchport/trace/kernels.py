@@ -98,8 +98,14 @@ class Kernel:
     serial: int
     arguments: tuple[KernelArgument, ...]
     is_factory: bool
+    takes_device: bool
+    """Whether a call may ask for another device or bring a generator."""
     trace_of: Callable[[int], Trace]
     """The calling thread's trace of a device index."""
+    with_generator: Callable[..., Any]
+    """Runs a random operator that was given a generator."""
+    elsewhere: Callable[..., Any]
+    """Runs an operator whose result is wanted on another device."""
     fast: Callable[..., Any] = field(init=False)
     indexed: Callable[..., Any] = field(init=False)
     source: str = ""
@@ -141,6 +147,10 @@ def supported_schema(op: torch._ops.OpOverload) -> bool:
 def has_tensor_argument(op: torch._ops.OpOverload) -> bool:
     """Whether the schema has a tensor anywhere; an op without one is a factory."""
     return any(_kind(a) in _TENSOR | _TENSORS for a in op._schema.arguments)
+
+
+def _takes_device(op: torch._ops.OpOverload) -> bool:
+    return any(_kind(a) in _IGNORED | _GENERATOR or a.name == "pin_memory" for a in op._schema.arguments)
 
 
 def _tensor_lines(name: str, kind: str, part: str, fast: bool, wraps: bool) -> list[str]:
@@ -286,10 +296,18 @@ def _source(kernel: Kernel, fast: bool) -> tuple[str, dict[str, Any]]:
     ]
     if any(argument.is_device for argument in kernel.arguments):
         lines[:0] = _device_statements(kernel, positional, keywords)
+    interpreted = f"if _trace.direct: return _trace.runtime.run_direct(_trace, _K, {call})"
     if fast:
-        lines[:0] = ["try: _trace = _threads.trace", "except AttributeError: _trace = _threads.of(0)"]
+        lines[:0] = [
+            "try: _trace = _threads.trace",
+            "except AttributeError: _trace = None",
+            "if _trace is None:",  # not made yet, or its operators are interpreted at once
+            "    _trace = _threads.of(0)",
+            f"    {interpreted}",
+        ]
         header = f"def kernel({parameters}):"
     else:
+        lines[:0] = [interpreted]
         header = f"def kernel(_trace, {parameters}):"
     return "\n".join([header, *_indented(lines)]), defaults
 
@@ -302,7 +320,10 @@ def make_kernel(
     ``threads.of(index)`` must give the calling thread's trace of an index, and set ``threads.trace`` to that of 0;
     ``with_generator`` takes random ops that were given a generator, ``elsewhere`` ops with a result on another device.
     """
-    kernel = Kernel(op, next(_serials), _arguments(op), not has_tensor_argument(op), threads.of)
+    kernel = Kernel(
+        op, next(_serials), _arguments(op), not has_tensor_argument(op), _takes_device(op), threads.of,
+        with_generator, elsewhere,
+    )  # fmt: skip
     helpers = {f"_{name}": getattr(keys, name) for name in _KEY_PARTS}
     for fast in (True, False):
         source, defaults = _source(kernel, fast)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..backend.infer import Inferred
     from .kernels import Kernel
 
-__all__ = ["emit", "record"]
+__all__ = ["emit", "mismatch", "record"]
 
 
 # -- recording ---------------------------------------------------------------------------------------------------
@@ -43,11 +43,35 @@ def record(trace: Trace, kernel: Kernel, key: tuple[Any, ...], args: Sequence[An
         # Below functionalization, PyTorch's dispatcher looks for what is on other indices at a key that wrappers lack.
         _Mark(trace, key, is_random(kernel.op)).undo()
         return kernel.indexed(kernel.trace_of(index), *args, **kwargs)
+    if not trace.recording and trace.runtime.interprets:
+        if _is_first_sight(trace, key):
+            _Mark(trace, key, is_random(kernel.op)).undo()
+            trace.runtime.begin_direct(trace)
+            return trace.runtime.run_direct(trace, kernel, args, kwargs)
+        trace.recording = True
     if isinstance(trace, EagerTrace):
         return trace.at_once(
             key, lambda node: emit(trace, node, args, kwargs), lambda: _record(trace, kernel, key, args, kwargs)
         )
     return _record(trace, kernel, key, args, kwargs)
+
+
+def _is_first_sight(trace: Trace, key: tuple[Any, ...]) -> bool:
+    """Whether an operator was never seen at the cursor. Only what comes back is worth a place in the trie."""
+    node = trace.cursor
+    if node.missed is None:
+        node.missed = set()
+    if key in node.missed:
+        node.missed.remove(key)  # it becomes a child
+        return False
+    if len(node.missed) >= _MISSED_AT_MOST:
+        node.missed.clear()
+    node.missed.add(key)
+    return True
+
+
+_MISSED_AT_MOST: Final = 4_096
+"""Keys remembered at one place of a trie that were seen there once: a loop whose sizes grow adds one in each round."""
 
 
 def _index_of_wrapper(args: Sequence[Any]) -> int:
@@ -68,7 +92,7 @@ def _record(trace: Trace, kernel: Kernel, key: tuple[Any, ...], args: Sequence[A
             mark.undo()
             for tensor in _handles((args, kwargs)):
                 if not trace.holds(tensor.value_id) and leaf(trace, tensor) is FOREIGN_DEVICE:
-                    raise _mismatch(trace, kernel.op, tensor)
+                    raise mismatch(trace, kernel.op, tensor)
             call = kernel.fast if trace.index == 0 else kernel.indexed
             return call(*(() if trace.index == 0 else (trace,)), *args, **kwargs)
         try:
@@ -192,7 +216,7 @@ class _DecodedCall:
             self.next_leaf += 1
             return Leaf(self.next_leaf - 1), shown_spec(part)
         if part is FOREIGN_DEVICE:
-            raise _mismatch(self.trace, self.op, given)
+            raise mismatch(self.trace, self.op, given)
         if part.__class__ is tuple and isinstance(part[0], torch.dtype):
             dtype, inner = part
             template = self._scalar(inner)
@@ -216,7 +240,8 @@ class _DecodedCall:
         return list(given) if isinstance(given, (list, tuple)) else given
 
 
-def _mismatch(trace: Trace, op: Any, given: torch.Tensor) -> DeviceMismatch:
+def mismatch(trace: Trace, op: Any, given: torch.Tensor) -> DeviceMismatch:
+    """What is wrong with a tensor that an operator of the trace's device was given."""
     here = f"port:{trace.index}"
     if given.layout is not torch.strided:
         return DeviceMismatch(refusal(kind_of(given.layout)), op=str(op), source=user_line())

@@ -65,7 +65,7 @@ class ThreadTraces(threading.local):
         if trace is None:
             kind = EagerTrace if self.eager else Trace
             trace = self._by_index[index] = kind(type(self).runner_of(index))
-        if index == 0:
+        if index == 0 and not trace.direct:  # kernels that do not find it ask here
             self.trace = trace
         return trace
 
@@ -78,6 +78,11 @@ class ThreadTraces(threading.local):
         self._by_index, self._of_other_mode = self._of_other_mode, self._by_index
         self.eager = eager
         self.__dict__.pop("trace", None)
+
+    def hide(self, trace: Trace) -> None:
+        """Have kernels ask for a trace of the calling thread: its operators are not to be recorded for now."""
+        if self.__dict__.get("trace") is trace:
+            del self.trace
 
     def set_aside(self) -> None:
         """Finalizers are about to run, maybe in the middle of a kernel: what they do goes to traces of their own."""

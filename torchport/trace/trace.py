@@ -16,9 +16,10 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from ..core import metrics
 from ..core.config import config
 from . import pool
 from .handle import LazyTensor
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from ..backend.registrar import BackendRegistrar
     from ..core.errors import TorchportError
     from .decide import AtOnce
+    from .kernels import Kernel
 
 __all__ = ["CHECKPOINT_EVERY", "COPIES_UNDER_GRAD", "Runner", "Trace", "lock", "owners"]
 
@@ -55,6 +57,19 @@ class Runner(Protocol):
     device: BackendDevice
     capture: Capture
     kernels: BackendRegistrar
+
+    @property
+    def interprets(self) -> bool:
+        """Whether operators seen for the first time are to be interpreted at once, rather than recorded."""
+        ...
+
+    def begin_direct(self, trace: Trace) -> None:
+        """Compute what is pending, and interpret the operators that follow at once, until the next flush."""
+        ...
+
+    def run_direct(self, trace: Trace, kernel: Kernel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Interpret an operator at once; its results have values. Raises what the CPU raises."""
+        ...
 
     def next_key(self) -> int:
         """The key of the next random operator."""
@@ -84,7 +99,8 @@ class Trace:
     were held when the trace came by; ``computed`` are those that another thread has given a value. ``leaves`` are the
     values the trace starts from in order of first use, ``scalar_inputs`` and ``random_keys`` in
     order. ``fresh`` tells whether one of the leaves came from the host for this trace, ``copies`` how many copies from
-    the host came after that leaf was used.
+    the host came after that leaf was used. ``direct`` is above 0 while operators are interpreted at once and nothing is
+    recorded: one more than how many were. ``recording``: what is new to the trie becomes part of it, until a flush.
     """
 
     eager = False
@@ -96,6 +112,7 @@ class Trace:
         "computed",
         "copies",
         "cursor",
+        "direct",
         "fresh",
         "generation",
         "index",
@@ -105,6 +122,7 @@ class Trace:
         "made",
         "nodes",
         "random_keys",
+        "recording",
         "root",
         "runtime",
         "scalar_inputs",
@@ -128,6 +146,8 @@ class Trace:
         self.random_keys: list[int] = []
         self.fresh = False
         self.copies = 0
+        self.direct = 0
+        self.recording = False
         owners[epoch] = self
 
     def restart(self) -> None:
@@ -150,7 +170,14 @@ class Trace:
         self.random_keys = []
         self.fresh = False
         self.copies = 0
+        self.recording = False
         self.made.clear()
+
+    def end_direct(self) -> None:
+        """Record again from the next operator on."""
+        if self.direct > 1:
+            metrics.count("InterpretedOps", self.direct - 1)
+        self.direct = 1 if self.eager and self.runtime.interprets else 0
 
     def holds(self, value_id: int) -> bool:
         """Whether a value id is of this trace's span."""

@@ -138,6 +138,7 @@ class Node:
         "is_factory",
         "key",
         "kwargs",
+        "missed",
         "op",
         "parent",
         "plans",
@@ -153,6 +154,7 @@ class Node:
         self.key = key
         self.op = op
         self.children: dict[Any, Node] = {}
+        self.missed: set[Any] | None = None  # keys that were seen here once, and not recorded
         self.plans: dict[tuple[int, ...], Any] | None = None  # the runner's, by the ids of the values wanted
         self.apart: dict[tuple[tuple[int, ...], int], tuple[tuple[int, ...], ...]] | None = None
         self.args: Sequence[Any] = ()

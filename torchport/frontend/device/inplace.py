@@ -149,7 +149,7 @@ def _of_tensor(op: Any, forms: KernelPair, original: Any, copy: KernelPair) -> C
                 refuse_as_cpu(op, (self, *args), kwargs)
                 break
         out = kernel(inner, *map(unwrapped, args), **{name: unwrapped(value) for name, value in kwargs.items()})
-        node = threads.trace.cursor
+        node = threads.of(0).cursor
         if node.fits and node.ready is out:
             pass
         elif out.shape != inner.shape or out.dtype is not inner.dtype:
@@ -229,7 +229,7 @@ def _of_list(op: Any, forms: KernelPair, original: Any, copy: KernelPair) -> Cal
                 _written(selfs)
             return result
         outs = kernel(inner, *map(unwrapped, args), **{name: unwrapped(value) for name, value in kwargs.items()})
-        node = threads.trace.cursor
+        node = threads.of(0).cursor
         if not (node.fits and node.ready is outs):
             fitting = fitted(inner, outs, restride)
             if fitting is None:

@@ -6,12 +6,17 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import torch
+
 from ... import native
-from ...backend.interface import BackendData
+from ...backend.infer import observed
+from ...backend.interface import BackendData, TensorData
+from ...backend.interpret import How, how
+from ...core.specs import TensorSpec
 from ...run import donation
 from ...run.future import Future
 from ...trace import pool, trace, trie
-from ...trace.handle import LazyTensor
+from ...trace.handle import LazyTensor, make_template
 from ...trace.kernels import Kernel, letters
 from ...trace.threads import threads
 from . import copies, shims
@@ -63,8 +68,42 @@ def _use_follow(library: ctypes.PyDLL, kernels: Sequence[Kernel], forms: Mapping
         overload = kernel.op._schema.overload_name
         in_place = forms[kernel.op]._schema.name if kernel.op in forms else ""
         follow(name.encode(), overload.encode(), kinds.encode(), kernel.serial, in_place.encode())
+    _use_direct(library, kernels)
     for op in copies.SAME_VALUE:
         same_value(op._schema.name.encode())
+
+
+def _use_direct(library: ctypes.PyDLL, kernels: Sequence[Kernel]) -> None:
+    """Have operators interpreted at once without Python, in the plain case."""
+    (start,) = _functions(library, direct_start=6)
+    start(TensorData, TensorSpec, trace.Trace, How, _template_of, observed.append)
+    direct = library.torchport_direct
+    direct.argtypes = [
+        ctypes.py_object, ctypes.py_object, ctypes.c_char_p, ctypes.c_char_p, ctypes.py_object,
+        ctypes.c_int, ctypes.c_int, ctypes.c_int,
+    ]  # fmt: skip
+    direct.restype = ctypes.py_object
+    for kernel in kernels:
+        manner = how(kernel.op)
+        if letters(kernel) is None or manner.call is None:
+            continue
+        schema = manner.call._schema
+        keywords = tuple(a.name if a.kwarg_only else "" for a in kernel.arguments)
+        # Other kinds, such as dtypes, are numbers in C++.
+        observable = manner.shapes_hold and all(a.kind in _SAME_IN_PYTHON for a in kernel.arguments)
+        name, overload = schema.name.encode(), schema.overload_name.encode()
+        direct(kernel.serial, manner.call, name, overload, keywords, manner.shares, manner.varying, observable)
+
+
+def _template_of(dtype: torch.dtype) -> torch.Tensor:
+    return make_template(TensorSpec((), dtype, ()))
+
+
+_SAME_IN_PYTHON: Final = frozenset(
+    {"Tensor", "Optional[Tensor]", "List[Tensor]", "int", "Optional[int]", "bool", "Optional[bool]", "float", "number",
+     "Optional[number]", "SymInt", "Optional[SymInt]", "List[int]", "List[SymInt]", "Device", "Optional[Device]"}
+)  # fmt: skip
+"""Kinds of arguments that C++ sees as Python does."""
 
 
 def install(kernels: Sequence[Kernel], forms: Mapping[Any, Any]) -> None:

@@ -1,0 +1,214 @@
+"""Operators computed at once on CPU tensors, with the meaning that they have in a graph.
+
+A computation that was never seen is cheaper to compute than to compile, and even than to infer. Here an operator's
+lowering (:class:`.builder.Builder`) is called with tensors instead of graph nodes: same rewrites, same random numbers,
+same order of operations. On ``reference`` the results are equal bit for bit to the compiled computation's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from ..core.specs import TensorSpec
+from .builder import Builder, is_factory, scalar_places
+from .decompositions import DECOMPOSE
+from .infer import infer_as_on_cpu
+from .lowering import LOWER, foreach_target, scalar_role, view_form
+from .normal_form import is_view
+from .probe import depends_on_values
+from .random import RANDOM
+
+__all__ = ["How", "how", "interpret", "settled", "shares_memory"]
+
+aten = torch.ops.aten
+_WIDE: Final = frozenset({torch.float64, torch.complex128})
+_CPU: Final = torch.device("cpu")
+
+
+class ValueBuilder(Builder):
+    """A builder whose things are CPU tensors: what it is asked to add, it computes."""
+
+    @staticmethod
+    def is_node(value: Any) -> bool:
+        return isinstance(value, torch.Tensor)
+
+    @staticmethod
+    def val(node: Any) -> torch.Tensor:
+        return node
+
+    def item(self, node: Any, position: int) -> Any:
+        return node[position]
+
+    def inline(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return fn(*args, **kwargs)
+
+    def _emit(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        try:
+            return op(*args, **kwargs)
+        except RuntimeError:
+            if op is not aten.view.default:
+                raise
+            # A rewrite gave the input other strides than the program saw; a contiguous copy always has a view.
+            return op(args[0].contiguous(), *args[1:], **kwargs)
+
+
+_builder: Final = ValueBuilder()
+
+
+def _exact() -> dict[Any, str]:
+    """Operators on lists that give each element what the operator that they stand for gives; in their lowering, too.
+
+    ``"scalar"``: whatever number they are given; ``"list"``: unless they are given a float.
+    """
+    found: dict[Any, str] = {}
+    for name in ("add", "sub", "mul", "div"):
+        packet = getattr(aten, f"_foreach_{name}")
+        found.update({getattr(packet, kind): "scalar" for kind in ("Scalar", "ScalarList")})
+        found[packet.List] = "list"
+    for name in ("sqrt", "neg", "reciprocal", "abs", "exp", "sign"):
+        found[getattr(aten, f"_foreach_{name}").default] = "scalar"
+    return found
+
+
+_EXACT: Final = _exact()
+
+
+class How:
+    """How one operator is interpreted; settled once per operator.
+
+    ``call`` is the operator to call on the tensors as they are, or ``None`` where its lowering has more to say.
+    ``varying``: floats in places of numbers become tensors, because the graph's do. ``shares``: results may share
+    memory with arguments. ``shapes_hold``: a call with arguments like these always gives results like these.
+    """
+
+    __slots__ = ("call", "draws", "is_factory", "op", "scalars", "shapes_hold", "shares", "varying")
+
+    def __init__(self, op: Any) -> None:
+        self.op = op
+        self.draws = op in RANDOM
+        self.is_factory = is_factory(op)
+        lowered = self.draws or op in LOWER or op in DECOMPOSE or (foreach_target(op) is not None and op not in _EXACT)
+        self.call = None if lowered else view_form(op)
+        self.varying = scalar_role(op) == "scalar" and _EXACT.get(op) != "scalar"
+        self.scalars = scalar_places(op)
+        self.shapes_hold = self.call is not None and not depends_on_values(op)
+        self.shares = op in LOWER or op in DECOMPOSE or is_view(view_form(op))
+
+
+@functools.cache
+def how(op: Any) -> How:
+    """How an operator is interpreted."""
+    return How(op)
+
+
+def interpret(
+    how: How,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    random_key: int = 0,
+    specs: Sequence[TensorSpec | None] | None = None,
+) -> Any:
+    """An operator's result or results on CPU tensors. Raises what PyTorch raises for wrong arguments.
+
+    ``kwargs`` has a ``device`` only if it is the CPU. ``random_key``: what a random operator draws with. ``specs``:
+    those of its results, where they are known.
+    """
+    call = how.call
+    if call is not None and not (how.varying and _has_float(how, args, kwargs)):
+        if specs is None or call is not aten.view.default:
+            return call(*args, **kwargs)
+        return _builder.call(call, args, kwargs)  # of a value that may have other strides than the program saw
+    if how.draws:
+        specs = specs or _specs_of_random(how.op, args, kwargs)
+        kept = {name: value for name, value in kwargs.items() if name not in _NOT_FOR_FORMULAS}
+        return RANDOM[how.op](_builder, torch.tensor(random_key), specs[0], *args, **kept)
+    if how.varying:
+        args, kwargs = _with_numbers_as_tensors(how.op, args, kwargs)
+    elif specs is None and how.op in _BLANK:
+        return view_form(how.op)(*args, **kwargs).zero_()
+    elif specs is None and how.op in LOWER:
+        if how.op is aten._to_copy.default:
+            kept = {name: kwargs[name] for name in ("dtype", "memory_format") if kwargs.get(name) is not None}
+            return aten._to_copy.default(*args, **kept)
+        specs = (_spec(args[0]),)  # ``copy`` goes by the strides of what it writes to; others by none
+    if specs is None and foreach_target(how.op) is not None:
+        specs = [None] * len(args[0] if isinstance(args[0], (list, tuple)) else args[1])
+    return _builder.lower(how.op, specs or (), args, kwargs)
+
+
+_NOT_FOR_FORMULAS: Final = frozenset({"device", "layout", "pin_memory", "generator"})
+
+
+def _has_float(how: How, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether there is a finite float where the operator takes a number: in a graph it is an input."""
+    for position, name in how.scalars:
+        value = args[position] if position < len(args) else kwargs.get(name)
+        if value.__class__ is float and value - value == 0.0:
+            return True
+    return False
+
+
+def _with_numbers_as_tensors(
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments with each finite float as a graph gets it: a 0-dim tensor, float64 where tensors are."""
+    given = [*args, *kwargs.values()]
+    flat = [one for value in given for one in (value if isinstance(value, (list, tuple)) else (value,))]
+    wide = any(isinstance(value, torch.Tensor) and value.dtype in _WIDE for value in flat)
+    dtype = torch.float64 if wide else torch.float32
+
+    def number(value: Any) -> Any:
+        if value.__class__ is float and value - value == 0.0:
+            return torch.tensor(value, dtype=dtype)
+        if value.__class__ in (list, tuple) and value and value[0].__class__ is float:
+            return [number(one) for one in value]
+        return value
+
+    return [number(value) for value in args], {name: number(value) for name, value in kwargs.items()}
+
+
+_BLANK: Final = frozenset(
+    {aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.empty_permuted.default,
+     aten.new_empty.default, aten.new_empty_strided.default, aten._efficientzerotensor.default,
+     aten._new_zeros_with_same_feature_meta.default}
+)  # fmt: skip
+"""Operators whose results are zeros on every backend, because nobody may rely on what they are."""
+
+
+def _spec(value: Any) -> Any:
+    return TensorSpec.of(value) if isinstance(value, torch.Tensor) else value
+
+
+def _specs_of_random(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[TensorSpec | None]:
+    """The specs of a random operator's results; raises what the CPU raises for such dtypes and numbers."""
+    first = args[0] if args else None
+    if op not in _LIKE_THE_FIRST or not isinstance(first, torch.Tensor) or first.dim() == 0:
+        specs = [_spec(value) for value in args]
+        return infer_as_on_cpu(op, specs, {name: _spec(value) for name, value in kwargs.items()}).specs
+    # What is refused does not depend on the sizes: a few elements tell, once.
+    few = [TensorSpec((2,), value.dtype, (1,)) if isinstance(value, torch.Tensor) else value for value in args]
+    infer_as_on_cpu(op, few, kwargs)
+    return (TensorSpec.of(first),)
+
+
+_LIKE_THE_FIRST: Final = frozenset(
+    {aten.native_dropout.default, aten.bernoulli.default, aten.bernoulli.p, aten.uniform.default,
+     aten.normal_functional.default, aten.exponential.default}
+)  # fmt: skip
+"""Random operators whose first result has the shape and dtype of the first argument."""
+
+
+def settled(value: torch.Tensor) -> torch.Tensor:
+    """The value without what PyTorch has put off: a conjugation or a negation that only a flag stands for."""
+    if value.is_conj():
+        value = value.resolve_conj()
+    return value.resolve_neg() if value.is_neg() else value
+
+
+def shares_memory(how: How) -> bool:
+    """Whether an operator's results may share memory with its arguments."""
+    return how.shares

@@ -1,0 +1,359 @@
+// Operators that are interpreted at once (``run/direct.py``): the CPU's operator is called on the CPU tensors that the
+// arguments' handles hold, and the results become handles with values. Part of follow.cpp.
+//
+// Does what ``direct.run`` does for the plain case; whatever else there is goes to the Python kernel.
+#pragma once
+#include "calls.h"
+
+#include <array>
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/DynamicTypes.h>
+
+namespace {
+
+// -- Python's side ----------------------------------------------------------------------------------------------
+PyTypeObject* host_data; // interface.TensorData
+PyTypeObject* spec_type; // specs.TensorSpec
+Slot direct_of; // of a trace
+Slot data_device, data_spec, data_tensor; // of a TensorData
+Slot spec_shape, spec_dtype, spec_strides; // of a TensorSpec
+PyObject *n_by_index, *n_device, *n_manners; // names
+PyTypeObject* manner_type; // interpret.How
+PyObject* make_template; // a dtype → a handle of it
+PyObject* observed; // infer's deque of what operators gave
+PyObject* zero; // the index of the default device
+
+// The calling thread's trace of index 0 if its operators are interpreted at once, else null.
+THPObjectPtr direct_trace() {
+  THPObjectPtr traces(PyObject_GetAttr(threads, n_by_index));
+  if (!traces || !PyDict_CheckExact(traces.get())) {
+    PyErr_Clear();
+    return THPObjectPtr();
+  }
+  PyObject* trace = PyDict_GetItemWithError(traces.get(), zero); // borrowed
+  if (trace == nullptr || integer(direct_of.of(trace)) <= 0) {
+    PyErr_Clear();
+    return THPObjectPtr();
+  }
+  Py_INCREF(trace);
+  return THPObjectPtr(trace);
+}
+
+// Whether the CPU's operators may be called as things are, as ``default_state.is_default`` asks it.
+bool is_default() {
+  using c10::DispatchKey;
+  const auto included = c10::impl::tls_local_dispatch_key_set().included_;
+  return !c10::impl::TorchDispatchModeTLS::any_modes_set() && !c10::InferenceMode::is_enabled() &&
+      !at::autocast::is_autocast_enabled(at::kCPU) && !included.has(DispatchKey::FuncTorchDynamicLayerFrontMode) &&
+      !included.has(DispatchKey::FuncTorchDynamicLayerBackMode) && !included.has(DispatchKey::Python);
+}
+
+// A list or tuple of whole numbers, or null.
+PyObject* whole_numbers(c10::ArrayRef<int64_t> values, bool list) {
+  THPObjectPtr made(list ? PyList_New(values.size()) : PyTuple_New(values.size()));
+  for (size_t at = 0; made && at < values.size(); ++at) {
+    PyObject* item = PyLong_FromLongLong(values[at]);
+    if (item == nullptr) {
+      return nullptr;
+    }
+    list ? PyList_SET_ITEM(made.get(), at, item) : PyTuple_SET_ITEM(made.get(), at, item);
+  }
+  return made.release();
+}
+
+PyObject* spec_of(const at::Tensor& tensor) {
+  THPObjectPtr made(spec_type->tp_alloc(spec_type, 0));
+  if (!made) {
+    return nullptr;
+  }
+  PyObject* dtype = reinterpret_cast<PyObject*>(torch::getTHPDtype(tensor.scalar_type()));
+  Py_INCREF(dtype);
+  spec_dtype.of(made.get()) = dtype;
+  spec_shape.of(made.get()) = whole_numbers(tensor.sizes(), false);
+  spec_strides.of(made.get()) = whole_numbers(tensor.strides(), false);
+  return spec_shape.of(made.get()) && spec_strides.of(made.get()) ? made.release() : nullptr;
+}
+
+// An argument that is no tensor, as Python's kernel gets it; null without an error where that is not so simple.
+PyObject* plain(const c10::IValue& value) {
+  if (value.isNone()) {
+    Py_RETURN_NONE;
+  }
+  if (value.isBool()) {
+    return PyBool_FromLong(value.toBool());
+  }
+  if (value.isInt()) {
+    return PyLong_FromLongLong(value.toInt());
+  }
+  if (value.isDouble()) {
+    return PyFloat_FromDouble(value.toDouble());
+  }
+  if (value.isIntList()) {
+    return whole_numbers(value.toIntVector(), true);
+  }
+  return nullptr;
+}
+
+// -- one operator --------------------------------------------------------------------------------------------------
+struct Direct {
+  c10::OperatorHandle callee; // what is called on CPU tensors
+  bool shares; // results may share memory with arguments
+  bool varying; // finite floats in places of numbers are inputs of a graph: its lowering has more to say
+  PyObject* op; // the callee in Python
+  PyObject* serial; // the kernel's, by which a runtime knows how it is interpreted
+  std::vector<std::string> keywords; // names of the arguments that are given by keyword; empty for others
+  bool observable; // every argument that is no tensor is the same in Python as here
+};
+
+struct DirectCall {
+  const Direct& direct;
+  PyObject* trace;
+  PyObject* runtime;
+  std::vector<c10::IValue> stack;
+  std::vector<THPObjectPtr> used; // the values of arguments
+  THPObjectPtr args, kwargs; // as observed
+  bool noted = true;
+
+  // The CPU tensor of an argument; undefined where Python has to look at it.
+  at::Tensor real(const at::Tensor& tensor, PyObject*& spec) {
+    if (!tensor.is_privateuseone()) {
+      noted = false;
+      if (tensor.dim() != 0 || !tensor.is_cpu()) {
+        return {};
+      }
+      if (tensor.unsafeGetTensorImpl()->is_wrapped_number() && tensor.scalar_type() == at::kDouble) {
+        noted = true;
+        spec = PyFloat_FromDouble(*tensor.const_data_ptr<double>());
+      } else if (tensor.unsafeGetTensorImpl()->is_wrapped_number() && tensor.scalar_type() == at::kLong) {
+        noted = true;
+        spec = PyLong_FromLongLong(*tensor.const_data_ptr<int64_t>());
+      }
+      return tensor;
+    }
+    THPObjectPtr handle = handle_of(tensor);
+    if (!handle) {
+      return {};
+    }
+    THPObjectPtr value(attribute(handle.get(), py_.n_value));
+    if (!value || Py_TYPE(value.get()) != host_data || py_.info.of(value.get()) != runtime) {
+      return {};
+    }
+    PyObject* held = data_tensor.of(value.get());
+    if (held == nullptr || !THPVariable_Check(held)) {
+      return {};
+    }
+    if (THPVariable_Unpack(held).strides() != tensor.strides()) {
+      return {}; // it was a view, and is one no longer
+    }
+    spec = data_spec.of(value.get());
+    Py_XINCREF(spec);
+    used.push_back(std::move(value));
+    return THPVariable_Unpack(held);
+  }
+
+  bool add(const c10::IValue& given, char letter, const std::string& keyword) {
+    THPObjectPtr described;
+    switch (letter) {
+      case 'g':
+      case 'd':
+        if (!given.isNone()) {
+          return false;
+        }
+        stack.push_back(given);
+        break;
+      case 't': {
+        if (given.isNone()) {
+          stack.push_back(given);
+          break;
+        }
+        PyObject* spec = nullptr;
+        const at::Tensor& tensor = given.toTensor();
+        at::Tensor found = tensor.defined() ? real(tensor, spec) : at::Tensor();
+        described = spec;
+        if (!found.defined()) {
+          return false;
+        }
+        stack.push_back(std::move(found));
+        break;
+      }
+      case 'T': {
+        if (!given.isTensorList()) {
+          return false;
+        }
+        const Values items = given.toListRef();
+        c10::List<at::Tensor> list;
+        list.reserve(items.size());
+        described = PyList_New(0);
+        for (const c10::IValue& item : items) {
+          PyObject* spec = nullptr;
+          at::Tensor found = item.toTensor().defined() ? real(item.toTensor(), spec) : at::Tensor();
+          THPObjectPtr of_item(spec);
+          if (!found.defined() || !described) {
+            return false;
+          }
+          if (spec != nullptr && PyList_Append(described.get(), spec) != 0) {
+            return false;
+          }
+          list.push_back(std::move(found));
+        }
+        stack.emplace_back(std::move(list));
+        break;
+      }
+      case 'n':
+      case 'N':
+        if (direct.varying && !given.isInt() && !given.isBool() && !given.isNone()) {
+          return false;
+        }
+        [[fallthrough]];
+      default:
+        stack.push_back(given);
+    }
+    if (!noted || !direct.observable) {
+      noted = false;
+      return true;
+    }
+    if (!described) {
+      described = plain(given);
+      if (!described) {
+        PyErr_Clear();
+        noted = false;
+        return true;
+      }
+    }
+    if (keyword.empty()) {
+      return PyList_Append(args.get(), described.get()) == 0;
+    }
+    return described.get() == Py_None || PyDict_SetItemString(kwargs.get(), keyword.c_str(), described.get()) == 0;
+  }
+
+  // A handle of a result, and its spec in ``spec``; undefined with a Python error.
+  at::Tensor handle(at::Tensor value, PyObject* device, THPObjectPtr& spec) const {
+    static auto& templates = *new std::array<at::Tensor, static_cast<size_t>(c10::ScalarType::NumOptions)>();
+    if (value.is_conj()) {
+      value = value.resolve_conj();
+    }
+    if (value.is_neg()) {
+      value = value.resolve_neg();
+    }
+    at::Tensor& model = templates[static_cast<size_t>(value.scalar_type())];
+    if (!model.defined()) {
+      PyObject* dtype = reinterpret_cast<PyObject*>(torch::getTHPDtype(value.scalar_type()));
+      THPObjectPtr made(PyObject_CallOneArg(make_template, dtype));
+      if (!made) {
+        return {};
+      }
+      model = THPVariable_Unpack(made.get());
+    }
+    at::Tensor result = model.variable_data();
+    result.unsafeGetTensorImpl()->set_sizes_and_strides(value.sizes(), value.strides());
+    spec = spec_of(value);
+    THPObjectPtr made(THPVariable_Wrap(result, py_.handle)), data(host_data->tp_alloc(host_data, 0)),
+        tensor(THPVariable_Wrap(value));
+    if (!spec || !made || !data || !tensor) {
+      return {};
+    }
+    const std::pair<const Slot*, PyObject*> parts[] = {
+        {&data_device, device}, {&data_spec, spec.get()}, {&data_tensor, tensor.get()}, {&py_.info, runtime},
+        {&py_.exported, direct.shares ? Py_True : Py_False}};
+    for (const auto& [slot, part] : parts) {
+      Py_INCREF(part);
+      slot->of(data.get()) = part;
+    }
+    if (PyObject_SetAttr(made.get(), py_.n_value, data.get()) != 0) {
+      return {};
+    }
+    return result;
+  }
+};
+
+// Run a call that is on a stack; its results replace the arguments. False, and nothing done, where Python has to.
+bool run_direct(const Direct& direct, const std::string& letters, torch::jit::Stack& stack, bool one_list) {
+  THPObjectPtr trace = direct_trace();
+  if (!trace || !is_default()) {
+    return false;
+  }
+  PyObject* runtime = py_.runtime.of(trace.get());
+  THPObjectPtr manners(PyObject_GetAttr(runtime, n_manners));
+  PyObject* manner = manners ? PyDict_GetItemWithError(manners.get(), direct.serial) : nullptr;
+  if (manner == nullptr || Py_TYPE(manner) != manner_type) { // not looked at yet, or a kernel of the backend's runs it
+    PyErr_Clear();
+    return false;
+  }
+  DirectCall call{direct, trace.get(), runtime, {}, {}, THPObjectPtr(PyList_New(0)), THPObjectPtr(PyDict_New())};
+  const size_t count = letters.size();
+  const size_t first = stack.size() - count;
+  call.stack.reserve(count);
+  for (size_t at = 0; at < count; ++at) {
+    if (!call.add(stack[first + at], letters[at], direct.keywords[at])) {
+      PyErr_Clear();
+      return false;
+    }
+  }
+  {
+    PyThreadState* state = PyEval_SaveThread();
+    try {
+      direct.callee.callBoxed(&call.stack);
+    } catch (const std::exception&) {
+      PyEval_RestoreThread(state);
+      return false; // nothing was changed: Python calls it again, and says where the program did
+    }
+    PyEval_RestoreThread(state);
+  }
+  PyObject* count_of_ops = PyLong_FromLongLong(integer(direct_of.of(trace.get())) + 1);
+  Py_XSETREF(direct_of.of(trace.get()), count_of_ops);
+  THPObjectPtr device(PyObject_GetAttr(runtime, n_device));
+  if (!device) {
+    throw python_error();
+  }
+  std::vector<at::Tensor> values;
+  for (const c10::IValue& value : call.stack) {
+    if (value.isTensorList()) {
+      for (const c10::IValue& item : value.toListRef()) {
+        values.push_back(item.toTensor());
+      }
+    } else {
+      values.push_back(value.toTensor());
+    }
+  }
+  if (direct.shares) {
+    for (THPObjectPtr& data : call.used) {
+      Py_INCREF(Py_True);
+      Py_XSETREF(py_.exported.of(data.get()), Py_True);
+    }
+  }
+  const bool several = one_list || values.size() != 1;
+  THPObjectPtr specs(one_list ? PyList_New(values.size()) : PyTuple_New(values.size()));
+  std::vector<at::Tensor> results;
+  for (size_t at = 0; at < values.size(); ++at) {
+    THPObjectPtr spec;
+    results.push_back(values[at].defined() ? call.handle(std::move(values[at]), device.get(), spec) : at::Tensor());
+    if (PyErr_Occurred()) {
+      throw python_error();
+    }
+    PyObject* described = spec ? spec.release() : Py_NewRef(Py_None);
+    one_list ? PyList_SET_ITEM(specs.get(), at, described) : PyTuple_SET_ITEM(specs.get(), at, described);
+  }
+  if (call.noted) {
+    PyObject* result = several ? specs.get() : PyTuple_GET_ITEM(specs.get(), 0);
+    THPObjectPtr note(PyTuple_Pack(4, direct.op, call.args.get(), call.kwargs.get(), result));
+    THPObjectPtr done(note ? PyObject_CallOneArg(observed, note.get()) : nullptr);
+    PyErr_Clear();
+  }
+  torch::jit::drop(stack, count);
+  if (one_list) {
+    stack.emplace_back(c10::List<at::Tensor>(at::TensorList(results)));
+  } else {
+    for (at::Tensor& result : results) {
+      stack.emplace_back(std::move(result));
+    }
+  }
+  return true;
+}
+
+} // namespace

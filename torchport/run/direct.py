@@ -1,0 +1,207 @@
+"""Operators that are interpreted at once, because the program has not called them here before (tier 0).
+
+A path that the trie does not know may never come back: an initialisation, a length in ``generate``, a notebook's cell.
+So from its first unknown operator to the next flush a trace is *direct*: each operator is computed on CPU tensors
+(:mod:`..backend.interpret`), its result is a handle with a value, and nothing is recorded, inferred or compiled. The
+second time, the path is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from ..backend.infer import observe
+from ..backend.interface import Backend, BackendDevice, TensorData
+from ..backend.interpret import How, how, interpret, settled
+from ..core.default_state import default_state, is_default
+from ..core.errors import TorchportError, UnsupportedOp
+from ..core.frames import user_line
+from ..core.specs import TensorSpec
+from ..trace.decide import draws_on_the_host
+from ..trace.handle import IndexedLazyTensor, LazyTensor, make_handle, make_unnamed
+from ..trace.layouts import kind_of, refusal
+from ..trace.record import mismatch
+from ..trace.threads import threads
+from ..trace.trace import Trace
+from ..trace.wrapping import unwrap, wrap
+from .flush import flush
+from .values import value_of
+
+if TYPE_CHECKING:
+    from ..trace.kernels import Kernel
+    from .device_runtime import DeviceRuntime
+
+__all__ = ["begin", "holds_host_tensors", "run"]
+
+_CPU: Final = torch.device("cpu")
+_NO_TENSOR: Final = frozenset({int, float, bool, complex, str, type(None), torch.dtype, torch.memory_format, torch.layout})
+
+
+class _OtherStrides(Exception):
+    """A value has other strides than its handle, by which the program goes: it was a view, and is one no longer."""
+
+
+def holds_host_tensors(backend: Backend, device: BackendDevice) -> bool:
+    """Whether a backend's values are CPU tensors as they are, so that interpreting copies nothing. Tried on one."""
+    tensor = torch.zeros(1)
+    value = backend.to_device(tensor, device)
+    return value.__class__ is TensorData and value.tensor is tensor  # type: ignore[attr-defined]
+
+
+def begin(trace: Trace) -> None:
+    """Compute what is pending in a trace of the calling thread, and interpret what follows."""
+    flush(trace, "new operator")
+    trace.direct = 1
+    threads.hide(trace)
+
+
+def run(trace: Trace, kernel: Kernel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """An operator's result on values of a device that keeps them in host memory. Raises what the CPU raises."""
+    runtime: DeviceRuntime = trace.runtime  # type: ignore[assignment]
+    manner = runtime.manners.get(kernel.serial)
+    if manner is None:
+        manner = runtime.manners[kernel.serial] = _manner(runtime, kernel)
+    if manner.__class__ is not How:
+        return _recorded(trace, kernel, args, kwargs)
+    given = dict(kwargs)
+    if kernel.takes_device and (moved := _placed(trace, kernel, args, given)) is not None:
+        return moved[0]
+    try:
+        if is_default():
+            result = _run(trace, runtime, manner, args, given)
+        else:
+            with default_state():
+                result = _run(trace, runtime, manner, args, given)
+    except _OtherStrides:
+        return _recorded(trace, kernel, args, kwargs)
+    except Exception as error:
+        if not isinstance(error, TorchportError):
+            error.add_note(f"torchport: while running {kernel.op}")
+            error.add_note(f"torchport: called at {user_line()}")
+        raise
+    return wrap(result) if kernel.is_factory else result
+
+
+def _manner(runtime: DeviceRuntime, kernel: Kernel) -> Any:
+    """How an operator is interpreted; ``False`` where somebody else runs it: a kernel of the backend's, the host."""
+    op = kernel.op
+    returns = op._schema.returns
+    if len(returns) > 1 and any(str(one.type) == "List[Tensor]" for one in returns):
+        return False  # lists beside tensors: no graph holds such results
+    if runtime.kernels.kernel(op) is not None or draws_on_the_host(op) or op in runtime.capture.decompositions:
+        return False
+    return how(op)
+
+
+def _recorded(trace: Trace, kernel: Kernel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run one operator the usual way, in a trace of its own."""
+    trace.end_direct()
+    was_direct, trace.direct = trace.direct, 0
+    trace.recording = True
+    try:
+        return kernel.fast(*args, **kwargs) if trace.index == 0 else kernel.indexed(trace, *args, **kwargs)
+    finally:
+        trace.direct = was_direct
+        if was_direct:
+            threads.hide(trace)
+
+
+def _placed(trace: Trace, kernel: Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any] | None:
+    """The result of a call for another device, in a tuple; ``None`` for this one, and ``kwargs`` say the CPU."""
+    device = kwargs.get("device")
+    if device is not None:
+        index = device.index
+        if kernel.is_factory:
+            if index and index != trace.index:
+                return (kernel.indexed(threads.of(index), *args, **kwargs),)
+        elif not (device.type == "port" and index in (None, trace.index)):
+            return (kernel.elsewhere(trace, kernel, args, kwargs),)
+    if kwargs.get("generator") is not None:
+        return (kernel.with_generator(trace, kernel, args, kwargs),)
+    kwargs.pop("generator", None)
+    kwargs.pop("pin_memory", None)
+    if kernel.is_factory or device is not None:
+        kwargs["device"] = _CPU
+    return None
+
+
+def _run(trace: Trace, runtime: DeviceRuntime, manner: How, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    used: list[Any] = []
+    specs: list[Any] = []
+    real_args: list[Any] = []
+    for value in args:
+        if value.__class__ in _NO_TENSOR:
+            real_args.append(value)
+            specs.append(value)
+        else:
+            real, spec = _real(trace, manner, value, used)
+            real_args.append(real)
+            specs.append(spec)
+    for name, value in kwargs.items():
+        if value.__class__ not in _NO_TENSOR:
+            kwargs[name], _ = _real(trace, manner, value, used)
+    trace.direct += 1
+    result = interpret(manner, real_args, kwargs, runtime.next_key() if manner.draws else 0)
+    shares = manner.shares
+    if shares:
+        for data in used:
+            data.exported = True
+    if result.__class__ is torch.Tensor:
+        handle = _handle(trace, runtime, result, shares)
+        if manner.shapes_hold:
+            observe(manner.call, specs, kwargs, handle.value.spec)  # type: ignore[union-attr]
+        return handle
+    made = [None if one is None else _handle(trace, runtime, one, shares) for one in result]
+    if manner.shapes_hold:
+        described = [None if one is None else one.value.spec for one in made]  # type: ignore[union-attr]
+        observe(manner.call, specs, kwargs, described if isinstance(result, list) else tuple(described))
+    return made if isinstance(result, list) else tuple(made)
+
+
+def _real(trace: Trace, manner: How, value: Any, used: list[Any]) -> tuple[Any, Any]:
+    """An argument as the CPU takes it, and with specs for tensors; the values it is made of are added to ``used``."""
+    cls = value.__class__
+    if cls is LazyTensor or cls is IndexedLazyTensor:
+        if (value.get_device() if cls is IndexedLazyTensor else 0) != trace.index:
+            raise mismatch(trace, manner.op, value)
+        data: Any = value.value
+        if data.__class__ is not TensorData or data.info is not trace.runtime:
+            data = value_of(value, trace)
+        if value.stride() != data.spec.strides:
+            raise _OtherStrides
+        used.append(data)
+        tensor = data.tensor if data.__class__ is TensorData else trace.runtime.backend.from_device(data)
+        return tensor, data.spec
+    if isinstance(value, (list, tuple)):
+        if value and value[0].__class__ is int:
+            return value, value
+        pairs = [_real(trace, manner, one, used) for one in value]
+        return [real for real, _ in pairs], [spec for _, spec in pairs]
+    if not isinstance(value, torch.Tensor):
+        return (_CPU, _CPU) if cls is torch.device else (value, value)
+    inner = unwrap(value)
+    if inner is not value:
+        return _real(trace, manner, inner, used)
+    if inner.dim() == 0 and inner.device.type == "cpu":
+        return inner, inner
+    raise mismatch(trace, manner.op, inner)
+
+
+def _handle(trace: Trace, runtime: DeviceRuntime, value: torch.Tensor, shares: bool) -> LazyTensor:
+    """A handle of a result that is there."""
+    if value.layout is not torch.strided:
+        raise UnsupportedOp(refusal(kind_of(value.layout)), source=user_line())
+    if shares or value.dtype.is_complex:
+        value = settled(value)
+    spec = TensorSpec(tuple(value.shape), value.dtype, value.stride())
+    handle = make_unnamed(spec) if trace.index == 0 else make_handle(spec, trace.index)
+    if runtime.holds_host_tensors:
+        data: Any = TensorData(runtime.device, spec, value)
+    else:
+        data = runtime.backend.to_device(value, runtime.device)
+    data.info, data.exported = runtime, shares
+    handle.value = data
+    return handle

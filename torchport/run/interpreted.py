@@ -1,0 +1,223 @@
+"""Plans without compiling: a path's operators, interpreted one after the other on host memory (tier 0).
+
+Such a plan has everything that a compiled one has, and its results have the specs that the compiled one's will have, so
+that the one can take the other's place at any flush and no trace that follows sees a difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_iter
+
+from ..backend.execution import Computation
+from ..backend.interface import Backend, BackendData, ExecutionContext, Processed, TensorData
+from ..backend.interpret import How, how, interpret, settled
+from ..core.specs import CompileSpecs, TensorSpec
+from ..trace.graph import needed
+from ..trace.handle import intern_spec, shown_as, shown_spec
+from ..trace.trie import HostScalar, Leaf, Node, RandomKey, ScalarInput, Value, is_template
+from .plans import ExecutionPlan
+
+if TYPE_CHECKING:
+    from .device_runtime import DeviceRuntime
+
+__all__ = ["InterpretedPlan", "make_interpreted"]
+
+_CPU: Final = torch.device("cpu")
+
+
+@dataclass(slots=True, eq=False)
+class InterpretedPlan(ExecutionPlan):
+    """A plan that interprets its path.
+
+    ``seconds``: what its runs have cost so far. ``ticket``: the compile service's, of what is to take its place.
+    ``here``: no other process can compile it. ``stays``: it does not compile.
+    """
+
+    seconds: float = 0.0
+    ticket: Any = None
+    here: bool = False
+    stays: bool = False
+
+
+def make_interpreted(
+    runtime: DeviceRuntime, path: Sequence[Node], value_ids: tuple[int, ...], leaf_specs: Sequence[TensorSpec]
+) -> InterpretedPlan:
+    """A plan for the values at the end of a path that needs no compiler. Takes time linear in the path's length."""
+    program = _Program(needed(path, value_ids), value_ids)
+    doubles, keys = tuple(sorted(program.scalar_inputs)), tuple(sorted(program.random_keys))
+    leaves = tuple(sorted(program.leaves))
+    program.places(leaves, doubles, keys)
+    packs = [TensorSpec((len(pack),), dtype, (1,)) for pack, dtype in ((doubles, _F64), (keys, _I64)) if pack]
+    inputs = (*(leaf_specs[at] for at in leaves), *packs)
+    context = ExecutionContext(runtime.device, program.outputs)
+    computation = Computation(
+        _Interpreter(runtime), runtime.device, inputs, (), program.outputs, program, context,
+        graph_ops=len(program.nodes),
+    )  # fmt: skip
+    seen = {node.first_id + at: spec for node in path for at, spec in enumerate(node.specs) if spec is not None}
+    specs = tuple(intern_spec(shown_as(spec, seen[n])) for spec, n in zip(program.outputs, value_ids, strict=True))
+    plan = InterpretedPlan(computation, leaves, (), doubles, keys, value_ids, specs)
+    computation.users.add(plan)
+    return plan
+
+
+_F64: Final = torch.float64
+_I64: Final = torch.int64
+
+
+class _Program:
+    """The operators that some values need, in order, and when each value is used for the last time."""
+
+    def __init__(self, nodes: Sequence[Node], value_ids: Sequence[int]) -> None:
+        self.nodes = nodes
+        self.wanted = tuple(value_ids)
+        self.leaves: set[int] = set()
+        self.scalar_inputs: set[int] = set()
+        self.random_keys: set[int] = set()
+        last: dict[int, int] = {}
+        makers: dict[int, Node] = {}
+        for at, node in enumerate(nodes):
+            makers.update(dict.fromkeys(range(node.first_id, node.end_id), node))
+            for template in tree_iter((node.args, node.kwargs), is_leaf=is_template):
+                if template.__class__ is HostScalar:
+                    template = template.value
+                cls = template.__class__
+                if cls is Value:
+                    last[template.value_id] = at
+                elif cls is Leaf:
+                    self.leaves.add(template.position)
+                elif cls is ScalarInput:
+                    self.scalar_inputs.add(template.position)
+                elif cls is RandomKey:
+                    self.random_keys.add(template.position)
+        kept = set(value_ids)
+        self.ends: list[list[int]] = [[] for _ in nodes]
+        for number, at in last.items():
+            if number not in kept:
+                self.ends[at].append(number)
+        self.hows: list[How] = [how(node.op) for node in nodes]
+        self.sharing = tuple(how(makers[value_id].op).shares for value_id in value_ids)
+        self.outputs = tuple(_value_spec(makers[value_id], value_id) for value_id in value_ids)
+
+    def places(self, *inputs: tuple[int, ...]) -> None:
+        """Where leaves, numbers and keys stand among the arguments."""
+        self.inputs = inputs
+
+
+def _value_spec(node: Node, value_id: int) -> TensorSpec:
+    """The spec of a result as a value of its own: like its handle's, but a view's gaps and repetitions are gone."""
+    spec = shown_spec(node.specs[value_id - node.first_id])  # type: ignore[arg-type]
+    if spec.is_contiguous or not _has_gaps(spec):
+        return spec
+    blank = torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device="meta")
+    return TensorSpec.of(blank.clone())
+
+
+def _has_gaps(spec: TensorSpec) -> bool:
+    """Whether the strides are not those of some order of the dimensions of a dense tensor."""
+    step = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(spec.strides, spec.shape, strict=True) if size != 1):
+        if stride != step:
+            return True
+        step *= size
+    return False
+
+
+class _Run:
+    """One run of a program: the values so far."""
+
+    __slots__ = ("leaves", "random_keys", "scalar_inputs", "values")
+
+    def __init__(self, program: _Program, tensors: Sequence[torch.Tensor]) -> None:
+        leaves, numbers, keys = program.inputs
+        given = iter(tensors)
+        self.leaves = {at: next(given) for at in leaves}
+        self.scalar_inputs: dict[int, float] = dict(zip(numbers, next(given).tolist(), strict=True)) if numbers else {}
+        self.random_keys: dict[int, int] = dict(zip(keys, next(given).tolist(), strict=True)) if keys else {}
+        self.values: dict[int, Any] = {}
+
+    def argument(self, template: Any) -> Any:
+        cls = template.__class__
+        if cls is Value:
+            return self.values[template.value_id]
+        if cls is Leaf:
+            return self.leaves[template.position]
+        if cls is list or cls is tuple:
+            return [self.argument(one) for one in template]
+        if cls is ScalarInput:
+            return self.scalar_inputs[template.position]
+        if cls is HostScalar:
+            return torch.tensor(self.argument(template.value), dtype=template.dtype)
+        return _CPU if cls is torch.device else template
+
+    def step(self, node: Node, manner: How) -> None:
+        """Run one operator."""
+        argument, values = self.argument, self.values
+        args = [argument(one) for one in node.args]
+        kwargs = {name: argument(one) for name, one in node.kwargs.items()} if node.kwargs else {}
+        key = 0
+        if manner.draws:
+            key = self.random_keys[node.kwargs["random_key"].position]
+            del kwargs["random_key"]
+        kwargs.pop("pin_memory", None)
+        if manner.is_factory:
+            kwargs["device"] = _CPU
+        made = interpret(manner, args, kwargs, key, node.specs)
+        if node.container is None:
+            values[node.first_id] = made
+        else:
+            values.update(zip(range(node.first_id, node.end_id), made, strict=True))
+
+
+class _Interpreter(Backend):
+    """Runs programs on the values of a backend that keeps them in host memory."""
+
+    def __init__(self, runtime: DeviceRuntime) -> None:
+        self.runtime = runtime
+        self.name = runtime.backend.name  # type: ignore[misc]  # errors are told of it
+
+    def preprocess(self, graph: fx.GraphModule, specs: CompileSpecs) -> Processed:
+        raise NotImplementedError("paths are interpreted as they are")
+
+    def execute(self, handle: _Program, args: Sequence[BackendData], context: ExecutionContext) -> list[BackendData]:
+        backend = self.runtime.backend
+        tensors = [arg.tensor if arg.__class__ is TensorData else backend.from_device(arg) for arg in args]  # type: ignore[attr-defined]
+        run = _Run(handle, tensors)  # type: ignore[arg-type]
+        values = run.values
+        with torch.no_grad():
+            for node, manner, ends in zip(handle.nodes, handle.hows, handle.ends, strict=True):
+                run.step(node, manner)
+                for number in ends:
+                    del values[number]
+            results = _separate(handle, values, tensors)  # type: ignore[arg-type]
+        device = context.device
+        if self.runtime.holds_host_tensors:
+            return [TensorData(device, spec, one) for spec, one in zip(handle.outputs, results, strict=True)]
+        return [backend.to_device(one, device) for one in results]
+
+
+def _separate(program: _Program, values: Mapping[int, torch.Tensor], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The results in memory of their own, with the strides that were promised."""
+    taken: set[int] = set()
+    if any(program.sharing):
+        taken = {tensor.untyped_storage().data_ptr() for tensor in given}
+    made: list[torch.Tensor] = []
+    for number, spec, shares in zip(program.wanted, program.outputs, program.sharing, strict=True):
+        value = values[number]
+        if shares:
+            value = settled(value)
+        if taken or shares:
+            place = value.untyped_storage().data_ptr()
+            if place in taken and value.numel():
+                value = value.clone()
+            taken.add(place)
+        if value.stride() != spec.strides and value.numel():
+            value = torch.empty_strided(spec.shape, spec.strides, dtype=value.dtype).copy_(value)
+        made.append(value)
+    return made

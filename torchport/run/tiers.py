@@ -1,0 +1,178 @@
+"""Which tier a computation runs in: interpreted at first, compiled when it has come back often enough to be worth it.
+
+A plan begins as an :class:`.interpreted.InterpretedPlan`. Its runs are timed. When together they have cost a part of
+what compiling is expected to cost, the compiler's process is asked for it (:mod:`..worker`), and the program goes on
+interpreting. A later flush finds the answer, and the compiled plan takes over. What does not compile is said once; the
+program stays with the interpreter.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence, Set
+from typing import TYPE_CHECKING, Final
+
+from .. import native
+from ..backend.compiler import computations
+from ..core import metrics
+from ..core.errors import CompileError, TorchportError
+from ..core.specs import TensorSpec
+from ..worker.paths import NotSendable
+from ..worker.request import Answer, path_request
+from ..worker.service import Cancelled, service
+from .interpreted import InterpretedPlan, make_interpreted
+from .plans import ExecutionPlan, make_plan, plan_of
+
+if TYPE_CHECKING:
+    from ..trace.trie import Node
+    from .device_runtime import DeviceRuntime
+
+__all__ = ["CompileCosts", "Progress", "costs", "first_plan", "next_plan"]
+
+
+class CompileCosts:
+    """What compiling costs with each backend, in seconds per operator, learned from what was compiled."""
+
+    FIRST_GUESS: Final = 0.004
+    """Where nothing was compiled yet."""
+    MEMORY: Final = 0.7
+    """How much of what was learned stays at each new observation."""
+
+    def __init__(self) -> None:
+        self._per_operator: dict[str, float] = {}
+
+    def note(self, backend: str, operators: int, seconds: float) -> None:
+        """A graph of so many operators took so long."""
+        seen = seconds / max(operators, 1)
+        known = self._per_operator.get(backend)
+        self._per_operator[backend] = seen if known is None else self.MEMORY * known + (1 - self.MEMORY) * seen
+
+    def expected(self, backend: str, operators: int) -> float:
+        """Seconds that a graph of so many operators may take."""
+        return self._per_operator.get(backend, self.FIRST_GUESS) * operators
+
+
+costs: Final = CompileCosts()
+
+WORTH_WAITING: Final = 1.0
+"""Part of the expected cost of compiling that interpreting has to have cost before the program itself compiles. At 1 it
+never spends more than twice what it would have spent had it known how often the computation comes back (ski rental)."""
+
+WORTH_A_PROCESS: Final = 0.1
+"""The same where another process compiles, at low priority, while the program goes on."""
+
+
+class Progress:
+    """Where a plan that is interpreted stands on its way to be compiled: what is needed to ask for it."""
+
+    def __init__(
+        self,
+        runtime: DeviceRuntime,
+        node: Node,
+        value_ids: tuple[int, ...],
+        leaf_specs: Callable[[], Sequence[TensorSpec]],
+        donated: Callable[[], Set[int]],
+        note: Callable[[], object],
+    ) -> None:
+        self.runtime = runtime
+        self.node = node
+        self.value_ids = value_ids
+        self.leaf_specs = leaf_specs
+        self.donated = donated
+        self.note = note
+        """Called when something is compiled: writes down why."""
+
+
+def first_plan(
+    runtime: DeviceRuntime, path: Sequence[Node], value_ids: tuple[int, ...], leaf_specs: Sequence[TensorSpec]
+) -> InterpretedPlan:
+    """The plan of values that nobody has wanted here before."""
+    metrics.count("InterpretedPlan")
+    return make_interpreted(runtime, path, value_ids, leaf_specs)
+
+
+def next_plan(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
+    """Note another run of an interpreted plan, and return what to run: the same, or the compiled one once it is there."""
+    computation = plan.computation
+    assert computation is not None
+    if plan.ticket is not None:
+        return _taken_over(plan, progress) if plan.ticket.done() else plan
+    if plan.stays:
+        return plan
+    plan.seconds += computation.seconds
+    expected = costs.expected(progress.runtime.backend.name, computation.graph_ops)
+    if not plan.here and plan.seconds >= WORTH_A_PROCESS * expected:
+        _request(plan, progress)
+    if plan.here and plan.seconds >= WORTH_WAITING * expected:
+        return _compiled_here(plan, progress)
+    return plan
+
+
+def _request(plan: InterpretedPlan, progress: Progress) -> None:
+    """Ask the compiler's process."""
+    if service.off:
+        plan.here = True
+        return
+    runtime, node = progress.runtime, progress.node
+    try:
+        request = path_request(
+            (id(runtime), id(node), progress.value_ids), runtime.backend, runtime.specs, node.path(), progress.value_ids,
+            progress.leaf_specs(), progress.donated(),
+        )  # fmt: skip
+    except NotSendable:
+        plan.here = True
+        return
+    progress.note()
+    plan.ticket = service.submit(request)
+
+
+def _taken_over(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
+    """The compiled plan, if what was asked for compiled."""
+    ticket, plan.ticket = plan.ticket, None
+    runtime = progress.runtime
+    try:
+        answer: Answer = ticket.result()
+        assert answer.sources is not None
+        costs.note(runtime.backend.name, answer.ops, answer.seconds)
+        native.announce()
+        computation = computations.take(runtime.backend, runtime.device, runtime.specs, answer)
+    except NotSendable:
+        plan.here = True
+        return plan
+    except Cancelled:
+        plan.seconds = 0.0  # it is asked for again when it has cost as much again
+        return plan
+    except TorchportError as error:
+        _give_up(plan, error)
+        return plan
+    metrics.count("TakenOver")
+    return plan_of(computation, progress.node.path(), progress.value_ids, answer.sources)
+
+
+def _compiled_here(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
+    """The compiled plan, if it compiles in this process: the backend, or an operator, is known to no other."""
+    runtime, path = progress.runtime, progress.node.path()
+    progress.note()
+    try:
+        made = make_plan(runtime, path, progress.value_ids, progress.leaf_specs(), donated=progress.donated())
+    except CompileError as error:
+        _give_up(plan, error)
+        return plan
+    assert made.computation is not None
+    costs.note(runtime.backend.name, made.computation.graph_ops, made.computation.compile_seconds)
+    metrics.count("TakenOver")
+    return made
+
+
+def _give_up(plan: InterpretedPlan, error: TorchportError) -> None:
+    """It does not compile: say so, once for each reason, and go on with the interpreter."""
+    plan.stays = True
+    metrics.count("StaysInterpreted")
+    message = str(error)
+    if message not in _said:
+        _said.add(message)
+        # To people: a warning would break programs that turn warnings into errors, and the values are right.
+        print(f"torchport: a computation stays interpreted, because it does not compile: {message}", file=sys.stderr)
+
+
+_said: Final[set[str]] = set()
