@@ -15,6 +15,7 @@ import torch
 import torchport
 from torchport.backend.builder import capture_of
 from torchport.backend.compiler import finish
+from torchport.backend.execution import execute_on_host
 from torchport.backend.interface import Backend
 from torchport.core.specs import CompileSpecs, TensorSpec
 from torchport.run import plans
@@ -87,10 +88,7 @@ def run(backend: Backend, prepared: Any, seed: int = 0) -> list[torch.Tensor]:
             return made.normal_(generator=generator)
         return made.random_(0, 2, generator=generator)
 
-    specs = computation.parameters
-    return list(
-        backend.execute_on_host(computation.handle, [drawn(spec) for spec in specs], specs, computation.context)
-    )
+    return list(execute_on_host(computation, [drawn(spec) for spec in computation.parameters]))
 
 
 def gone(pids: Sequence[int], seconds: float = 20.0) -> list[int]:

@@ -142,6 +142,12 @@ def _supports(node: fx.Node) -> Support:
     return Support.yes()
 
 
+def _torch_api() -> Any:
+    from . import torch_api  # on demand: compiling needs it, running does not
+
+    return torch_api
+
+
 def _where(error: BaseException) -> str:
     """The innermost lines that an error came through."""
     frames = traceback.extract_tb(error.__traceback__)[-3:]
@@ -226,14 +232,10 @@ class InductorBackend(Backend):
     def compiler_settings(self) -> Mapping[str, Any]:
         if "torch._inductor.config" not in sys.modules:
             return {}
-        from . import torch_api  # on demand: compiling needs it, running does not
-
-        return torch_api.changed_settings()
+        return _torch_api().changed_settings()
 
     def compiling_under(self, settings: Mapping[str, Any]) -> AbstractContextManager[object]:
-        from . import torch_api  # on demand: compiling needs it, running does not
-
-        return torch_api.settings_in_force(settings)
+        return _torch_api().settings_in_force(settings)
 
     def init(self, processed: FreeableBuffer, specs: CompileSpecs, context: InitContext) -> Library:
         artifact = container.decode(processed.data)
