@@ -130,11 +130,10 @@ def interpret(
         args, kwargs = _with_numbers_as_tensors(how.op, args, kwargs)
     elif specs is None and how.op in _BLANK:
         return view_form(how.op)(*args, **kwargs).zero_()
-    elif specs is None and how.op in LOWER:
-        if how.op is aten._to_copy.default:
-            kept = {name: kwargs[name] for name in ("dtype", "memory_format") if kwargs.get(name) is not None}
-            return aten._to_copy.default(*args, **kept)
-        specs = (_spec(args[0]),)  # ``copy`` goes by the strides of what it writes to; others by none
+    elif specs is None and how.op in _AS_IT_IS:
+        # Their lowerings go by the specs of what they give; without, the CPU's own operator has the right strides.
+        kept = {name: value for name, value in kwargs.items() if name in _OF_COPIES and value is not None}
+        return view_form(how.op)(*args, **kept)
     if specs is None and foreach_target(how.op) is not None:
         specs = [None] * len(args[0] if isinstance(args[0], (list, tuple)) else args[1])
     return _builder.lower(how.op, specs or (), args, kwargs)
@@ -177,6 +176,10 @@ _BLANK: Final = frozenset(
      aten._new_zeros_with_same_feature_meta.default}
 )  # fmt: skip
 """Operators whose results are zeros on every backend, because nobody may rely on what they are."""
+
+
+_AS_IT_IS: Final = frozenset({aten.copy.default, aten._to_copy.default, aten._reshape_alias_copy.default})
+_OF_COPIES: Final = frozenset({"dtype", "memory_format"})
 
 
 def _spec(value: Any) -> Any:

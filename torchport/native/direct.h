@@ -205,8 +205,8 @@ struct DirectCall {
         stack.emplace_back(std::move(list));
         break;
       }
-      case 'n':
-      case 'N':
+      case 's':
+      case 'S':
         if (direct.varying && !given.isInt() && !given.isBool() && !given.isNone()) {
           return false;
         }

@@ -12,6 +12,7 @@ from ..trace.kernels import key_parts
 from ..trace.threads import every_trace
 from ..trace.trace import Trace
 from ..trace.trie import FLOAT, Node, Varying
+from .interpreted import InterpretedPlan
 
 __all__ = ["APART", "CompileReason", "explain_compile"]
 
@@ -31,6 +32,7 @@ ADVICE: Final = {
     "shorter": "the computation was cut at another place: a value read, or a step of another length",
     "longer": "the computation was cut at another place: a value read, or a step of another length",
     "dropped": "raise config.max_computations",
+    "often": "nothing: from now on it runs faster",
 }
 """What to change in the program, by what differed."""
 
@@ -40,7 +42,7 @@ class CompileReason:
     """One compilation and what made it necessary.
 
     ``kind`` is ``first``, ``apart``, ``device``, ``thread``, ``op``, ``shape``, ``dtype``, ``strides``, ``scalar``,
-    ``operand``, ``values``, ``longer``, ``shorter`` or ``dropped``. ``shared`` counts the operators the nearest known
+    ``operand``, ``values``, ``longer``, ``shorter``, ``dropped`` or ``often``. ``shared`` counts the operators the nearest known
     trace has in common; ``op`` and ``line`` are this trace's first that differs, ``known_op`` and ``known_line`` the
     known one's.
     """
@@ -112,6 +114,9 @@ def _at_node(node: Node, value_ids: Sequence[int]) -> dict[str, Any] | None:
     wanted = set(value_ids)
     nearest = max(node.plans, key=lambda known: len(wanted & set(known)) - len(wanted ^ set(known)))
     new = sorted(wanted - set(nearest))
+    if not new and node.plans[nearest].__class__ is InterpretedPlan:
+        changed = "it has come back so often that interpreting it costs more than compiling it is worth"
+        return {"kind": "often", "changed": changed, "shared": node.depth}
     if not new:
         # The plan is there, for these values or for more, but without what it would run.
         changed = "the computation was dropped from memory (config.max_computations)"

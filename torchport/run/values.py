@@ -110,6 +110,9 @@ def host_tensor(tensor: LazyTensor) -> torch.Tensor:
     value = resolve(tensor)
     runtime: Runner = value.info  # type: ignore[assignment]
     value.exported = True
+    for trace in threads.mine():
+        if trace.direct:  # where a value is read a trace ends
+            trace.end_direct()
     start = perf_counter()
     try:
         result = runtime.backend.from_device(value)
@@ -117,9 +120,11 @@ def host_tensor(tensor: LazyTensor) -> torch.Tensor:
         raise _transfer_failed(runtime, "to the host", error) from error
     metrics.metrics.add_time("TransferFromDeviceTime", perf_counter() - start)
     strides = tensor.stride()
-    if result.stride() == strides or not result.numel():
+    if result.is_contiguous() and result.stride() == strides or not result.numel():
         return result
     if is_dense(tensor.shape, strides):
+        if result.stride() == strides:
+            return result
         return torch.empty_strided(result.shape, strides, dtype=result.dtype).copy_(result)
     return result.contiguous()
 

@@ -64,6 +64,8 @@ def _host_to_device(tensor: torch.Tensor, index: int, dtype: torch.dtype | None)
         trace.copies += 1
         if trace.copies >= COPIES_UNDER_GRAD:
             flush(trace, "copy")
+    if trace.direct and tensor.numel() > 1:
+        trace.end_direct()  # so does one that records nothing
     plain = tensor.detach()
     if plain.layout is not torch.strided:
         raise UnsupportedOp(
