@@ -42,8 +42,8 @@ def _snapshot(state: State, results: Any, label: str, seen: Seen) -> None:
 
 
 def _backward(state: State, results: Any, label: str, seen: Seen) -> None:
-    values = {id(v): v for v in (*results, *state.bases.values())}
-    wanted = [v for v in values.values() if v.requires_grad and v.dtype.is_floating_point]
+    # Each counts, also where two are one object in eager: those that torch.compile gives may be two of one memory.
+    wanted = [v for v in (*results, *state.bases.values()) if v.requires_grad and v.dtype.is_floating_point]
     if not wanted:
         return
     try:
@@ -128,15 +128,6 @@ def _compiled(program: Program, backend: str, device: str) -> Callable[[Any], An
     return wrap
 
 
-def _captured(program: Program) -> Callable[[Any], Any]:
-    """PyTorch's own part of torch.compile, with the graphs run as they are."""
-    from functorch.compile import nop
-    from torch._dynamo.backends.common import aot_autograd
-
-    build = aot_autograd(fw_compiler=nop, keep_inference_input_mutations=True)
-    return lambda fn: torch.compile(fn, backend=build, dynamic=program.dynamic)
-
-
 def expected(program: Program) -> tuple[Seen, list[list[bool]]]:
     """What eager does. Raises :class:`Refused` if it does not take the program."""
     seen, writable = observe(program, "cpu", lambda fn: fn)
@@ -160,7 +151,11 @@ def upstream(program: Program, frontend: str) -> str | None:
     """What PyTorch's own part of torch.compile does differently from eager, without a compiler."""
     want, writable = expected(program)
     torch._dynamo.reset()
-    got, _ = observe(program, "port" if frontend == "compile-port" else "cpu", _captured(program), writable)
+
+    def wrap(fn: Any) -> Any:
+        return torch.compile(fn, backend="aot_eager", dynamic=program.dynamic)
+
+    got, _ = observe(program, "port" if frontend == "compile-port" else "cpu", wrap, writable)
     return compare(got, want)
 
 
@@ -195,13 +190,16 @@ def minimise(program: Program, fails: Callable[[Program], bool]) -> Program:
     return program
 
 
-def _fails(frontend: str, backend: str) -> Callable[[Program], bool]:
+def _fails(frontend: str, backend: str, kind: bool) -> Callable[[Program], bool]:
+    """Whether a program differs; ``kind``: with an exception, or without one."""
+
     def fails(program: Program) -> bool:
         torch._dynamo.reset()
         try:
-            return check(program, frontend, backend) is not None
+            why = check(program, frontend, backend)
         except Exception:
             return False
+        return why is not None and raised(why) == kind
 
     return fails
 
@@ -273,7 +271,7 @@ def _report(seed: int, program: Program, why: str, options: argparse.Namespace) 
         print(f"seed {seed}: PyTorch refuses it: {theirs[:200]!r}", flush=True)
         return "refused by torch.compile"
     if options.minimise:
-        program = minimise(program, _fails(frontend, options.backend))
+        program = minimise(program, _fails(frontend, options.backend, raised(why)))
         torch._dynamo.reset()
         why = check(program, frontend, options.backend) or why
         theirs = upstream(program, frontend) if frontend != "lazy" else None

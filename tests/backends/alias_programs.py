@@ -10,7 +10,7 @@ import itertools
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -87,8 +87,9 @@ READ_ONLY = ("unfold", "as_strided")
 
 ``unfold``: functionalization, which torch.compile and the device share, takes a write through it back to the base by
 ``unfold_backward``: sums where windows overlap, and zeros where there is no window. ``as_strided``: functionalization
-refuses a write where another view was taken before or after it. ``expand`` of bools is left out with these, as a write
-through it is taken back by a subtraction, which bools have not. ``storage_offset()`` is 0 on the device, so no program
+refuses a write where another view was taken before or after it. Of bools, ``expand`` is left out with these, as a write
+through it is taken back by a subtraction, which bools have not, and so are views of another dtype, by which a bool would
+hold something else than 0 or 1: no C++ compiler promises what it is then. ``storage_offset()`` is 0 on the device, so no program
 asks for it.
 """
 _IN_PLACE_SHAPE = (
@@ -233,15 +234,25 @@ def places(tensor: torch.Tensor) -> torch.Tensor | None:
     return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
+CROSSING = ("{x}[...] = {y}.t()", "{x}.copy_({y}.t())", "{x}.t()[:] = {y}")
+"""Writes that read their source at other places than they write: what eager does where the two share memory depends on
+the order of its loop (``x.t()[:] = x`` may or may not see what it has just written)."""
+
+
 def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Whether two elements of a CPU tensor are one place in memory."""
     found = places(tensor.detach())
     return found is None or found.unique().numel() != found.numel()
 
 
+def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two CPU tensors are in one storage."""
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
 def partly_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two CPU tensors share some places, but not each its own: what eager does then is nobody's promise."""
-    if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr() or not one.numel() or not other.numel():
+    if not share_memory(one, other) or not one.numel() or not other.numel():
         return False
     if (one.shape, one.stride(), one.storage_offset(), one.dtype) == (
         other.shape, other.stride(), other.storage_offset(), other.dtype,
@@ -259,10 +270,20 @@ class _Drawing:
     """A program in the making, with what its lines so far have made on the CPU for each size."""
 
     draw: random.Random
-    dynamic: bool
+    start: Callable[[], list[dict[str, Any]]]
+    """What there is before the first line, made anew."""
     scopes: list[dict[str, Any]] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     read_only: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.again()
+
+    def again(self) -> None:
+        """Run the lines so far on new tensors: a line that is left out may have written some of what it writes."""
+        self.scopes = self.start()
+        for scope, line in itertools.product(self.scopes, self.lines):
+            exec(line, {"torch": torch}, scope)
 
     def tensors(self) -> list[str]:
         """The names of tensors that there are for each size."""
@@ -272,29 +293,47 @@ class _Drawing:
             if isinstance(value, torch.Tensor) and all(name in scope for scope in self.scopes)
         ]
 
-    def attempt(self, line: str, target: str | None, sources: Sequence[str], count: int = 64) -> bool:
-        """Add a line if it is fine for each size."""
-        for scope in self.scopes:
-            if target is not None and (target in self.read_only or overlaps_itself(scope[target])):
-                return False
-            # In torch.compile, autograd takes what a list's operator wrote to a view for the value before.
-            if target is not None and "_foreach" in line and scope[target].requires_grad:
-                return False
-            if target is not None and any(
-                name != target and partly_overlap(scope[target], scope[name]) for name in sources
-            ):
-                return False
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("error")  # an ``out=`` of another size: deprecated
-                    exec(line, {"torch": torch}, scope)
-            except Exception:
-                return False
-            last = list(scope.values())[-1]
-            if isinstance(last, torch.Tensor) and last.numel() > count:
-                return False
+    def attempt(self, line: str, target: str | None, sources: Sequence[str], apart: bool = False) -> bool:
+        """Add a line if it is fine for each size; ``apart``: only if the target shares no memory with the sources."""
+        if not self._may_write(line, target, sources, apart):
+            return False
+        if not all(self._run(line, target, scope) for scope in self.scopes):
+            self.again()
+            return False
         self.lines.append(line)
         return True
+
+    def _may_write(self, line: str, target: str | None, sources: Sequence[str], apart: bool) -> bool:
+        if target is None:
+            return True
+        if target in self.read_only:
+            return False
+        for scope in self.scopes:
+            written = scope[target]
+            if overlaps_itself(written):
+                return False
+            # In torch.compile, autograd takes what a list's operator wrote to a view for the value before.
+            if "_foreach" in line and written.requires_grad:
+                return False
+            if any(name != target and partly_overlap(written, scope[name]) for name in sources):
+                return False
+            if apart and any(share_memory(written, scope[name]) for name in sources):
+                return False
+        return True
+
+    def _run(self, line: str, target: str | None, scope: dict[str, Any], count: int = 64) -> bool:
+        shape = None if target is None else scope[target].shape
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # an ``out=`` of another size: deprecated
+                exec(line, {"torch": torch}, scope)
+        except Exception:
+            return False
+        # Without a warning, ``out=`` gives a tensor without elements another size: a ``resize_``, which is left out.
+        if shape is not None and "out=" in line and scope[target].shape != shape:
+            return False
+        last = list(scope.values())[-1]
+        return not (isinstance(last, torch.Tensor) and last.numel() > count)
 
 
 def _holders(draw: random.Random, bases: list[Base]) -> list[Holder]:
@@ -319,7 +358,7 @@ def _holders(draw: random.Random, bases: list[Base]) -> list[Holder]:
 def read_only(view: str, of: torch.Tensor) -> bool:
     """Whether programs do not write through this view."""
     return any(name in view for name in READ_ONLY) or (
-        of.dtype is torch.bool and ("expand" in view or "broadcast" in view)
+        of.dtype is torch.bool and any(name in view for name in ("expand", "broadcast", "view(torch."))
     )
 
 
@@ -350,7 +389,7 @@ def _fill(drawing: _Drawing, lines: int, grad: bool) -> None:
             line = f"with torch.no_grad(): {line}"
         if target is not None and x == y and ("{y}." in text or "{y}[" in text):
             continue  # written to and read at other places at once
-        added = drawing.attempt(line, target, (y,) if "{y}" in text else ())
+        added = drawing.attempt(line, target, (y,) if "{y}" in text else (), text in CROSSING)
         # Also some of what is new may be what it is made of, such as ``x.float()``.
         if added and kind != "write" and (x in drawing.read_only or read_only(text, drawing.scopes[0][x])):
             drawing.read_only.add(f"v{number - 1}")
@@ -384,6 +423,15 @@ def _attempts(seed: int) -> Iterator[Program | None]:
         yield _drawn(draw, tuple(bases), tuple(_holders(draw, bases)), runs, dynamic, grad)
 
 
+def _scope(program: Program, n: int) -> dict[str, Any]:
+    """The names that a program's lines begin with, on the CPU."""
+    state = State(program, "cpu")
+    given = dict(zip([h.name for h in program.arguments()], state.arguments(n, 0), strict=True))
+    kept = {h.name: getattr(state.module, h.name) for h in program.holders if h.kind in ("buffer", "parameter")}
+    closed = dict(zip([h.name for h in program.holders if h.kind == "closure"], state.closures, strict=True))
+    return {**given, **kept, **closed}
+
+
 def _drawn(
     draw: random.Random,
     bases: tuple[Base, ...],
@@ -392,20 +440,17 @@ def _drawn(
     dynamic: bool,
     grad: bool,
 ) -> Program | None:
-    drawing = _Drawing(draw, dynamic)
-    for n in SIZES if dynamic else SIZES[:1]:
-        empty = Program(bases, holders, (), (), ((n, 0),), dynamic)
-        try:
-            state = State(empty, "cpu")
-            values = state.arguments(n, 0)
-            if any(value.numel() > 64 or not value.numel() for value in values):
-                return None
-        except Exception:
-            return None  # a view that the base has not
-        given = dict(zip([h.name for h in empty.arguments()], values, strict=True))
-        kept = {h.name: getattr(state.module, h.name) for h in holders if h.kind in ("buffer", "parameter")}
-        closed = dict(zip([h.name for h in holders if h.kind == "closure"], state.closures, strict=True))
-        drawing.scopes.append({**given, **kept, **closed})
+    empty = Program(bases, holders, (), (), (), dynamic)
+
+    def start() -> list[dict[str, Any]]:
+        return [_scope(replace(empty, runs=((n, 0),)), n) for n in (SIZES if dynamic else SIZES[:1])]
+
+    try:
+        drawing = _Drawing(draw, start)
+    except Exception:
+        return None  # a view that the base has not
+    if any(value.numel() > 64 or not value.numel() for scope in drawing.scopes for value in scope.values()):
+        return None
     drawing.read_only = {h.name for h in holders if read_only(h.view, torch.empty(0, dtype=eval(bases[h.base].dtype)))}
     _fill(drawing, draw.randint(2, 9), grad)
     # The results are written to after the call.
