@@ -16,14 +16,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch._functorch._aot_autograd import runtime_wrappers
-
 __all__ = ["counting_writes_only"]
 
 
 @contextmanager
 def counting_writes_only() -> Iterator[None]:
     """While AOTAutograd compiles a graph, under the lock that Dynamo holds then."""
+    from torch._functorch._aot_autograd import runtime_wrappers  # imports Dynamo
+
     original = runtime_wrappers.create_synthetic_base_metadata
 
     def create(known: Any, places: Sequence[Any], *args: Any) -> Any:

@@ -201,7 +201,11 @@ class CompiledGraph:
         # Taken before the computation: it lets go of the arguments. Autograd is told by AOTAutograd what is a view.
         with torch._C._AutoDispatchBelowADInplaceOrView():
             taken = {} if self.aliases is None else self.aliases.take(args)
+            parts = {} if self.aliases is None else self.aliases.parts(args)
         results = self.epilogue.run(targets, self._run(program, args))
+        if parts:
+            with torch._C._AutoDispatchBelowADInplaceOrView():
+                taken.update({at: part() for at, part in parts.items()})
         return [taken.get(at, result) for at, result in enumerate(results)] if taken else results
 
     @staticmethod
