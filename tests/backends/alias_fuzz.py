@@ -118,12 +118,9 @@ def compare(got: Seen, want: Seen) -> str | None:
     return None
 
 
-def _compiled(program: Program, backend: str, device: str) -> Callable[[Any], Any]:
-    # Dynamo's guards on symbolic storage offsets do not hold for views on the device, which has none.
-    dynamic = program.dynamic and device == "cpu"
-
+def _compiled(program: Program, backend: str) -> Callable[[Any], Any]:
     def wrap(fn: Any) -> Any:
-        return torch.compile(fn, backend="torchport", options={"backend": backend}, dynamic=dynamic)
+        return torch.compile(fn, backend="torchport", options={"backend": backend}, dynamic=program.dynamic)
 
     return wrap
 
@@ -143,7 +140,7 @@ def check(program: Program, frontend: str, backend: str) -> str | None:
         got, _ = observe(program, "port", lambda fn: fn, writable)
     else:
         device = "port" if frontend == "compile-port" else "cpu"
-        got, _ = observe(program, device, _compiled(program, backend, device), writable)
+        got, _ = observe(program, device, _compiled(program, backend), writable)
     return compare(got, want)
 
 

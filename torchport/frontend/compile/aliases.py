@@ -38,28 +38,43 @@ Numbers: TypeAlias = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class Looks:
-    """Dtype, size, strides and storage offset of a tensor; each an integer, or a SymPy expression."""
+    """Dtype, size, strides and storage offset of a tensor; each an integer, or a SymPy expression.
+
+    ``conjugate`` and ``negative``: whether it shows its memory so.
+    """
 
     dtype: torch.dtype
     size: Numbers
     strides: Numbers
     offset: Any
+    conjugate: bool
+    negative: bool
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Looks:
         """Those of a fake tensor."""
         sizes, strides = map(_plain, tensor.shape), map(_plain, tensor.stride())
-        return cls(tensor.dtype, tuple(sizes), tuple(strides), _plain(tensor.storage_offset()))
+        offset = _plain(tensor.storage_offset())
+        return cls(tensor.dtype, tuple(sizes), tuple(strides), offset, tensor.is_conj(), tensor.is_neg())
 
     @property
     def numbers(self) -> Numbers:
         """All of them, in a row."""
         return (*self.size, *self.strides, self.offset)
 
-    def with_(self, numbers: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """Size, strides and offset from a row of integers."""
+    def tensor(self, numbers: Sequence[int]) -> torch.Tensor:
+        """A tensor without memory that looks so, given its numbers as integers."""
         rank = len(self.size)
-        return tuple(numbers[:rank]), tuple(numbers[rank : 2 * rank]), numbers[-1]
+        size, strides, offset = numbers[:rank], numbers[rank : 2 * rank], numbers[-1]
+        last = offset + sum((n - 1) * step for n, step in zip(size, strides, strict=True)) if 0 not in size else 0
+        memory = torch.empty(last + 1, dtype=self.dtype, device="meta")
+        if not (self.conjugate or self.negative):
+            with torch._C._AutoDispatchBelowADInplaceOrView():
+                return memory.as_strided(size, strides, offset)
+        # Autograd knows this view, so AOTAutograd repeats it: the numbers alone would not say how it shows its memory.
+        shown = memory.as_strided(size, strides, offset)
+        shown = torch._conj(shown) if self.conjugate else shown
+        return torch._neg_view(shown) if self.negative else shown
 
 
 def _plain(value: Any) -> Any:
@@ -101,16 +116,16 @@ def _number(node: fx.Node) -> Any:
 
 
 class Aliases:
-    """The results of one graph that are aliases of inputs: (position, the input's position, looks), and parts."""
+    """The results of one graph that are aliases of inputs: (position, looks), and parts."""
 
     def __init__(
-        self, graph: fx.GraphModule, found: Sequence[tuple[int, int, Looks]], parts: Sequence[Part] = ()
+        self, graph: fx.GraphModule, found: Sequence[tuple[int, Looks]], parts: Sequence[Part] = ()
     ) -> None:
         self._found = tuple(found)
         self._parts = tuple(parts)
         inputs = [node.meta.get("val") for node in graph.graph.find_nodes(op="placeholder")]
         self._readers = _readers(inputs)
-        numbers = [*(looks.numbers for _, _, looks in found), *(part.numbers for part in parts)]
+        numbers = [*(looks.numbers for _, looks in found), *(part.numbers for part in parts)]
         self._static = all(isinstance(number, int) for several in numbers for number in several)
 
     def __bool__(self) -> bool:
@@ -130,17 +145,12 @@ class Aliases:
         """Per position of a result, a tensor without memory that looks as eager's, where that can be told."""
         taken: dict[int, torch.Tensor] = {}
         values = {} if self._static else self._values(args)
-        for position, base, looks in self._found:
-            of = args[base]
-            if of.device.type != "cpu" and not self._static:
-                continue  # handles have no offsets that a symbol could be read off; there the views are repeated
+        for position, looks in self._found:
             try:
-                size, strides, offset = looks.with_([_evaluated(number, values) for number in looks.numbers])
+                # AOTAutograd looks at what it is like, and not at what is in it.
+                taken[position] = looks.tensor([_evaluated(number, values) for number in looks.numbers])
             except KeyError:
-                continue
-            last = offset + sum((n - 1) * step for n, step in zip(size, strides, strict=True)) if 0 not in size else 0
-            # AOTAutograd looks at what it is like, and not at what is in it.
-            taken[position] = torch.empty(last + 1, dtype=looks.dtype, device="meta").as_strided(size, strides, offset)
+                continue  # not of a synthetic base, which begins at 0: AOTAutograd repeats the views
         return taken
 
 
@@ -155,7 +165,8 @@ def _readers(inputs: Sequence[Any]) -> dict[Any, Callable[[Sequence[Any]], int]]
 
     for at, value in enumerate(inputs):
         if isinstance(value, torch.Tensor):
-            note(value.storage_offset(), lambda args, at=at: args[at].storage_offset())
+            if value.device.type == "cpu":  # a handle has no offset that a symbol could be read off
+                note(value.storage_offset(), lambda args, at=at: args[at].storage_offset())
             for dim in range(value.dim()):
                 note(value.shape[dim], lambda args, at=at, dim=dim: args[at].shape[dim])
                 note(value.stride()[dim], lambda args, at=at, dim=dim: args[at].stride()[dim])
@@ -183,7 +194,7 @@ def aliases_of(graph: fx.GraphModule) -> Aliases | None:
     places = graph.graph.find_nodes(op="placeholder")
     outputs: Any = graph.graph.output_node().args[0]
     first = len(known.tokens) + known.num_mutated_inp_runtime_indices
-    found: list[tuple[int, int, Looks]] = []
+    found: list[tuple[int, Looks]] = []
     parts: list[Part] = []
     for at, info in enumerate(cast("list[Any]", known.output_info)):
         node = outputs[first + at] if first + at < len(outputs) else None
@@ -203,7 +214,7 @@ def aliases_of(graph: fx.GraphModule) -> Aliases | None:
         if isinstance(place.meta.get("desc"), (SyntheticBaseAOTInput, ViewBaseAOTInput)):
             known.output_info[at] = dataclasses.replace(info, view_meta_sequence=None)
             views = None
-        found.append((first + at, len(known.tokens) + info.base_idx, _looks(base, views) or Looks.of(val)))
+        found.append((first + at, _looks(base, views) or Looks.of(val)))
     return Aliases(graph, found, parts) if found or parts else None
 
 

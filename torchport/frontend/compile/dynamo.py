@@ -198,13 +198,12 @@ class CompiledGraph:
         if self.aliases is None and not self.epilogue:  # the common case pays nothing
             return self._run(program, args)
         targets = self.epilogue.targets(args)
-        # Taken before the computation: it lets go of the arguments. Autograd is told by AOTAutograd what is a view.
-        with torch._C._AutoDispatchBelowADInplaceOrView():
-            taken = {} if self.aliases is None else self.aliases.take(args)
-            parts = {} if self.aliases is None else self.aliases.parts(args)
+        # Taken before the computation: it lets go of the arguments.
+        taken = {} if self.aliases is None else self.aliases.take(args)
+        parts = {} if self.aliases is None else self.aliases.parts(args)
         results = self.epilogue.run(targets, self._run(program, args))
         if parts:
-            with torch._C._AutoDispatchBelowADInplaceOrView():
+            with torch._C._AutoDispatchBelowADInplaceOrView():  # AOTAutograd tells autograd what is a view
                 taken.update({at: part() for at, part in parts.items()})
         return [taken.get(at, result) for at, result in enumerate(results)] if taken else results
 
