@@ -4,7 +4,11 @@ The base counts as written where autograd looks on if one of the inputs does, an
 its writes are neither hidden from autograd nor under ``no_grad``. Then AOTAutograd copies the new value to the base
 as a write that autograd sees, and the gradient of what was there before is lost. Here inputs without writes have no say.
 
-Private torch API used here: ``torch._functorch._aot_autograd.runtime_wrappers.create_synthetic_base_metadata``.
+The inputs are taken of the base by size, strides and storage offset. Here they are conjugate and negative views, too,
+where they were.
+
+Private torch APIs used here: ``torch._functorch._aot_autograd.runtime_wrappers.create_synthetic_base_metadata`` and
+``gen_alias_from_base``.
 """
 
 from __future__ import annotations
@@ -15,25 +19,30 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
-__all__ = ["counting_writes_only"]
+import torch
+
+__all__ = ["mended_bases"]
 
 
 @contextmanager
-def counting_writes_only() -> Iterator[None]:
+def mended_bases() -> Iterator[None]:
     """While AOTAutograd compiles a graph, under the lock that Dynamo holds then."""
     from torch._functorch._aot_autograd import runtime_wrappers  # imports Dynamo
 
-    original = runtime_wrappers.create_synthetic_base_metadata
+    metadata, alias = runtime_wrappers.create_synthetic_base_metadata, runtime_wrappers.gen_alias_from_base
 
     def create(known: Any, places: Sequence[Any], *args: Any) -> Any:
-        return original(_without_a_say(known, places), places, *args)  # type: ignore[arg-type]
+        return metadata(_without_a_say(known, places), places, *args)  # type: ignore[arg-type]
 
-    runtime_wrappers.create_synthetic_base_metadata = create
-    try:
+    def taken(base: torch.Tensor, like: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        made = alias(base, like, *args, **kwargs)
+        made = torch._conj(made) if made.is_conj() != like.is_conj() else made
+        return torch._neg_view(made) if made.is_neg() != like.is_neg() else made
+
+    with patch.multiple(runtime_wrappers, create_synthetic_base_metadata=create, gen_alias_from_base=taken):
         yield
-    finally:
-        runtime_wrappers.create_synthetic_base_metadata = original
 
 
 def _without_a_say(known: Any, places: Sequence[Any]) -> Any:

@@ -27,7 +27,7 @@ from ...trace.handle import DEVICE_TYPE
 from ..device.fake import handle_handles
 from ..device.ready import init
 from .aliases import Aliases, aliases_of
-from .bases import counting_writes_only
+from .bases import mended_bases
 from .buckets import PaddedProgram
 from .epilogue import Epilogue
 from .graph_program import make_program
@@ -276,5 +276,5 @@ def compile_captured(
     build = aot_autograd(
         fw_compiler=forward, bw_compiler=backward, partition_fn=partition_fn, keep_inference_input_mutations=True
     )
-    with counting_writes_only():
+    with mended_bases():
         return build(graph, example_inputs)
