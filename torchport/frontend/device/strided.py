@@ -46,12 +46,8 @@ def _as_strided(
         extent = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=False))
         base: Any = self._base
         if storage_offset is not None and base.dtype != self.dtype:
-            raise UnsupportedOp(
-                "it would count in the memory of a tensor of another dtype; write x.clone() first",
-                op="aten.as_strided.default",
-                source=user_line(),
-            )
-        if storage_offset is not None:
+            self = _memory_as(base, self.dtype)
+        elif storage_offset is not None:
             # A view that shows all of its base serves as well, and has the tangent where make_dual made it.
             whole = self.is_contiguous() and base.is_contiguous() and self.numel() == base.numel()
             self = self if whole else base
@@ -67,6 +63,24 @@ def _as_strided(
     return torch.ops.aten.as_strided.default.redispatch(
         routes.to_stock_autograd(keys), self, size, stride, storage_offset
     )
+
+
+def _memory_as(base: Any, dtype: torch.dtype) -> torch.Tensor:
+    """All of a tensor in one dimension, as another dtype. Raises :class:`UnsupportedOp` if it is not in one piece."""
+    if not base.is_contiguous() or base.numel() * base.element_size() % dtype.itemsize:
+        raise UnsupportedOp(
+            f"it would count in the memory of a tensor of {base.dtype} that is not contiguous, or holds no whole "
+            f"number of {dtype}; write x.clone() first",
+            op="aten.as_strided.default",
+            source=user_line(),
+        )
+    whole = base.view(-1)
+    # Autograd knows these two; a view of another dtype it does not.
+    if base.dtype.is_complex and dtype == base.dtype.to_real():
+        return torch.view_as_real(whole).view(-1)
+    if dtype.is_complex and base.dtype == dtype.to_real():
+        return torch.view_as_complex(whole.view(-1, 2))
+    return whole.view(dtype)
 
 
 def _fill_diagonal_(self: torch.Tensor, fill_value: Any, wrap: bool = False) -> torch.Tensor:

@@ -69,7 +69,9 @@ def _described(values: Any) -> Any:
         spec = TensorSpec.of(tensor)
         if any(other is not tensor and _is_alias_of(tensor, other) for other in tensors):
             root, placed = _place(tensor)
-            if placed.shape == tensor.shape and placed.dtype == tensor.dtype:
+            # A conjugate view is resolved where it is read, so it is in no place of its base.
+            resolved = placed.is_conj() or placed.is_neg()
+            if placed.shape == tensor.shape and placed.dtype == tensor.dtype and not resolved:
                 spec = PlacedSpec(spec.shape, spec.dtype, tuple(placed.stride()), root, int(placed.storage_offset()))
         specs[id(tensor)] = spec
     return tree_map(lambda value: specs.get(id(value), value) if isinstance(value, torch.Tensor) else value, values)
