@@ -87,9 +87,11 @@ READ_ONLY = ("unfold", "as_strided")
 
 ``unfold``: functionalization, which torch.compile and the device share, takes a write through it back to the base by
 ``unfold_backward``: sums where windows overlap, and zeros where there is no window. ``as_strided``: functionalization
-refuses a write where another view was taken before or after it. Of bools, ``expand`` is left out with these, as a write
-through it is taken back by a subtraction, which bools have not, and so are views of another dtype, by which a bool would
-hold something else than 0 or 1: no C++ compiler promises what it is then. ``storage_offset()`` is 0 on the device, so no program
+refuses a write where another view was taken before or after it. Of bools and 32-bit integers, ``expand`` is left out
+with these: functionalization takes a write through it back by a subtraction, which bools have not, and a sum, which is
+of 64 bits. For the same reason what is expanded is not viewed as another dtype: a sum keeps no -0. and no NaN's bits.
+And so are views of bools as another dtype, by which a bool would hold something else than 0 or 1: no C++ compiler
+promises what it is then. ``storage_offset()`` is 0 on the device, so no program
 asks for it.
 """
 _IN_PLACE_SHAPE = (
@@ -234,7 +236,7 @@ def places(tensor: torch.Tensor) -> torch.Tensor | None:
     return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-CROSSING = ("{x}[...] = {y}.t()", "{x}.copy_({y}.t())", "{x}.t()[:] = {y}")
+CROSSING: tuple[str, ...] = ("{x}[...] = {y}.t()", "{x}.copy_({y}.t())", "{x}.t()[:] = {y}")
 """Writes that read their source at other places than they write: what eager does where the two share memory depends on
 the order of its loop (``x.t()[:] = x`` may or may not see what it has just written)."""
 
@@ -275,6 +277,8 @@ class _Drawing:
     scopes: list[dict[str, Any]] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     read_only: set[str] = field(default_factory=set)
+    expanded: set[str] = field(default_factory=set)
+    """Names of expanded tensors and what may be a view of one."""
 
     def __post_init__(self) -> None:
         self.again()
@@ -315,6 +319,9 @@ class _Drawing:
             # In torch.compile, autograd takes what a list's operator wrote to a view for the value before.
             if "_foreach" in line and written.requires_grad:
                 return False
+            # There it is made of ``as_strided`` at the tensor's offset, which a new value of the tensor has not.
+            if "fill_diagonal_" in line and written.storage_offset():
+                return False
             if any(name != target and partly_overlap(written, scope[name]) for name in sources):
                 return False
             if apart and any(share_memory(written, scope[name]) for name in sources):
@@ -322,7 +329,8 @@ class _Drawing:
         return True
 
     def _run(self, line: str, target: str | None, scope: dict[str, Any], count: int = 64) -> bool:
-        shape = None if target is None else scope[target].shape
+        out = scope[target] if target is not None and "out=" in line else None
+        shape = None if out is None else out.shape
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")  # an ``out=`` of another size: deprecated
@@ -330,10 +338,27 @@ class _Drawing:
         except Exception:
             return False
         # Without a warning, ``out=`` gives a tensor without elements another size: a ``resize_``, which is left out.
-        if shape is not None and "out=" in line and scope[target].shape != shape:
+        if out is not None and out.shape != shape:
             return False
         last = list(scope.values())[-1]
         return not (isinstance(last, torch.Tensor) and last.numel() > count)
+
+    def drop(self) -> None:
+        """Leave out the last line after all."""
+        del self.lines[-1]
+        self.again()
+
+    def differentiable(self, x: str, made: str) -> bool:
+        """Whether what ``as_strided`` made lies in what the tensor shows of its memory, where there are gradients.
+
+        PyTorch's formula has no gradients for other elements, which are the base's and not the tensor's.
+        """
+        for scope in self.scopes:
+            whole, part = places(scope[x].detach()), places(scope[made].detach())
+            inside = whole is not None and part is not None and bool(torch.isin(part, whole).all())
+            if scope[x].requires_grad and not inside:
+                return False
+        return True
 
 
 def _holders(draw: random.Random, bases: list[Base]) -> list[Holder]:
@@ -357,9 +382,16 @@ def _holders(draw: random.Random, bases: list[Base]) -> list[Holder]:
 
 def read_only(view: str, of: torch.Tensor) -> bool:
     """Whether programs do not write through this view."""
-    return any(name in view for name in READ_ONLY) or (
-        of.dtype is torch.bool and any(name in view for name in ("expand", "broadcast", "view(torch."))
-    )
+    if any(name in view for name in READ_ONLY):
+        return True
+    if of.dtype in (torch.bool, torch.int32) and is_expanded(view):
+        return True
+    return of.dtype is torch.bool and "view(torch." in view
+
+
+def is_expanded(view: str) -> bool:
+    """Whether this view repeats elements, or may."""
+    return "expand" in view or "broadcast" in view
 
 
 def _fill(drawing: _Drawing, lines: int, grad: bool) -> None:
@@ -374,7 +406,7 @@ def _fill(drawing: _Drawing, lines: int, grad: bool) -> None:
         if kind == "break":
             drawing.attempt("torch._dynamo.graph_break()", None, ())
             continue
-        text = draw.choice({"view": VIEWS, "new": NEW, "write": WRITES}[kind])
+        text: str = draw.choice({"view": VIEWS, "new": NEW, "write": WRITES}[kind])
         if text in LEFT_OUT:
             continue
         perm = list(range(max(drawing.scopes[0][x].dim(), 1)))
@@ -390,8 +422,17 @@ def _fill(drawing: _Drawing, lines: int, grad: bool) -> None:
         if target is not None and x == y and ("{y}." in text or "{y}[" in text):
             continue  # written to and read at other places at once
         added = drawing.attempt(line, target, (y,) if "{y}" in text else (), text in CROSSING)
+        if not added or kind == "write":
+            continue
+        if "as_strided" in text and not drawing.differentiable(x, f"v{number - 1}"):
+            drawing.drop()
+            continue
         # Also some of what is new may be what it is made of, such as ``x.float()``.
-        if added and kind != "write" and (x in drawing.read_only or read_only(text, drawing.scopes[0][x])):
+        if x in drawing.expanded or is_expanded(text):
+            drawing.expanded.add(f"v{number - 1}")
+        if x in drawing.read_only or read_only(text, drawing.scopes[0][x]) or (
+            x in drawing.expanded and "view(torch." in text
+        ):  # fmt: skip
             drawing.read_only.add(f"v{number - 1}")
 
 
@@ -451,6 +492,7 @@ def _drawn(
         return None  # a view that the base has not
     if any(value.numel() > 64 or not value.numel() for scope in drawing.scopes for value in scope.values()):
         return None
+    drawing.expanded = {h.name for h in holders if is_expanded(h.view)}
     drawing.read_only = {h.name for h in holders if read_only(h.view, torch.empty(0, dtype=eval(bases[h.base].dtype)))}
     _fill(drawing, draw.randint(2, 9), grad)
     # The results are written to after the call.

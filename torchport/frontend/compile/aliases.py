@@ -30,6 +30,7 @@ from torch._guards import TracingContext
 from torch.fx.node import map_arg
 
 from ...backend.normal_form import is_view
+from ..device.strided import seen_as
 
 __all__ = ["Aliases", "aliases_of"]
 
@@ -40,7 +41,7 @@ Numbers: TypeAlias = tuple[Any, ...]
 class Looks:
     """Dtype, size, strides and storage offset of a tensor; each an integer, or a SymPy expression.
 
-    ``conjugate`` and ``negative``: whether it shows its memory so.
+    ``conjugate`` and ``negative``: whether it shows its memory so. ``memory``: the dtype of what it is an alias of.
     """
 
     dtype: torch.dtype
@@ -49,31 +50,35 @@ class Looks:
     offset: Any
     conjugate: bool
     negative: bool
+    memory: torch.dtype
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Looks:
-        """Those of a fake tensor."""
+    def of(cls, tensor: torch.Tensor, base: torch.Tensor) -> Looks:
+        """Those of a fake tensor that is an alias of another."""
         sizes, strides = map(_plain, tensor.shape), map(_plain, tensor.stride())
         offset = _plain(tensor.storage_offset())
-        return cls(tensor.dtype, tuple(sizes), tuple(strides), offset, tensor.is_conj(), tensor.is_neg())
+        look = (tuple(sizes), tuple(strides), offset, tensor.is_conj(), tensor.is_neg())
+        return cls(tensor.dtype, *look, base.dtype)
 
     @property
     def numbers(self) -> Numbers:
         """All of them, in a row."""
         return (*self.size, *self.strides, self.offset)
 
-    def tensor(self, numbers: Sequence[int]) -> torch.Tensor:
+    def tensor(self, numbers: Sequence[int], bytes_of_base: int) -> torch.Tensor:
         """A tensor without memory that looks so, given its numbers as integers."""
         rank = len(self.size)
         size, strides, offset = numbers[:rank], numbers[rank : 2 * rank], numbers[-1]
-        last = offset + sum((n - 1) * step for n, step in zip(size, strides, strict=True)) if 0 not in size else 0
-        memory = torch.empty(last + 1, dtype=self.dtype, device="meta")
-        if not (self.conjugate or self.negative):
+        if not (self.conjugate or self.negative or self.dtype is not self.memory):
+            last = offset + sum((n - 1) * step for n, step in zip(size, strides, strict=True)) if 0 not in size else 0
+            memory = torch.empty(last + 1, dtype=self.dtype, device="meta")
             with torch._C._AutoDispatchBelowADInplaceOrView():
                 return memory.as_strided(size, strides, offset)
         # Autograd knows this view, so AOTAutograd repeats it: the numbers alone would not say how it shows its memory.
-        shown = memory.as_strided(size, strides, offset)
-        shown = torch._conj(shown) if self.conjugate else shown
+        memory = torch.empty(bytes_of_base // self.memory.itemsize, dtype=self.memory, device="meta")
+        shown = memory if self.dtype is self.memory else seen_as(memory, self.dtype)
+        shown = shown.as_strided(size, strides, offset)
+        shown = shown.conj() if self.conjugate else shown
         return torch._neg_view(shown) if self.negative else shown
 
 
@@ -116,16 +121,16 @@ def _number(node: fx.Node) -> Any:
 
 
 class Aliases:
-    """The results of one graph that are aliases of inputs: (position, looks), and parts."""
+    """The results of one graph that are aliases of inputs: (position, the input's position, looks), and parts."""
 
     def __init__(
-        self, graph: fx.GraphModule, found: Sequence[tuple[int, Looks]], parts: Sequence[Part] = ()
+        self, graph: fx.GraphModule, found: Sequence[tuple[int, int, Looks]], parts: Sequence[Part] = ()
     ) -> None:
         self._found = tuple(found)
         self._parts = tuple(parts)
         inputs = [node.meta.get("val") for node in graph.graph.find_nodes(op="placeholder")]
         self._readers = _readers(inputs)
-        numbers = [*(looks.numbers for _, looks in found), *(part.numbers for part in parts)]
+        numbers = [*(looks.numbers for _, _, looks in found), *(part.numbers for part in parts)]
         self._static = all(isinstance(number, int) for several in numbers for number in several)
 
     def __bool__(self) -> bool:
@@ -145,10 +150,12 @@ class Aliases:
         """Per position of a result, a tensor without memory that looks as eager's, where that can be told."""
         taken: dict[int, torch.Tensor] = {}
         values = {} if self._static else self._values(args)
-        for position, looks in self._found:
+        for position, base, looks in self._found:
+            of = args[base]
             try:
                 # AOTAutograd looks at what it is like, and not at what is in it.
-                taken[position] = looks.tensor([_evaluated(number, values) for number in looks.numbers])
+                numbers = [_evaluated(number, values) for number in looks.numbers]
+                taken[position] = looks.tensor(numbers, of.numel() * of.element_size())
             except KeyError:
                 continue  # not of a synthetic base, which begins at 0: AOTAutograd repeats the views
         return taken
@@ -194,7 +201,7 @@ def aliases_of(graph: fx.GraphModule) -> Aliases | None:
     places = graph.graph.find_nodes(op="placeholder")
     outputs: Any = graph.graph.output_node().args[0]
     first = len(known.tokens) + known.num_mutated_inp_runtime_indices
-    found: list[tuple[int, Looks]] = []
+    found: list[tuple[int, int, Looks]] = []
     parts: list[Part] = []
     for at, info in enumerate(cast("list[Any]", known.output_info)):
         node = outputs[first + at] if first + at < len(outputs) else None
@@ -214,7 +221,8 @@ def aliases_of(graph: fx.GraphModule) -> Aliases | None:
         if isinstance(place.meta.get("desc"), (SyntheticBaseAOTInput, ViewBaseAOTInput)):
             known.output_info[at] = dataclasses.replace(info, view_meta_sequence=None)
             views = None
-        found.append((first + at, _looks(base, views) or Looks.of(val)))
+        looks = _looks(base, views) or Looks.of(val, base)
+        found.append((first + at, len(known.tokens) + info.base_idx, looks))
     return Aliases(graph, found, parts) if found or parts else None
 
 
@@ -248,6 +256,7 @@ def _looks(base: torch.Tensor, views: Any) -> Looks | None:
     if views is None:
         return None
     try:
-        return Looks.of(torch._C._functionalization.apply_view_meta_sequence(base, views.sequence))  # type: ignore[attr-defined]
+        shown = torch._C._functionalization.apply_view_meta_sequence(base, views.sequence)  # type: ignore[attr-defined]
+        return Looks.of(shown, base)
     except Exception:  # a view that fake tensors cannot take again: the graph's own result is the next best
         return None

@@ -14,15 +14,17 @@ import functools
 import sys
 import types
 import warnings
-from typing import Any
+from typing import Any, Final
+from weakref import WeakSet
 
 import torch
 
 from ...core.default_state import default_state
 from ...trace.handle import DEVICE_TYPE, IndexedLazyTensor, LazyTensor
 from .shims import TorchWithoutWrapping, is_ours, storages_are_names
+from .writes import is_conjugate_view
 
-__all__ = ["handle_handles", "install", "install_lift"]
+__all__ = ["handle_handles", "install", "install_lift", "saw_conjugate_views"]
 
 aten = torch.ops.aten
 
@@ -50,11 +52,22 @@ def _describe_as_seen() -> None:
         if t.device.type != DEVICE_TYPE or not torch._is_functional_tensor(t):
             return original(self, t, recurse=recurse, trace=trace)
         torch._sync(t)
+        if is_conjugate_view(t):
+            _saw_conjugate_views.add(self)
         with storages_are_names():
             described = ours(self, t, recurse=recurse, trace=trace)
         return dataclasses.replace(described, storage_offset=_offset(t)) if t._base is not None else described
 
     describer.describe_tensor = describe_tensor
+
+
+_saw_conjugate_views: Final[WeakSet[Any]] = WeakSet()
+"""The describers that have described one. To the program it is a tensor like any other, with the conjugated values."""
+
+
+def saw_conjugate_views(mode: Any) -> bool:
+    """Whether one of the tensors of this device that a fake tensor mode stands for is a conjugate view of another."""
+    return mode.fake_tensor_converter.meta_converter.describer in _saw_conjugate_views
 
 
 def _offset(view: torch.Tensor) -> int:

@@ -23,7 +23,7 @@ from . import routes
 from .inplace import overriding
 from .opaque import opaque
 
-__all__ = ["install"]
+__all__ = ["install", "seen_as"]
 
 
 def install(library: torch.library.Library) -> None:
@@ -74,11 +74,15 @@ def _memory_as(base: Any, dtype: torch.dtype) -> torch.Tensor:
             op="aten.as_strided.default",
             source=user_line(),
         )
-    whole = base.view(-1)
+    return seen_as(base.view(-1), dtype)
+
+
+def seen_as(whole: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The memory of a tensor in one dimension as another dtype, in one dimension."""
     # Autograd knows these two; a view of another dtype it does not.
-    if base.dtype.is_complex and dtype == base.dtype.to_real():
+    if whole.dtype.is_complex and dtype == whole.dtype.to_real():
         return torch.view_as_real(whole).view(-1)
-    if dtype.is_complex and base.dtype == dtype.to_real():
+    if dtype.is_complex and whole.dtype == dtype.to_real():
         return torch.view_as_complex(whole.view(-1, 2))
     return whole.view(dtype)
 
