@@ -302,7 +302,8 @@ class _Drawing:
         if not self._may_write(line, target, sources, apart):
             return False
         if not all(self._run(line, target, scope) for scope in self.scopes):
-            self.again()
+            if target is not None:
+                self.again()
             return False
         self.lines.append(line)
         return True
@@ -354,9 +355,10 @@ class _Drawing:
         PyTorch's formula has no gradients for other elements, which are the base's and not the tensor's.
         """
         for scope in self.scopes:
+            if not scope[x].requires_grad:
+                continue
             whole, part = places(scope[x].detach()), places(scope[made].detach())
-            inside = whole is not None and part is not None and bool(torch.isin(part, whole).all())
-            if scope[x].requires_grad and not inside:
+            if whole is None or part is None or not bool(torch.isin(part.reshape(-1), whole.reshape(-1)).all()):
                 return False
         return True
 

@@ -5,11 +5,14 @@ its writes are neither hidden from autograd nor under ``no_grad``. Then AOTAutog
 as a write that autograd sees, and the gradient of what was there before is lost. Here inputs without writes have no
 say.
 
+Inputs count as sharing memory where they overlap. PyTorch's test takes rows of one tensor for gaps between rows of
+another that has rows of the whole width (``x`` and ``x[1:, :2]``); here they overlap.
+
 The inputs are taken of the base by size, strides and storage offset. Here they are conjugate and negative views, too,
 where they were.
 
 Private torch APIs used here: ``torch._functorch._aot_autograd.runtime_wrappers.create_synthetic_base_metadata`` and
-``gen_alias_from_base``.
+``gen_alias_from_base``, ``torch._functorch._aot_autograd.input_output_analysis.compute_overlapping_tensors``.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import combinations
 from typing import Any
 from unittest.mock import patch
 
@@ -35,8 +39,9 @@ __all__ = ["mended_bases"]
 @contextmanager
 def mended_bases() -> Iterator[None]:
     """While AOTAutograd compiles a graph, under the lock that Dynamo holds then."""
-    from torch._functorch._aot_autograd import runtime_wrappers  # imports Dynamo
+    from torch._functorch._aot_autograd import input_output_analysis, runtime_wrappers  # imports Dynamo
 
+    overlapping = input_output_analysis.compute_overlapping_tensors
     compiling = True
     metadata, alias = runtime_wrappers.create_synthetic_base_metadata, runtime_wrappers.gen_alias_from_base
 
@@ -51,11 +56,32 @@ def mended_bases() -> Iterator[None]:
         made = made.conj() if made.is_conj() != like.is_conj() else made
         return torch._neg_view(made) if made.is_neg() != like.is_neg() else made
 
-    with patch.multiple(runtime_wrappers, create_synthetic_base_metadata=create, gen_alias_from_base=taken):
+    def all_overlapping(tensors: Sequence[torch.Tensor], symbolic: bool = True) -> set[int]:
+        pairs = combinations(enumerate(tensors), 2)
+        found = {at for (one, x), (other, y) in pairs if _rows_overlap(x, y) for at in (one, other)}
+        return {*overlapping(tensors, symbolic=symbolic), *found}
+
+    with (
+        patch.object(input_output_analysis, "compute_overlapping_tensors", all_overlapping),
+        patch.multiple(runtime_wrappers, create_synthetic_base_metadata=create, gen_alias_from_base=taken),
+    ):
         try:
             yield
         finally:
             compiling = False
+
+
+def _rows_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether rows of two matrices in one storage, as far apart in both, have elements in common."""
+    if one.dim() != 2 or other.dim() != 2 or 0 in (*one.shape, *other.shape):
+        return False
+    x, y = (one, other) if one.storage_offset() <= other.storage_offset() else (other, one)
+    between = x.stride(0)
+    if between != y.stride(0) or x.stride(1) != 1 or y.stride(1) != 1 or between < max(x.size(1), y.size(1)):
+        return False
+    row, column = divmod(y.storage_offset() - x.storage_offset(), between)
+    # The first row of ``y`` begins in a row of ``x``, or ends in the next.
+    return (row < x.size(0) and column < x.size(1)) or (row + 1 < x.size(0) and column + y.size(1) > between)
 
 
 def _refuse_conjugate_views(places: Sequence[Any], inputs: Sequence[Any]) -> None:
