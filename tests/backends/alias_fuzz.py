@@ -80,7 +80,8 @@ def observe(
     found: list[list[bool]] = []
     for at, (n, seed) in enumerate(program.runs):
         try:
-            results = [result for result in run(*state.arguments(n, seed)) if result is not None]
+            arguments = state.arguments(n, seed, apart=program.apart and at % 2 == 1)
+            results = [result for result in run(*arguments) if result is not None]
             _snapshot(state, results, f"run {at}", seen)
             _backward(state, results, f"run {at}", seen)
             found.append([not overlaps_itself(r) for r in results] if writable is None else writable[at])

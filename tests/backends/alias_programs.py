@@ -142,7 +142,10 @@ class Holder:
 
 @dataclass(frozen=True)
 class Program:
-    """What :func:`draw` makes. ``runs``: the sizes and seeds of the calls, one after the other."""
+    """What :func:`draw` makes. ``runs``: the sizes and seeds of the calls, one after the other.
+
+    ``apart``: the arguments of every second call share no memory.
+    """
 
     bases: tuple[Base, ...]
     holders: tuple[Holder, ...]
@@ -150,6 +153,7 @@ class Program:
     results: tuple[str, ...]
     runs: tuple[tuple[int, int], ...]
     dynamic: bool
+    apart: bool = False
 
     def arguments(self) -> list[Holder]:
         """The holders that are given anew at each call."""
@@ -209,14 +213,15 @@ class State:
         """A holder's tensor."""
         return eval(holder.view, {"x": self.bases[holder.base], "torch": torch})
 
-    def arguments(self, n: int, seed: int) -> list[torch.Tensor]:
-        """New arguments for a run."""
+    def arguments(self, n: int, seed: int, apart: bool = False) -> list[torch.Tensor]:
+        """New arguments for a run; ``apart``: those without gradients share no memory."""
         for at in range(len(self.program.bases)):
             if at not in self.lasting:
                 self._base(at, n, seed)
         for leaf in self.leaves.values():
             leaf.grad = None
-        return [self.view(holder) for holder in self.program.arguments()]
+        given = [self.view(holder) for holder in self.program.arguments()]
+        return [arg.clone() if apart and not arg.requires_grad else arg for arg in given]
 
     def function(self) -> Callable[..., Any]:
         """The program as a function of its arguments."""
@@ -301,9 +306,13 @@ class _Drawing:
         """Add a line if it is fine for each size; ``apart``: only if the target shares no memory with the sources."""
         if not self._may_write(line, target, sources, apart):
             return False
+        known = set(self.scopes[0])
         if not all(self._run(line, target, scope) for scope in self.scopes):
             if target is not None:
                 self.again()
+            for scope in self.scopes:
+                for name in set(scope) - known:
+                    del scope[name]
             return False
         self.lines.append(line)
         return True
@@ -448,6 +457,7 @@ def draw(seed: int) -> Program:
 
 def _attempts(seed: int) -> Iterator[Program | None]:
     draw = random.Random(seed)
+    apart = random.Random(f"apart {seed}").random() < 0.2
     for _ in range(200):
         dynamic = draw.random() < 0.15
         grad = draw.random() < 0.35
@@ -463,7 +473,8 @@ def _attempts(seed: int) -> Iterator[Program | None]:
         bases = [Base(bases[0].shape, bases[0].dtype, b.grad if b.dtype == FLOAT == bases[0].dtype else "")
                  if draw.random() < 0.6 else b for b in bases]  # fmt: skip
         runs = tuple((n, seed % 1000 + at) for at, n in enumerate((*SIZES, SIZES[0]) if dynamic else (SIZES[0],) * 2))
-        yield _drawn(draw, tuple(bases), tuple(_holders(draw, bases)), runs, dynamic, grad)
+        made = _drawn(draw, tuple(bases), tuple(_holders(draw, bases)), runs, dynamic, grad)
+        yield made if made is None else replace(made, apart=apart)
 
 
 def _scope(program: Program, n: int) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from torch.fx.node import map_arg
 from ...backend.normal_form import is_view
 from ..device.strided import seen_as
 
-__all__ = ["Aliases", "aliases_of"]
+__all__ = ["Aliases", "aliases_of", "writes_to_inputs"]
 
 Numbers: TypeAlias = tuple[Any, ...]
 
@@ -187,6 +187,13 @@ def _evaluated(number: Any, values: dict[Any, int]) -> int:
     if isinstance(number, int):
         return number
     return int(number.xreplace({symbol: values[symbol] for symbol in number.free_symbols}))
+
+
+def writes_to_inputs() -> bool:
+    """Whether the forward that AOTAutograd is compiling, or what it does after it, writes to inputs."""
+    tracing = TracingContext.try_get()
+    known = None if tracing is None else tracing.fw_metadata
+    return known is not None and any(info.mutates_data for info in known.input_info)
 
 
 def aliases_of(graph: fx.GraphModule) -> Aliases | None:

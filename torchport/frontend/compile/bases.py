@@ -59,7 +59,7 @@ def mended_bases() -> Iterator[None]:
     def all_overlapping(tensors: Sequence[torch.Tensor], symbolic: bool = True) -> set[int]:
         pairs = combinations(enumerate(tensors), 2)
         found = {at for (one, x), (other, y) in pairs if _rows_overlap(x, y) for at in (one, other)}
-        return {*overlapping(tensors, symbolic=symbolic), *found}
+        return {*overlapping(list(tensors), symbolic=symbolic), *found}
 
     with (
         patch.object(input_output_analysis, "compute_overlapping_tensors", all_overlapping),
@@ -71,7 +71,7 @@ def mended_bases() -> Iterator[None]:
             compiling = False
 
 
-def _rows_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _rows_overlap(one: Any, other: Any) -> bool:
     """Whether rows of two matrices in one storage, as far apart in both, have elements in common."""
     if one.dim() != 2 or other.dim() != 2 or 0 in (*one.shape, *other.shape):
         return False
@@ -79,7 +79,8 @@ def _rows_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     between = x.stride(0)
     if between != y.stride(0) or x.stride(1) != 1 or y.stride(1) != 1 or between < max(x.size(1), y.size(1)):
         return False
-    row, column = divmod(y.storage_offset() - x.storage_offset(), between)
+    apart = y.storage_offset() - x.storage_offset()
+    row, column = apart // between, apart % between
     # The first row of ``y`` begins in a row of ``x``, or ends in the next.
     return (row < x.size(0) and column < x.size(1)) or (row + 1 < x.size(0) and column + y.size(1) > between)
 

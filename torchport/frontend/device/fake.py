@@ -24,7 +24,7 @@ from ...trace.handle import DEVICE_TYPE, IndexedLazyTensor, LazyTensor
 from .shims import TorchWithoutWrapping, is_ours, storages_are_names
 from .writes import is_conjugate_view
 
-__all__ = ["handle_handles", "install", "install_lift", "saw_conjugate_views"]
+__all__ = ["handle_handles", "install", "install_lift", "offset_in_base", "saw_conjugate_views"]
 
 aten = torch.ops.aten
 
@@ -56,7 +56,7 @@ def _describe_as_seen() -> None:
             _saw_conjugate_views.add(self)
         with storages_are_names():
             described = ours(self, t, recurse=recurse, trace=trace)
-        return dataclasses.replace(described, storage_offset=_offset(t)) if t._base is not None else described
+        return dataclasses.replace(described, storage_offset=offset_in_base(t)) if t._base is not None else described
 
     describer.describe_tensor = describe_tensor
 
@@ -70,7 +70,7 @@ def saw_conjugate_views(mode: Any) -> bool:
     return mode.fake_tensor_converter.meta_converter.describer in _saw_conjugate_views
 
 
-def _offset(view: torch.Tensor) -> int:
+def offset_in_base(view: torch.Tensor) -> int:
     """Where a view begins in what it is a view of: handles do not know, each having a value of its own."""
     base: Any = view._base
     with default_state():
