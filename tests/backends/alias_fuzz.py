@@ -33,6 +33,7 @@ REFUSALS = (
     "where a view begins in its base is not known on this device",
     "it would count in the memory of a tensor of",
     "one may be a conjugate view, which this device does not tell from its base",
+    "encountered a mutation on a view chain",  # where ``as_strided`` is among the views: functionalization's own
 )
 """What the device refuses in words, before anything is computed: it has no memory to count in."""
 

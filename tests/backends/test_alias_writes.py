@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -247,6 +248,15 @@ def test_random_programs(frontend: str, count: int) -> None:
 
     torchport.use("reference")
     run_many(frontend, "reference", 0, count)
+
+
+@pytest.mark.parametrize(("frontend", "count"), [("lazy", 20), ("compile", 4)])
+def test_random_programs_of_this_commit(frontend: str, count: int, commit_seed: str) -> None:
+    """Others with every commit; ``--slow-seed`` draws the same again."""
+    import torchport
+
+    torchport.use("reference")
+    run_many(frontend, "reference", random.Random(commit_seed).randrange(10**6, 10**9), count)
 
 
 @pytest.mark.slow

@@ -112,7 +112,15 @@ def _as_dtype(b: GraphBuilder, specs: Any, x: fx.Node, dtype: torch.dtype) -> fx
     return b(aten.view.dtype, x, dtype)
 
 
+def _as_complex(b: GraphBuilder, specs: Any, x: fx.Node) -> fx.Node:
+    value = b.val(x)
+    if value.stride() != contiguous_strides(value.shape):
+        x = b(aten.clone.default, x, memory_format=torch.contiguous_format)
+    return b(aten.view_as_complex.default, x)
+
+
 LOWER: Final[dict[Any, Callable[..., Any]]] = {
+    **dict.fromkeys((aten.view_as_complex.default, aten.view_as_complex_copy.default), _as_complex),
     **dict.fromkeys((aten._conj.default, aten._conj_copy.default), _conjugated),
     **dict.fromkeys((aten._neg_view.default, aten._neg_view_copy.default), _negated),
     **dict.fromkeys((aten.view.dtype, aten.view_copy.dtype), _as_dtype),

@@ -108,6 +108,9 @@ def _as_strided_copy(
     if _shows_a_part(self):
         return self.as_strided(size, stride, storage_offset).clone(memory_format=torch.contiguous_format)
     op = torch.ops.aten.as_strided_copy.default
+    if type(self) is LazyTensor:
+        # Functionalization takes a view again. PyTorch's own kernel would clone it, and the view's strides change.
+        return op._op_dk(torch._C.DispatchKey.PrivateUse1, self, size, stride, storage_offset)
     if _begins_somewhere(self) and not _within(self, size, stride, storage_offset):
         raise _unknown_start(str(op))
     return op.redispatch(routes.to_stock_autograd(keys), self, size, stride, storage_offset)
