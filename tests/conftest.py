@@ -33,7 +33,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("slow tests")
     group.addoption("--runslow", action="store_true", help="run slow tests too")
     group.addoption("--slow-sample", type=int, metavar="N", help="run only a random sample of N slow tests")
-    group.addoption("--slow-seed", metavar="S", help="seed of the sample; default: the commit's hash")
+    group.addoption(
+        "--slow-seed", metavar="S", help="seed of the sample and of drawn programs; default: the commit's hash"
+    )
     group.addoption(
         "--slow-budget",
         type=float,
@@ -46,6 +48,12 @@ def _commit() -> str:
     command = ["git", "rev-parse", "--short=8", "HEAD"]
     done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "0"
+
+
+@pytest.fixture(scope="session")
+def commit_seed(pytestconfig: pytest.Config) -> str:
+    """What tests draw from that look at something else with every commit."""
+    return pytestconfig.option.slow_seed or _commit()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -10,7 +10,7 @@ import itertools
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -87,8 +87,11 @@ READ_ONLY = ("unfold", "as_strided")
 
 ``unfold``: functionalization, which torch.compile and the device share, takes a write through it back to the base by
 ``unfold_backward``: sums where windows overlap, and zeros where there is no window. ``as_strided``: functionalization
-refuses a write where another view was taken before or after it. ``expand`` of bools is left out with these, as a write
-through it is taken back by a subtraction, which bools have not. ``storage_offset()`` is 0 on the device, so no program
+refuses a write where another view was taken before or after it. Of bools and 32-bit integers, ``expand`` is left out
+with these: functionalization takes a write through it back by a subtraction, which bools have not, and a sum, which is
+of 64 bits. For the same reason what is expanded is not viewed as another dtype: a sum keeps no -0. and no NaN's bits.
+And so are views of bools as another dtype, by which a bool would hold something else than 0 or 1: no C++ compiler
+promises what it is then. ``storage_offset()`` is 0 on the device, so no program
 asks for it.
 """
 _IN_PLACE_SHAPE = (
@@ -139,7 +142,10 @@ class Holder:
 
 @dataclass(frozen=True)
 class Program:
-    """What :func:`draw` makes. ``runs``: the sizes and seeds of the calls, one after the other."""
+    """What :func:`draw` makes. ``runs``: the sizes and seeds of the calls, one after the other.
+
+    ``apart``: the arguments of every second call share no memory.
+    """
 
     bases: tuple[Base, ...]
     holders: tuple[Holder, ...]
@@ -147,6 +153,7 @@ class Program:
     results: tuple[str, ...]
     runs: tuple[tuple[int, int], ...]
     dynamic: bool
+    apart: bool = False
 
     def arguments(self) -> list[Holder]:
         """The holders that are given anew at each call."""
@@ -206,14 +213,15 @@ class State:
         """A holder's tensor."""
         return eval(holder.view, {"x": self.bases[holder.base], "torch": torch})
 
-    def arguments(self, n: int, seed: int) -> list[torch.Tensor]:
-        """New arguments for a run."""
+    def arguments(self, n: int, seed: int, apart: bool = False) -> list[torch.Tensor]:
+        """New arguments for a run; ``apart``: those without gradients share no memory."""
         for at in range(len(self.program.bases)):
             if at not in self.lasting:
                 self._base(at, n, seed)
         for leaf in self.leaves.values():
             leaf.grad = None
-        return [self.view(holder) for holder in self.program.arguments()]
+        given = [self.view(holder) for holder in self.program.arguments()]
+        return [arg.clone() if apart and not arg.requires_grad else arg for arg in given]
 
     def function(self) -> Callable[..., Any]:
         """The program as a function of its arguments."""
@@ -233,15 +241,25 @@ def places(tensor: torch.Tensor) -> torch.Tensor | None:
     return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
+CROSSING: tuple[str, ...] = ("{x}[...] = {y}.t()", "{x}.copy_({y}.t())", "{x}.t()[:] = {y}")
+"""Writes that read their source at other places than they write: what eager does where the two share memory depends on
+the order of its loop (``x.t()[:] = x`` may or may not see what it has just written)."""
+
+
 def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Whether two elements of a CPU tensor are one place in memory."""
     found = places(tensor.detach())
     return found is None or found.unique().numel() != found.numel()
 
 
+def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two CPU tensors are in one storage."""
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
 def partly_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two CPU tensors share some places, but not each its own: what eager does then is nobody's promise."""
-    if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr() or not one.numel() or not other.numel():
+    if not share_memory(one, other) or not one.numel() or not other.numel():
         return False
     if (one.shape, one.stride(), one.storage_offset(), one.dtype) == (
         other.shape, other.stride(), other.storage_offset(), other.dtype,
@@ -259,10 +277,22 @@ class _Drawing:
     """A program in the making, with what its lines so far have made on the CPU for each size."""
 
     draw: random.Random
-    dynamic: bool
+    start: Callable[[], list[dict[str, Any]]]
+    """What there is before the first line, made anew."""
     scopes: list[dict[str, Any]] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     read_only: set[str] = field(default_factory=set)
+    expanded: set[str] = field(default_factory=set)
+    """Names of expanded tensors and what may be a view of one."""
+
+    def __post_init__(self) -> None:
+        self.again()
+
+    def again(self) -> None:
+        """Run the lines so far on new tensors: a line that is left out may have written some of what it writes."""
+        self.scopes = self.start()
+        for scope, line in itertools.product(self.scopes, self.lines):
+            exec(line, {"torch": torch}, scope)
 
     def tensors(self) -> list[str]:
         """The names of tensors that there are for each size."""
@@ -272,28 +302,73 @@ class _Drawing:
             if isinstance(value, torch.Tensor) and all(name in scope for scope in self.scopes)
         ]
 
-    def attempt(self, line: str, target: str | None, sources: Sequence[str], count: int = 64) -> bool:
-        """Add a line if it is fine for each size."""
+    def attempt(self, line: str, target: str | None, sources: Sequence[str], apart: bool = False) -> bool:
+        """Add a line if it is fine for each size; ``apart``: only if the target shares no memory with the sources."""
+        if not self._may_write(line, target, sources, apart):
+            return False
+        known = set(self.scopes[0])
+        if not all(self._run(line, target, scope) for scope in self.scopes):
+            if target is not None:
+                self.again()
+            for scope in self.scopes:
+                for name in set(scope) - known:
+                    del scope[name]
+            return False
+        self.lines.append(line)
+        return True
+
+    def _may_write(self, line: str, target: str | None, sources: Sequence[str], apart: bool) -> bool:
+        if target is None:
+            return True
+        if target in self.read_only:
+            return False
         for scope in self.scopes:
-            if target is not None and (target in self.read_only or overlaps_itself(scope[target])):
+            written = scope[target]
+            if overlaps_itself(written):
                 return False
             # In torch.compile, autograd takes what a list's operator wrote to a view for the value before.
-            if target is not None and "_foreach" in line and scope[target].requires_grad:
+            if "_foreach" in line and written.requires_grad:
                 return False
-            if target is not None and any(
-                name != target and partly_overlap(scope[target], scope[name]) for name in sources
-            ):
+            # There it is made of ``as_strided`` at the tensor's offset, which a new value of the tensor has not.
+            if "fill_diagonal_" in line and written.storage_offset():
                 return False
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("error")  # an ``out=`` of another size: deprecated
-                    exec(line, {"torch": torch}, scope)
-            except Exception:
+            if any(name != target and partly_overlap(written, scope[name]) for name in sources):
                 return False
-            last = list(scope.values())[-1]
-            if isinstance(last, torch.Tensor) and last.numel() > count:
+            if apart and any(share_memory(written, scope[name]) for name in sources):
                 return False
-        self.lines.append(line)
+        return True
+
+    def _run(self, line: str, target: str | None, scope: dict[str, Any], count: int = 64) -> bool:
+        out = scope[target] if target is not None and "out=" in line else None
+        shape = None if out is None else out.shape
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # an ``out=`` of another size: deprecated
+                exec(line, {"torch": torch}, scope)
+        except Exception:
+            return False
+        # Without a warning, ``out=`` gives a tensor without elements another size: a ``resize_``, which is left out.
+        if out is not None and out.shape != shape:
+            return False
+        last = list(scope.values())[-1]
+        return not (isinstance(last, torch.Tensor) and last.numel() > count)
+
+    def drop(self) -> None:
+        """Leave out the last line after all."""
+        del self.lines[-1]
+        self.again()
+
+    def differentiable(self, x: str, made: str) -> bool:
+        """Whether what ``as_strided`` made lies in what the tensor shows of its memory, where there are gradients.
+
+        PyTorch's formula has no gradients for other elements, which are the base's and not the tensor's.
+        """
+        for scope in self.scopes:
+            if not scope[x].requires_grad:
+                continue
+            whole, part = places(scope[x].detach()), places(scope[made].detach())
+            if whole is None or part is None or not bool(torch.isin(part.reshape(-1), whole.reshape(-1)).all()):
+                return False
         return True
 
 
@@ -318,9 +393,16 @@ def _holders(draw: random.Random, bases: list[Base]) -> list[Holder]:
 
 def read_only(view: str, of: torch.Tensor) -> bool:
     """Whether programs do not write through this view."""
-    return any(name in view for name in READ_ONLY) or (
-        of.dtype is torch.bool and ("expand" in view or "broadcast" in view)
-    )
+    if any(name in view for name in READ_ONLY):
+        return True
+    if of.dtype in (torch.bool, torch.int32) and is_expanded(view):
+        return True
+    return of.dtype is torch.bool and "view(torch." in view
+
+
+def is_expanded(view: str) -> bool:
+    """Whether this view repeats elements, or may."""
+    return "expand" in view or "broadcast" in view
 
 
 def _fill(drawing: _Drawing, lines: int, grad: bool) -> None:
@@ -335,7 +417,7 @@ def _fill(drawing: _Drawing, lines: int, grad: bool) -> None:
         if kind == "break":
             drawing.attempt("torch._dynamo.graph_break()", None, ())
             continue
-        text = draw.choice({"view": VIEWS, "new": NEW, "write": WRITES}[kind])
+        text: str = draw.choice({"view": VIEWS, "new": NEW, "write": WRITES}[kind])
         if text in LEFT_OUT:
             continue
         perm = list(range(max(drawing.scopes[0][x].dim(), 1)))
@@ -350,9 +432,18 @@ def _fill(drawing: _Drawing, lines: int, grad: bool) -> None:
             line = f"with torch.no_grad(): {line}"
         if target is not None and x == y and ("{y}." in text or "{y}[" in text):
             continue  # written to and read at other places at once
-        added = drawing.attempt(line, target, (y,) if "{y}" in text else ())
+        added = drawing.attempt(line, target, (y,) if "{y}" in text else (), text in CROSSING)
+        if not added or kind == "write":
+            continue
+        if "as_strided" in text and not drawing.differentiable(x, f"v{number - 1}"):
+            drawing.drop()
+            continue
         # Also some of what is new may be what it is made of, such as ``x.float()``.
-        if added and kind != "write" and (x in drawing.read_only or read_only(text, drawing.scopes[0][x])):
+        if x in drawing.expanded or is_expanded(text):
+            drawing.expanded.add(f"v{number - 1}")
+        if x in drawing.read_only or read_only(text, drawing.scopes[0][x]) or (
+            x in drawing.expanded and "view(torch." in text
+        ):  # fmt: skip
             drawing.read_only.add(f"v{number - 1}")
 
 
@@ -366,6 +457,7 @@ def draw(seed: int) -> Program:
 
 def _attempts(seed: int) -> Iterator[Program | None]:
     draw = random.Random(seed)
+    apart = random.Random(f"apart {seed}").random() < 0.2
     for _ in range(200):
         dynamic = draw.random() < 0.15
         grad = draw.random() < 0.35
@@ -381,7 +473,17 @@ def _attempts(seed: int) -> Iterator[Program | None]:
         bases = [Base(bases[0].shape, bases[0].dtype, b.grad if b.dtype == FLOAT == bases[0].dtype else "")
                  if draw.random() < 0.6 else b for b in bases]  # fmt: skip
         runs = tuple((n, seed % 1000 + at) for at, n in enumerate((*SIZES, SIZES[0]) if dynamic else (SIZES[0],) * 2))
-        yield _drawn(draw, tuple(bases), tuple(_holders(draw, bases)), runs, dynamic, grad)
+        made = _drawn(draw, tuple(bases), tuple(_holders(draw, bases)), runs, dynamic, grad)
+        yield made if made is None else replace(made, apart=apart)
+
+
+def _scope(program: Program, n: int) -> dict[str, Any]:
+    """The names that a program's lines begin with, on the CPU."""
+    state = State(program, "cpu")
+    given = dict(zip([h.name for h in program.arguments()], state.arguments(n, 0), strict=True))
+    kept = {h.name: getattr(state.module, h.name) for h in program.holders if h.kind in ("buffer", "parameter")}
+    closed = dict(zip([h.name for h in program.holders if h.kind == "closure"], state.closures, strict=True))
+    return {**given, **kept, **closed}
 
 
 def _drawn(
@@ -392,20 +494,18 @@ def _drawn(
     dynamic: bool,
     grad: bool,
 ) -> Program | None:
-    drawing = _Drawing(draw, dynamic)
-    for n in SIZES if dynamic else SIZES[:1]:
-        empty = Program(bases, holders, (), (), ((n, 0),), dynamic)
-        try:
-            state = State(empty, "cpu")
-            values = state.arguments(n, 0)
-            if any(value.numel() > 64 or not value.numel() for value in values):
-                return None
-        except Exception:
-            return None  # a view that the base has not
-        given = dict(zip([h.name for h in empty.arguments()], values, strict=True))
-        kept = {h.name: getattr(state.module, h.name) for h in holders if h.kind in ("buffer", "parameter")}
-        closed = dict(zip([h.name for h in holders if h.kind == "closure"], state.closures, strict=True))
-        drawing.scopes.append({**given, **kept, **closed})
+    empty = Program(bases, holders, (), (), (), dynamic)
+
+    def start() -> list[dict[str, Any]]:
+        return [_scope(replace(empty, runs=((n, 0),)), n) for n in (SIZES if dynamic else SIZES[:1])]
+
+    try:
+        drawing = _Drawing(draw, start)
+    except Exception:
+        return None  # a view that the base has not
+    if any(value.numel() > 64 or not value.numel() for scope in drawing.scopes for value in scope.values()):
+        return None
+    drawing.expanded = {h.name for h in holders if is_expanded(h.view)}
     drawing.read_only = {h.name for h in holders if read_only(h.view, torch.empty(0, dtype=eval(bases[h.base].dtype)))}
     _fill(drawing, draw.randint(2, 9), grad)
     # The results are written to after the call.

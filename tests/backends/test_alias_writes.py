@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from alias_fuzz import compare, expected, frontend_of, observe, raised, run_seed, upstream
+from alias_fuzz import compare, expected, frontend_of, observe, raised, refused, run_seed, upstream
 from alias_programs import Base, Holder, Program
 from everyday_support import needs_counters
 
@@ -232,7 +233,7 @@ def run_many(frontend: str, backend: str, first: int, count: int) -> None:
             torch._dynamo.reset()
         why, program = run_seed(seed, frontend, backend)
         compared += program is not None
-        if why is None or program is None:
+        if why is None or program is None or refused(why):
             continue
         theirs = upstream(program, frontend_of(frontend, seed)) if frontend != "lazy" else None
         if theirs is None or not (raised(theirs) and raised(why)):
@@ -247,6 +248,15 @@ def test_random_programs(frontend: str, count: int) -> None:
 
     torchport.use("reference")
     run_many(frontend, "reference", 0, count)
+
+
+@pytest.mark.parametrize(("frontend", "count"), [("lazy", 20), ("compile", 4)])
+def test_random_programs_of_this_commit(frontend: str, count: int, commit_seed: str) -> None:
+    """Others with every commit; ``--slow-seed`` draws the same again."""
+    import torchport
+
+    torchport.use("reference")
+    run_many(frontend, "reference", random.Random(commit_seed).randrange(10**6, 10**9), count)
 
 
 @pytest.mark.slow

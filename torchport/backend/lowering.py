@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from ..core.specs import contiguous_strides
 from .normal_form import is_view
 
 if TYPE_CHECKING:
@@ -91,7 +92,38 @@ def _reshape_alias(b: Builder, specs: Any, x: fx.Node, size: Sequence[int], stri
     return b(aten.view.default, x, list(size))
 
 
+def _conjugated(b: GraphBuilder, specs: Any, x: fx.Node) -> fx.Node:
+    """A value, not a view that says so: what reads it as real numbers or as another dtype goes by its memory."""
+    return b(aten.conj_physical.default, x)
+
+
+def _negated(b: GraphBuilder, specs: Any, x: fx.Node) -> fx.Node:
+    return b(aten.neg.default, x)
+
+
+def _as_dtype(b: GraphBuilder, specs: Any, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """A view as a dtype of another size asks for strides that the program's tensor had, and this value may not have.
+
+    Those of a dimension of one element count, too, and ``clone`` sets them.
+    """
+    value = b.val(x)
+    if dtype.itemsize != value.dtype.itemsize and value.stride() != contiguous_strides(value.shape):
+        x = b(aten.clone.default, x, memory_format=torch.contiguous_format)
+    return b(aten.view.dtype, x, dtype)
+
+
+def _as_complex(b: GraphBuilder, specs: Any, x: fx.Node) -> fx.Node:
+    value = b.val(x)
+    if value.stride() != contiguous_strides(value.shape):
+        x = b(aten.clone.default, x, memory_format=torch.contiguous_format)
+    return b(aten.view_as_complex.default, x)
+
+
 LOWER: Final[dict[Any, Callable[..., Any]]] = {
+    **dict.fromkeys((aten.view_as_complex.default, aten.view_as_complex_copy.default), _as_complex),
+    **dict.fromkeys((aten._conj.default, aten._conj_copy.default), _conjugated),
+    **dict.fromkeys((aten._neg_view.default, aten._neg_view_copy.default), _negated),
+    **dict.fromkeys((aten.view.dtype, aten.view_copy.dtype), _as_dtype),
     torch.ops.prims.convert_element_type.default: _converted,  # Dynamo's for a number that it makes a tensor of
     **dict.fromkeys(_IDENTITIES, _identity),
     aten.empty.memory_format: _zeros,

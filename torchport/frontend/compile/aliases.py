@@ -5,6 +5,10 @@ the compiled result. Both can be wrong. The views were those of one input, but i
 one that is all of it (a *synthetic base*). And a backend's result has memory of its own: no offset, and other strides.
 So the views of a synthetic base are forgotten, and results get the looks that eager has.
 
+Of views with several results, such as ``chunk`` and ``unbind``, AOTAutograd hides from autograd that they are aliases:
+the graph is to give them. Where the input is written, the graph's are of the new value, not of the input that it is
+copied to, so they are taken of the input once it has been written.
+
 Private torch APIs used here: ``torch._guards.TracingContext.fw_metadata`` (what AOTAutograd knows of results),
 ``torch._C._functionalization.apply_view_meta_sequence`` (repeats views),
 ``torch._functorch._aot_autograd.descriptors.{SyntheticBaseAOTInput, ViewBaseAOTInput}`` (which inputs are such bases).
@@ -13,6 +17,8 @@ Private torch APIs used here: ``torch._guards.TracingContext.fw_metadata`` (what
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, cast
@@ -21,36 +27,59 @@ import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import SyntheticBaseAOTInput, ViewBaseAOTInput
 from torch._guards import TracingContext
+from torch.fx.node import map_arg
 
-__all__ = ["Aliases", "aliases_of"]
+from ...backend.normal_form import is_view
+from ..device.strided import seen_as
+
+__all__ = ["Aliases", "aliases_of", "writes_to_inputs"]
 
 Numbers: TypeAlias = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Looks:
-    """Dtype, size, strides and storage offset of a tensor; each an integer, or a SymPy expression."""
+    """Dtype, size, strides and storage offset of a tensor; each an integer, or a SymPy expression.
+
+    ``conjugate`` and ``negative``: whether it shows its memory so. ``memory``: the dtype of what it is an alias of.
+    """
 
     dtype: torch.dtype
     size: Numbers
     strides: Numbers
     offset: Any
+    conjugate: bool
+    negative: bool
+    memory: torch.dtype
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Looks:
-        """Those of a fake tensor."""
+    def of(cls, tensor: torch.Tensor, base: torch.Tensor) -> Looks:
+        """Those of a fake tensor that is an alias of another."""
         sizes, strides = map(_plain, tensor.shape), map(_plain, tensor.stride())
-        return cls(tensor.dtype, tuple(sizes), tuple(strides), _plain(tensor.storage_offset()))
+        offset = _plain(tensor.storage_offset())
+        look = (tuple(sizes), tuple(strides), offset, tensor.is_conj(), tensor.is_neg())
+        return cls(tensor.dtype, *look, base.dtype)
 
     @property
     def numbers(self) -> Numbers:
         """All of them, in a row."""
         return (*self.size, *self.strides, self.offset)
 
-    def with_(self, numbers: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """Size, strides and offset from a row of integers."""
+    def tensor(self, numbers: Sequence[int], bytes_of_base: int) -> torch.Tensor:
+        """A tensor without memory that looks so, given its numbers as integers."""
         rank = len(self.size)
-        return tuple(numbers[:rank]), tuple(numbers[rank : 2 * rank]), numbers[-1]
+        size, strides, offset = numbers[:rank], numbers[rank : 2 * rank], numbers[-1]
+        if not (self.conjugate or self.negative or self.dtype is not self.memory):
+            last = offset + sum((n - 1) * step for n, step in zip(size, strides, strict=True)) if 0 not in size else 0
+            memory = torch.empty(last + 1, dtype=self.dtype, device="meta")
+            with torch._C._AutoDispatchBelowADInplaceOrView():
+                return memory.as_strided(size, strides, offset)
+        # Autograd knows this view, so AOTAutograd repeats it: the numbers alone would not say how it shows its memory.
+        memory = torch.empty(bytes_of_base // self.memory.itemsize, dtype=self.memory, device="meta")
+        shown = memory if self.dtype is self.memory else seen_as(memory, self.dtype)
+        shown = shown.as_strided(size, strides, offset)
+        shown = shown.conj() if self.conjugate else shown
+        return torch._neg_view(shown) if self.negative else shown
 
 
 def _plain(value: Any) -> Any:
@@ -60,33 +89,75 @@ def _plain(value: Any) -> Any:
     return int(value) if not isinstance(value, int) and value.is_Integer else value
 
 
-class Aliases:
-    """The results of one graph that are aliases of inputs: (position, the input's position, looks)."""
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A result that the graph takes of an input's new value by view operators, one of which has several results."""
 
-    def __init__(self, graph: fx.GraphModule, found: Sequence[tuple[int, int, Looks]]) -> None:
+    position: int
+    base: int
+    views: tuple[fx.Node, ...]
+
+    @property
+    def numbers(self) -> list[Any]:
+        """The views' numbers that are no constants: SymPy expressions."""
+        return [_number(node) for view in self.views for node in view.all_input_nodes[1:]]
+
+    def of(self, base: torch.Tensor, values: dict[Any, int]) -> torch.Tensor:
+        """The same of a tensor. Raises ``KeyError`` for a symbol that no input has."""
+        value: Any = base
+        for view in self.views:
+            before, taken = view.all_input_nodes[0], value
+
+            def given(node: fx.Node, before: fx.Node = before, taken: Any = taken) -> Any:
+                return taken if node is before else _evaluated(_number(node), values)
+
+            args, kwargs = map_arg((view.args, view.kwargs), given)  # type: ignore[misc]
+            value = view.target(*args, **kwargs)  # type: ignore[operator]
+        return value
+
+
+def _number(node: fx.Node) -> Any:
+    return _plain(node.meta["val"])
+
+
+class Aliases:
+    """The results of one graph that are aliases of inputs: (position, the input's position, looks), and parts."""
+
+    def __init__(
+        self, graph: fx.GraphModule, found: Sequence[tuple[int, int, Looks]], parts: Sequence[Part] = ()
+    ) -> None:
         self._found = tuple(found)
+        self._parts = tuple(parts)
         inputs = [node.meta.get("val") for node in graph.graph.find_nodes(op="placeholder")]
         self._readers = _readers(inputs)
-        self._static = all(isinstance(number, int) for _, _, looks in found for number in looks.numbers)
+        numbers = [*(looks.numbers for _, _, looks in found), *(part.numbers for part in parts)]
+        self._static = all(isinstance(number, int) for several in numbers for number in several)
 
     def __bool__(self) -> bool:
-        return bool(self._found)
+        return bool(self._found or self._parts)
+
+    def parts(self, args: Sequence[Any]) -> dict[int, Callable[[], torch.Tensor]]:
+        """Per position of a result, how it is taken of an input once that has been written."""
+        if not self._parts:
+            return {}
+        values = {} if self._static else self._values(args)
+        return {part.position: functools.partial(part.of, args[part.base], values) for part in self._parts}
+
+    def _values(self, args: Sequence[Any]) -> dict[Any, int]:
+        return {symbol: read(args) for symbol, read in self._readers.items()}
 
     def take(self, args: Sequence[Any]) -> dict[int, torch.Tensor]:
         """Per position of a result, a tensor without memory that looks as eager's, where that can be told."""
         taken: dict[int, torch.Tensor] = {}
-        values = {} if self._static else {symbol: read(args) for symbol, read in self._readers.items()}
+        values = {} if self._static else self._values(args)
         for position, base, looks in self._found:
             of = args[base]
-            if of.device.type != "cpu" and not self._static:
-                continue  # handles have no offsets that a symbol could be read off; there the views are repeated
             try:
-                size, strides, offset = looks.with_([_evaluated(number, values) for number in looks.numbers])
+                # AOTAutograd looks at what it is like, and not at what is in it.
+                numbers = [_evaluated(number, values) for number in looks.numbers]
+                taken[position] = looks.tensor(numbers, of.numel() * of.element_size())
             except KeyError:
-                continue
-            last = offset + sum((n - 1) * step for n, step in zip(size, strides, strict=True)) if 0 not in size else 0
-            # AOTAutograd looks at what it is like, and not at what is in it.
-            taken[position] = torch.empty(last + 1, dtype=looks.dtype, device="meta").as_strided(size, strides, offset)
+                continue  # not of a synthetic base, which begins at 0: AOTAutograd repeats the views
         return taken
 
 
@@ -101,7 +172,8 @@ def _readers(inputs: Sequence[Any]) -> dict[Any, Callable[[Sequence[Any]], int]]
 
     for at, value in enumerate(inputs):
         if isinstance(value, torch.Tensor):
-            note(value.storage_offset(), lambda args, at=at: args[at].storage_offset())
+            if value.device.type == "cpu":  # a handle has no offset that a symbol could be read off
+                note(value.storage_offset(), lambda args, at=at: args[at].storage_offset())
             for dim in range(value.dim()):
                 note(value.shape[dim], lambda args, at=at, dim=dim: args[at].shape[dim])
                 note(value.stride()[dim], lambda args, at=at, dim=dim: args[at].stride()[dim])
@@ -117,6 +189,13 @@ def _evaluated(number: Any, values: dict[Any, int]) -> int:
     return int(number.xreplace({symbol: values[symbol] for symbol in number.free_symbols}))
 
 
+def writes_to_inputs() -> bool:
+    """Whether the forward that AOTAutograd is compiling, or what it does after it, writes to inputs."""
+    tracing = TracingContext.try_get()
+    known = None if tracing is None else tracing.fw_metadata
+    return known is not None and any(info.mutates_data for info in known.input_info)
+
+
 def aliases_of(graph: fx.GraphModule) -> Aliases | None:
     """What is to be done about a forward's results that are aliases of inputs; ``None`` if there are none.
 
@@ -130,22 +209,53 @@ def aliases_of(graph: fx.GraphModule) -> Aliases | None:
     outputs: Any = graph.graph.output_node().args[0]
     first = len(known.tokens) + known.num_mutated_inp_runtime_indices
     found: list[tuple[int, int, Looks]] = []
+    parts: list[Part] = []
     for at, info in enumerate(cast("list[Any]", known.output_info)):
         node = outputs[first + at] if first + at < len(outputs) else None
-        if info.output_type.name != _ALIAS or not isinstance(node, fx.Node):
+        if info.base_idx is None or not isinstance(node, fx.Node):
             continue
-        place = places[len(known.tokens) + info.base_idx]
+        place = places[len(known.tokens) + info.base_idx] if info.output_type.name in (_ALIAS, _HIDDEN) else None
+        if place is not None and info.output_type.name == _HIDDEN:
+            views = _views(node, _written(graph, known, info.base_idx, place))
+            if views:
+                parts.append(Part(first + at, len(known.tokens) + info.base_idx, views))
+            continue
+        if place is None:
+            continue
         base, val, views = place.meta.get("val"), node.meta.get("val"), info.view_meta_sequence
         if not isinstance(base, torch.Tensor) or not isinstance(val, torch.Tensor):
             continue
         if isinstance(place.meta.get("desc"), (SyntheticBaseAOTInput, ViewBaseAOTInput)):
             known.output_info[at] = dataclasses.replace(info, view_meta_sequence=None)
             views = None
-        found.append((first + at, len(known.tokens) + info.base_idx, _looks(base, views) or Looks.of(val)))
-    return Aliases(graph, found) if found else None
+        looks = _looks(base, views) or Looks.of(val, base)
+        found.append((first + at, len(known.tokens) + info.base_idx, looks))
+    return Aliases(graph, found, parts) if found or parts else None
 
 
 _ALIAS: Final = "alias_of_input"
+_HIDDEN: Final = "non_alias"
+"""With the position of an input: an alias that autograd is not told of."""
+
+
+def _written(graph: fx.GraphModule, known: Any, base: int, place: fx.Node) -> fx.Node | None:
+    """The new value of an input; ``None`` if it is not written."""
+    if base in known.mutated_inp_runtime_indices:
+        outputs: Any = graph.graph.output_node().args[0]
+        return outputs[len(known.tokens) + known.mutated_inp_runtime_indices.index(base)]
+    copies = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    return next((node.args[1] for node in reversed(copies) if node.args[0] is place), None)
+
+
+def _views(node: fx.Node, value: fx.Node | None) -> tuple[fx.Node, ...]:
+    """The view operators by which a node is made of that value, first to last; none if it is not."""
+    views: list[fx.Node] = []
+    while value is not None and node is not value:
+        if node.op != "call_function" or not (is_view(node.target) or node.target is operator.getitem):
+            return ()
+        views.append(node)
+        node = node.all_input_nodes[0]
+    return tuple(reversed(views))
 
 
 def _looks(base: torch.Tensor, views: Any) -> Looks | None:
@@ -153,6 +263,7 @@ def _looks(base: torch.Tensor, views: Any) -> Looks | None:
     if views is None:
         return None
     try:
-        return Looks.of(torch._C._functionalization.apply_view_meta_sequence(base, views.sequence))  # type: ignore[attr-defined]
+        shown = torch._C._functionalization.apply_view_meta_sequence(base, views.sequence)  # type: ignore[attr-defined]
+        return Looks.of(shown, base)
     except Exception:  # a view that fake tensors cannot take again: the graph's own result is the next best
         return None

@@ -26,13 +26,15 @@ from ...core.specs import TensorSpec
 from ...trace.handle import DEVICE_TYPE
 from ..device.fake import handle_handles
 from ..device.ready import init
-from .aliases import Aliases, aliases_of
+from .aliases import Aliases, aliases_of, writes_to_inputs
+from .bases import mended_bases
 from .buckets import PaddedProgram
 from .epilogue import Epilogue
 from .graph_program import make_program
 from .options import Options
 from .places import DataPlace, place_of
 from .saved import partition_fn
+from .sharing import as_captured_where_shared_otherwise
 
 __all__ = ["compile_captured", "compile_graph_module"]
 
@@ -65,8 +67,11 @@ def _own_kernel(place: DataPlace) -> Callable[[fx.Node], str | None]:
 class CompiledGraph:
     """A graph of AOTAutograd, compiled for each set of shapes it is called with; called with a list of arguments."""
 
-    def __init__(self, original: fx.GraphModule, options: Options, aliases: Aliases | None = None) -> None:
+    def __init__(
+        self, original: fx.GraphModule, options: Options, aliases: Aliases | None = None, inference: bool = False
+    ) -> None:
         self.aliases = aliases
+        self.inference = inference
         self.epilogue = Epilogue(original)
         self.graph = graph = self.epilogue.graph
         self.options = options
@@ -125,7 +130,7 @@ class CompiledGraph:
             )
             for delegate in parts.delegates
         }
-        return make_program(parts, place, made, devices, self.wanted)
+        return make_program(parts, place, made, devices, self.wanted, not self.inference)
 
     # -- buckets ---------------------------------------------------------------------------------------------
     def _find_symbols(self) -> Symbols | None:
@@ -197,10 +202,13 @@ class CompiledGraph:
         if self.aliases is None and not self.epilogue:  # the common case pays nothing
             return self._run(program, args)
         targets = self.epilogue.targets(args)
-        # Taken before the computation: it lets go of the arguments. Autograd is told by AOTAutograd what is a view.
-        with torch._C._AutoDispatchBelowADInplaceOrView():
-            taken = {} if self.aliases is None else self.aliases.take(args)
+        # Taken before the computation: it lets go of the arguments.
+        taken = {} if self.aliases is None else self.aliases.take(args)
+        parts = {} if self.aliases is None else self.aliases.parts(args)
         results = self.epilogue.run(targets, self._run(program, args))
+        if parts:
+            with torch._C._AutoDispatchBelowADInplaceOrView():  # AOTAutograd tells autograd what is a view
+                taken.update({at: part() for at, part in parts.items()})
         return [taken.get(at, result) for at, result in enumerate(results)] if taken else results
 
     @staticmethod
@@ -224,12 +232,14 @@ class CompiledGraph:
         return program
 
 
-def compile_graph_module(graph: fx.GraphModule, options: Options, aliases: Aliases | None = None) -> Run:
+def compile_graph_module(
+    graph: fx.GraphModule, options: Options, aliases: Aliases | None = None, inference: bool = False
+) -> Run:
     """A graph of functional ATen operators as a function that takes a list of arguments, which it empties.
 
-    Writes to inputs at the end of the graph are made.
+    Writes to inputs at the end of the graph are made. ``inference``: there are no gradients.
     """
-    compiled = CompiledGraph(graph, options, aliases)
+    compiled = CompiledGraph(graph, options, aliases, inference)
 
     def call(args: list[Any]) -> Sequence[Any]:
         return compiled(args)
@@ -262,14 +272,23 @@ def compile_captured(
         init()
         handle_handles()
 
-    def forward(made: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return compile_graph_module(made, chosen, aliases_of(made))
+    writes: list[bool] = []
+
+    def forward(made: fx.GraphModule, inputs: Sequence[Any], inference: bool = False) -> Callable[..., Any]:
+        writes.append(writes_to_inputs())
+        return compile_graph_module(made, chosen, aliases_of(made), inference)
 
     def backward(made: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         return compile_graph_module(made, chosen)
 
     # Autograd must not see writes under ``no_grad``, and those in the graph alone are hidden from it.
     build = aot_autograd(
-        fw_compiler=forward, bw_compiler=backward, partition_fn=partition_fn, keep_inference_input_mutations=True
+        fw_compiler=forward,
+        inference_compiler=functools.partial(forward, inference=True),
+        bw_compiler=backward,
+        partition_fn=partition_fn,
+        keep_inference_input_mutations=True,
     )
-    return build(graph, example_inputs)
+    with mended_bases():
+        compiled = build(graph, example_inputs)
+    return as_captured_where_shared_otherwise(compiled, graph) if any(writes) else compiled

@@ -9,6 +9,7 @@ import copy
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -41,19 +42,23 @@ class _Slot:
 class GraphProgram:
     """One compiled graph for one set of shapes. Called with a list of arguments, which it empties."""
 
-    def __init__(self, steps: Sequence[Step], size: int, constants: Mapping[int, Any], results: Sequence[Any]) -> None:
+    def __init__(
+        self, steps: Sequence[Step], size: int, constants: Mapping[int, Any], results: Sequence[Any], hidden: bool
+    ) -> None:
         self._steps = tuple(steps)
         self._size = size
         self._constants = tuple(constants.items())
         self._results = tuple(results)
+        self._hidden = hidden
 
     def __call__(self, args: list[Any]) -> list[Any]:
         slots: list[Any] = [*args, *[None] * (self._size - len(args))]
         args.clear()
         for at, value in self._constants:
             slots[at] = value
-        # Autograd must not know what is a view of what in here: AOTAutograd tells it about the results itself.
-        with torch._C._AutoDispatchBelowADInplaceOrView():
+        # Where there are gradients, autograd must not know what is a view of what in here: AOTAutograd tells it about
+        # the results itself. Elsewhere nobody else does, and what is compiled next goes by it.
+        with torch._C._AutoDispatchBelowADInplaceOrView() if self._hidden else nullcontext():
             for step in self._steps:
                 step(slots)
         return [slots[r.at] if r.__class__ is _Slot else r for r in self._results]
@@ -200,7 +205,9 @@ class _Planner:
         check_fallback(node.target, node.meta.get("source"), why)
 
     # -- the whole -------------------------------------------------------------------------------------------
-    def run(self, devices: Sequence[torch.device | None], wanted: Sequence[torch.device | None]) -> GraphProgram:
+    def run(
+        self, devices: Sequence[torch.device | None], wanted: Sequence[torch.device | None], hidden: bool
+    ) -> GraphProgram:
         """The program. ``devices`` are those of the inputs, ``wanted`` those of the outputs."""
         left = {leftover.node for leftover in self.parts.leftovers}
         nodes = list(self.parts.module.graph.nodes)
@@ -221,7 +228,7 @@ class _Planner:
                 self.call(node, node in left)
         outputs: Any = self.parts.module.graph.output_node().args[0]
         results = [self.result(value, device) for value, device in zip(outputs, wanted, strict=True)]
-        return GraphProgram(self.steps, self.size, self.constants, results)
+        return GraphProgram(self.steps, self.size, self.constants, results, hidden)
 
     def result(self, value: Any, device: torch.device | None) -> Any:
         """An output: a number or ``None`` as it is, a tensor on the device it was on when the graph was recorded."""
@@ -353,15 +360,16 @@ def make_program(
     computations: Mapping[str, Computation],
     devices: Sequence[torch.device | None],
     wanted: Sequence[torch.device | None],
+    hidden: bool = True,
 ) -> Callable[[list[Any]], Sequence[Any]]:
     """The program of a split graph: called with a list of arguments, which it empties.
 
     ``computations`` are by the names of the delegates, ``devices`` those of the inputs and ``wanted`` those of the
-    outputs as they were recorded, ``None`` for what is no tensor. Raises :class:`UnsupportedOp` where an operator is
-    left and ``config.fallback`` is ``"error"``.
+    outputs as they were recorded, ``None`` for what is no tensor. ``hidden``: autograd is not told of views. Raises
+    :class:`UnsupportedOp` where an operator is left and ``config.fallback`` is ``"error"``.
     """
     if all(device is None or place.is_here(device) for device in (*devices, *wanted)):
         direct = _direct(parts, place, computations, len(devices))
         if direct is not None:
             return direct
-    return _Planner(parts, place, computations).run(devices, wanted)
+    return _Planner(parts, place, computations).run(devices, wanted, hidden)

@@ -14,15 +14,17 @@ import functools
 import sys
 import types
 import warnings
-from typing import Any
+from typing import Any, Final
+from weakref import WeakSet
 
 import torch
 
 from ...core.default_state import default_state
 from ...trace.handle import DEVICE_TYPE, IndexedLazyTensor, LazyTensor
 from .shims import TorchWithoutWrapping, is_ours, storages_are_names
+from .writes import is_conjugate_view
 
-__all__ = ["handle_handles", "install", "install_lift"]
+__all__ = ["handle_handles", "install", "install_lift", "offset_in_base", "saw_conjugate_views"]
 
 aten = torch.ops.aten
 
@@ -50,14 +52,25 @@ def _describe_as_seen() -> None:
         if t.device.type != DEVICE_TYPE or not torch._is_functional_tensor(t):
             return original(self, t, recurse=recurse, trace=trace)
         torch._sync(t)
+        if is_conjugate_view(t):
+            _saw_conjugate_views.add(self)
         with storages_are_names():
             described = ours(self, t, recurse=recurse, trace=trace)
-        return dataclasses.replace(described, storage_offset=_offset(t)) if t._base is not None else described
+        return dataclasses.replace(described, storage_offset=offset_in_base(t)) if t._base is not None else described
 
     describer.describe_tensor = describe_tensor
 
 
-def _offset(view: torch.Tensor) -> int:
+_saw_conjugate_views: Final[WeakSet[Any]] = WeakSet()
+"""The describers that have described one. To the program it is a tensor like any other, with the conjugated values."""
+
+
+def saw_conjugate_views(mode: Any) -> bool:
+    """Whether one of the tensors of this device that a fake tensor mode stands for is a conjugate view of another."""
+    return mode.fake_tensor_converter.meta_converter.describer in _saw_conjugate_views
+
+
+def offset_in_base(view: torch.Tensor) -> int:
     """Where a view begins in what it is a view of: handles do not know, each having a value of its own."""
     base: Any = view._base
     with default_state():

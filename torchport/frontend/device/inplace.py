@@ -28,7 +28,16 @@ from ...trace.threads import threads
 from .opaque import opaque
 from .writes import boxable, refuse_as_cpu, share_memory
 
-__all__ = ["KernelPair", "install", "overriding", "refuse_overlap", "unwrapped", "write_each"]
+__all__ = [
+    "KernelPair",
+    "install",
+    "may_share_memory",
+    "overriding",
+    "refuse_overlap",
+    "storage_name",
+    "unwrapped",
+    "write_each",
+]
 
 _is_functional = torch._is_functional_tensor
 _inner_of = torch._from_functional_tensor
@@ -215,7 +224,7 @@ def _of_list(op: Any, forms: KernelPair, original: Any, copy: KernelPair) -> Cal
         inner = _inner_list(selfs)
         fast = set(map(type, inner)) == _ONE_LAZY and not any(map(operator.is_, inner, selfs))
         ours = fast or (inner and isinstance(inner[0], LazyTensor))
-        if ours and len(selfs) > 1 and _may_share_memory(selfs):
+        if ours and len(selfs) > 1 and may_share_memory(selfs):
             # Each write must see the ones before it.
             for at in range(len(selfs)):
                 one = [a[at : at + 1] if isinstance(a, (list, tuple)) else a for a in args]
@@ -303,7 +312,12 @@ _storage_of: Final[Callable[[torch.Tensor], Any]] = torch.Tensor.untyped_storage
 _name_of: Final = operator.attrgetter("_cdata")
 
 
-def _may_share_memory(tensors: Sequence[torch.Tensor]) -> bool:
+def storage_name(tensor: torch.Tensor) -> int:
+    """A number that tensors of one storage have in common."""
+    return _name_of(_storage_of(tensor))
+
+
+def may_share_memory(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether two of the tensors are the same, views of one, or the same without gradients (0.1 µs per tensor)."""
     return len(set(map(_name_of, map(_storage_of, tensors)))) != len(tensors)
 

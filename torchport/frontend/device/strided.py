@@ -23,7 +23,7 @@ from . import routes
 from .inplace import overriding
 from .opaque import opaque
 
-__all__ = ["install"]
+__all__ = ["install", "seen_as"]
 
 
 def install(library: torch.library.Library) -> None:
@@ -46,12 +46,8 @@ def _as_strided(
         extent = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=False))
         base: Any = self._base
         if storage_offset is not None and base.dtype != self.dtype:
-            raise UnsupportedOp(
-                "it would count in the memory of a tensor of another dtype; write x.clone() first",
-                op="aten.as_strided.default",
-                source=user_line(),
-            )
-        if storage_offset is not None:
+            self = _memory_as(base, self.dtype)
+        elif storage_offset is not None:
             # A view that shows all of its base serves as well, and has the tangent where make_dual made it.
             whole = self.is_contiguous() and base.is_contiguous() and self.numel() == base.numel()
             self = self if whole else base
@@ -67,6 +63,28 @@ def _as_strided(
     return torch.ops.aten.as_strided.default.redispatch(
         routes.to_stock_autograd(keys), self, size, stride, storage_offset
     )
+
+
+def _memory_as(base: Any, dtype: torch.dtype) -> torch.Tensor:
+    """All of a tensor in one dimension, as another dtype. Raises :class:`UnsupportedOp` if it is not in one piece."""
+    if not base.is_contiguous() or base.numel() * base.element_size() % dtype.itemsize:
+        raise UnsupportedOp(
+            f"it would count in the memory of a tensor of {base.dtype} that is not contiguous, or holds no whole "
+            f"number of {dtype}; write x.clone() first",
+            op="aten.as_strided.default",
+            source=user_line(),
+        )
+    return seen_as(base.view(-1), dtype)
+
+
+def seen_as(whole: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The memory of a tensor in one dimension as another dtype, in one dimension."""
+    # Autograd knows these two; a view of another dtype it does not.
+    if whole.dtype.is_complex and dtype == whole.dtype.to_real():
+        return torch.view_as_real(whole).view(-1)
+    if dtype.is_complex and whole.dtype == dtype.to_real():
+        return torch.view_as_complex(whole.view(-1, 2))
+    return whole.view(dtype)
 
 
 def _fill_diagonal_(self: torch.Tensor, fill_value: Any, wrap: bool = False) -> torch.Tensor:
@@ -90,6 +108,9 @@ def _as_strided_copy(
     if _shows_a_part(self):
         return self.as_strided(size, stride, storage_offset).clone(memory_format=torch.contiguous_format)
     op = torch.ops.aten.as_strided_copy.default
+    if type(self) is LazyTensor:
+        # Functionalization takes a view again. PyTorch's own kernel would clone it, and the view's strides change.
+        return op._op_dk(torch._C.DispatchKey.PrivateUse1, self, size, stride, storage_offset)
     if _begins_somewhere(self) and not _within(self, size, stride, storage_offset):
         raise _unknown_start(str(op))
     return op.redispatch(routes.to_stock_autograd(keys), self, size, stride, storage_offset)

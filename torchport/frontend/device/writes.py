@@ -26,7 +26,7 @@ from ...core.specs import TensorSpec
 from ...trace.handle import LazyTensor
 from .opaque import opaque
 
-__all__ = ["boxable", "install", "refuse_as_cpu", "share_memory"]
+__all__ = ["boxable", "install", "is_conjugate_view", "refuse_as_cpu", "share_memory"]
 
 _views: Final[Any] = torch._C._functionalization  # type: ignore[attr-defined]
 _is_functional = torch._is_functional_tensor
@@ -51,6 +51,12 @@ def _place(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
     return id(root), _views.apply_view_meta_sequence(placed, [_as_view(meta) for meta in made_by])
 
 
+def is_conjugate_view(tensor: torch.Tensor) -> bool:
+    """Whether a complex tensor of this device shows its memory conjugated: the CPU's says so by ``is_conj()``."""
+    made_by = _views.get_view_meta_sequence(tensor)
+    return tensor.is_complex() and sum(isinstance(meta, _views._conj_ViewMeta) for meta in made_by) % 2 == 1
+
+
 def _as_view(meta: Any) -> Any:
     """The same step, giving a view where functionalization has a copy."""
     parts = list(meta.as_tuple())
@@ -69,7 +75,9 @@ def _described(values: Any) -> Any:
         spec = TensorSpec.of(tensor)
         if any(other is not tensor and _is_alias_of(tensor, other) for other in tensors):
             root, placed = _place(tensor)
-            if placed.shape == tensor.shape and placed.dtype == tensor.dtype:
+            # A conjugate view is resolved where it is read, so it is in no place of its base.
+            resolved = placed.is_conj() or placed.is_neg()
+            if placed.shape == tensor.shape and placed.dtype == tensor.dtype and not resolved:
                 spec = PlacedSpec(spec.shape, spec.dtype, tuple(placed.stride()), root, int(placed.storage_offset()))
         specs[id(tensor)] = spec
     return tree_map(lambda value: specs.get(id(value), value) if isinstance(value, torch.Tensor) else value, values)
@@ -133,7 +141,11 @@ def _tensor_places(op: Any) -> list[bool]:
 
 # -- out= --------------------------------------------------------------------------------------------------------------
 def install(library: torch.library.Library) -> None:
-    """Register what comes before functionalization's kernels of operators with ``out=``. Overrides PyTorch's."""
+    """Register what comes before functionalization's kernels of operators with ``out=``. Overrides PyTorch's.
+
+    Also ``resolve_conj``, which copies what is conjugated: the result may be written, and the view is not.
+    """
+    library.impl("resolve_conj", opaque(_resolve_conj), "AutogradPrivateUse1")
     for name in torch._C._dispatch_get_all_op_names():
         if not name.startswith("aten::") or not torch._C._dispatch_has_kernel_for_dispatch_key(name, "Functionalize"):
             continue
@@ -146,6 +158,11 @@ def install(library: torch.library.Library) -> None:
             original = torch.library.get_kernel(name, "Functionalize")
             fn = opaque(_checked(op, outs, original))
             library.impl(name.removeprefix("aten::"), fn, "Functionalize", with_keyset=True, allow_override=True)
+
+
+def _resolve_conj(self: torch.Tensor) -> torch.Tensor:
+    ours = self.is_complex() and _is_functional(self)
+    return self.clone() if ours and is_conjugate_view(self) else self
 
 
 def _checked(op: Any, outs: Sequence[str], original: Any) -> Callable[..., Any]:

@@ -1,0 +1,241 @@
+"""Programs of :mod:`alias_fuzz` that once differed from eager, shortened: one test each, named by what was wrong."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Final
+
+import pytest
+import torch
+from alias_fuzz import check, refused
+from alias_programs import COMPLEX, FLOAT, INT, Base, Holder, Program
+
+pytestmark = pytest.mark.usefixtures("reference")
+
+
+@pytest.fixture
+def reference() -> None:
+    import torchport
+
+    torchport.use("reference")
+    torch._dynamo.reset()
+
+
+def _argument(name: str, base: int, view: str = "x") -> Holder:
+    return Holder(name, "argument", base, view)
+
+
+def _program(
+    bases: tuple[Base, ...],
+    holders: tuple[Holder, ...],
+    lines: tuple[str, ...],
+    results: tuple[str, ...] = (),
+    dynamic: bool = False,
+    apart: bool = False,
+) -> Program:
+    sizes = (4, 6, 4) if dynamic else (4, 4)
+    return Program(bases, holders, lines, results, tuple((n, at) for at, n in enumerate(sizes)), dynamic, apart)
+
+
+LEAF, MADE = "leaf", "made"
+ROWS, SQUARE = Base((4, 2), FLOAT, ""), Base((4, 4), FLOAT, "")
+PAIRS = Base((2, 3), COMPLEX, "")
+
+COMPILED: Final = {
+    "no_grad_write_to_one_of_two_that_share": _program(
+        (Base((4, 2), FLOAT, MADE),),
+        (_argument("a", 0), _argument("b", 0, "x.narrow(0, 1, 1)")),
+        ("v = b.cumsum(0)", "with torch.no_grad(): a += v"),
+    ),
+    "data_write_to_one_of_two_that_share": _program(
+        (Base((4, 4), FLOAT, MADE),),
+        (_argument("a", 0, "x.view(-1)"), _argument("b", 0, "x.select(-1, 1)")),
+        ("with torch.no_grad(): a.data.copy_(a)", "v = b.t()[1:]"),
+    ),
+    "no_grad_and_grad_writes_to_what_is_shared": _program(
+        (Base((2, 3), FLOAT, MADE),),
+        (_argument("a", 0), _argument("b", 0, "x.t()[1:]"), _argument("c", 0, "x[:1]")),
+        ("a *= 2", "with torch.no_grad(): b[0] = 5"),
+        ("a",),
+    ),
+    "part_of_a_leaf_that_is_written": _program(
+        (Base((2, 3, 2), FLOAT, LEAF),),
+        (_argument("a", 0),),
+        ("with torch.no_grad(): a.zero_()", "v = a.unbind()[0]"),
+        ("v",),
+    ),
+    "part_of_what_another_name_writes": _program(
+        (Base((4, 4), FLOAT, LEAF),),
+        (_argument("a", 0), _argument("b", 0)),
+        ("a.data.copy_(a)", "v = b.chunk(2)[0]"),
+        ("v",),
+    ),
+    "part_with_sizes_that_change": _program(
+        (Base(("n", 2, 2), FLOAT, LEAF), Base(("n", 2, 2), FLOAT, "")),
+        (_argument("a", 1), _argument("b", 1), _argument("c", 0)),
+        ("a[:] = c", "v = b.split(1, -1)[1]"),
+        ("v",),
+        dynamic=True,
+    ),
+    "alias_of_a_base_with_sizes_that_change": _program(
+        (Base(("n", "n"), FLOAT, ""),),
+        (_argument("a", 0, "x.t()[1:]"), _argument("b", 0)),
+        ("b[::2] = 3", "v = a[..., 0]"),
+        ("v", "b"),
+        dynamic=True,
+    ),
+    "narrow_rows_in_whole_rows_overlap": _program(
+        (Base((3, 3), FLOAT, ""),),
+        (_argument("a", 0), _argument("b", 0, "x[1:, :2]")),
+        ("a.mul_(a)", "b.pow_(2)"),
+        ("b", "a"),
+    ),
+    "shared_at_the_first_call_only": _program(
+        (Base((8,), FLOAT, ""),),
+        (_argument("a", 0, "x[:-1]"), _argument("b", 0, "x[1:]")),
+        ("a.mul_(2)", "v = b + a"),
+        ("v", "b"),
+        apart=True,
+    ),
+    "views_between_graphs_of_what_a_graph_made": _program(
+        (ROWS,),
+        (_argument("a", 0),),
+        (
+            "v = a.sin()",
+            "w = v.view(v.shape)",
+            "torch._dynamo.graph_break()",
+            "v[1:] = a[1:]",
+            "w.round_()",
+        ),
+        ("v", "w"),
+    ),
+    "strides_of_a_view_that_is_taken_again": _program(
+        (SQUARE, SQUARE),
+        (Holder("c", "closure", 1, "x"), _argument("a", 0), _argument("b", 1, "x[...]")),
+        (
+            "v = c.swapaxes(0, -1)",
+            "b[:] = a",
+            "torch._dynamo.graph_break()",
+            "w = c * 2",
+            "v.add_(a[:, 1])",
+        ),
+    ),
+}
+ON_THE_CPU: Final = {
+    "real_view_of_a_complex_base": _program(
+        (Base((4, 2), COMPLEX, ""),),
+        (_argument("a", 0, "x.expand_as(x)"), _argument("b", 0)),
+        ("a.view(-1)[1:] = 2", "v = torch.view_as_real(b)"),
+        ("v",),
+    ),
+    "conjugate_view_of_what_is_written": _program(
+        (PAIRS,), (_argument("a", 0), _argument("b", 0, "x.conj()")), ("a.sub_(1)", "v = b[None]", "v.neg_()"), ("v",)
+    ),
+}
+LAZY: Final = {
+    "as_strided_over_another_dtype": _program(
+        (ROWS,), (_argument("a", 0, "torch.view_as_complex(x)"),), ("v = a.as_strided((2,), (1,), 0) * 1",), ("v",)
+    ),
+    "conjugate_view_as_another_dtype": _program(
+        (PAIRS,),
+        (Holder("c", "closure", 0, "x.conj()"), _argument("a", 0)),
+        ("c.masked_scatter_(c == 1, a.clone())",),
+    ),
+    "conjugate_view_as_real_numbers": _program(
+        (Base((8,), COMPLEX, ""),),
+        (_argument("a", 0, "x[..., 1::2]"),),
+        ("v = a.conj().real", "v.mul_(2)", "w = a.conj().squeeze()", "w.real.mul_(2)"),
+        ("v", "w"),
+    ),
+    "resolve_conj_copies": _program(
+        (PAIRS,), (_argument("a", 0),), ("v = a.conj().resolve_conj()", "a.mul_(2)"), ("v", "a")
+    ),
+    "conjugate_source_of_a_write": _program(
+        (Base((4,), COMPLEX, ""),),
+        (_argument("a", 0), _argument("b", 0, "x.conj()")),
+        ("a.index_put_((torch.tensor([0], device=a.device),), b[:1])",),
+        ("a",),
+    ),
+    "transposed_view_of_another_dtype": _program(
+        (Base((1, 4), INT, ""),), (_argument("a", 0, "x.view(torch.int32)"),), ("v = a.mT",), ("v", "v")
+    ),
+    "write_of_a_transposed_value_to_another_dtype": _program(
+        (SQUARE, Base((2, 3, 2), INT, "")),
+        (_argument("a", 0), _argument("b", 1)),
+        ("v = b[1:, :2].view(torch.float32)", "v[:] = a.unbind(-1)[-1]"),
+        ("v",),
+    ),
+    "complex_view_of_a_strided_value": _program(
+        (Base((2, 3, 2), FLOAT, ""),),
+        (_argument("a", 0), _argument("b", 0, "x.mT")),
+        ("b[::2] = 3", "b.masked_fill_(b == 2, 6)", "v = torch.view_as_complex(a)"),
+        ("v", "a"),
+    ),
+}
+
+
+def _equals_eager(program: Program, frontend: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", message="a computation failed as a whole")
+        assert check(program, frontend, "reference") is None
+
+
+@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("frontend", ["compile-cpu", "compile-port"])
+def test_compiled(name: str, frontend: str) -> None:
+    _equals_eager(COMPILED[name], frontend)
+
+
+@pytest.mark.parametrize("name", ON_THE_CPU)
+def test_compiled_on_the_cpu(name: str) -> None:
+    _equals_eager(ON_THE_CPU[name], "compile-cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "conjugate_view_of_what_is_written",
+            "one may be a conjugate view, which this device does not tell from its base",
+        ),
+        ("real_view_of_a_complex_base", "encountered a mutation on a view chain"),
+    ],
+)
+def test_the_device_refuses_what_it_cannot_tell(name: str, words: str) -> None:
+    why = check(ON_THE_CPU[name], "compile-port", "reference")
+    assert why is not None
+    assert refused(why)
+    assert words in why
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_lazy(name: str) -> None:
+    _equals_eager(LAZY[name], "lazy")
+
+
+def test_strides_of_a_view_stay_when_its_base_is_written() -> None:
+    base = torch.zeros(4, 4, device="port")
+    view = base.as_strided((4, 4), (1, 4), 0)
+    base.add_(1)
+    assert view.add(0).stride() == view.stride() == (1, 4)
+
+
+@pytest.mark.parametrize("device", ["cpu", "port"])
+def test_inputs_may_overlap_otherwise_at_each_call(device: str) -> None:
+    def fn(written: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
+        written.mul_(2)
+        return read + 1
+
+    def calls(run: object, place: str) -> list[list[float]]:
+        found: list[list[float]] = []
+        for start in (3, 1, None, 2, 3):
+            memory, alone = torch.arange(6.0, device=place), torch.arange(3.0, device=place)
+            read = alone if start is None else memory[start : start + 3]
+            found.append(run(memory[:3], read).tolist())  # type: ignore[operator]
+        return found
+
+    compiled = torch.compile(fn, backend="torchport", options={"backend": "reference"})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="inputs of a compiled function share memory otherwise")
+        assert calls(compiled, device) == calls(fn, "cpu")

@@ -1,0 +1,118 @@
+"""Inputs that share memory: AOTAutograd replaces them by one that is all of it (a *synthetic base*).
+
+The base counts as written where autograd looks on if one of the inputs does, and an input that nobody writes to does:
+its writes are neither hidden from autograd nor under ``no_grad``. Then AOTAutograd copies the new value to the base
+as a write that autograd sees, and the gradient of what was there before is lost. Here inputs without writes have no
+say.
+
+Inputs count as sharing memory where they overlap. PyTorch's test takes rows of one tensor for gaps between rows of
+another that has rows of the whole width (``x`` and ``x[1:, :2]``); here they overlap.
+
+The inputs are taken of the base by size, strides and storage offset. Here they are conjugate and negative views, too,
+where they were.
+
+Private torch APIs used here: ``torch._functorch._aot_autograd.runtime_wrappers.create_synthetic_base_metadata`` and
+``gen_alias_from_base``, ``torch._functorch._aot_autograd.input_output_analysis.compute_overlapping_tensors``.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import combinations
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._guards import TracingContext
+
+from ...core.errors import UnsupportedOp
+from ...trace.handle import DEVICE_TYPE
+from ..device.fake import saw_conjugate_views
+
+__all__ = ["mended_bases"]
+
+
+@contextmanager
+def mended_bases() -> Iterator[None]:
+    """While AOTAutograd compiles a graph, under the lock that Dynamo holds then."""
+    from torch._functorch._aot_autograd import input_output_analysis, runtime_wrappers  # imports Dynamo
+
+    overlapping = input_output_analysis.compute_overlapping_tensors
+    compiling = True
+    metadata, alias = runtime_wrappers.create_synthetic_base_metadata, runtime_wrappers.gen_alias_from_base
+
+    def create(known: Any, places: Sequence[Any], *args: Any) -> Any:
+        _refuse_conjugate_views(places, args[0])
+        return metadata(_without_a_say(known, places), places, *args)  # type: ignore[arg-type]
+
+    def taken(base: torch.Tensor, like: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        made = alias(base, like, *args, **kwargs)
+        if not compiling:  # what is compiled holds on to this function, for its results
+            return made
+        made = made.conj() if made.is_conj() != like.is_conj() else made
+        return torch._neg_view(made) if made.is_neg() != like.is_neg() else made
+
+    def all_overlapping(tensors: Sequence[torch.Tensor], symbolic: bool = True) -> set[int]:
+        pairs = combinations(enumerate(tensors), 2)
+        found = {at for (one, x), (other, y) in pairs if _rows_overlap(x, y) for at in (one, other)}
+        return {*overlapping(list(tensors), symbolic=symbolic), *found}
+
+    with (
+        patch.object(input_output_analysis, "compute_overlapping_tensors", all_overlapping),
+        patch.multiple(runtime_wrappers, create_synthetic_base_metadata=create, gen_alias_from_base=taken),
+    ):
+        try:
+            yield
+        finally:
+            compiling = False
+
+
+def _rows_overlap(one: Any, other: Any) -> bool:
+    """Whether rows of two matrices in one storage, as far apart in both, have elements in common."""
+    if one.dim() != 2 or other.dim() != 2 or 0 in (*one.shape, *other.shape):
+        return False
+    x, y = (one, other) if one.storage_offset() <= other.storage_offset() else (other, one)
+    between = x.stride(0)
+    if between != y.stride(0) or x.stride(1) != 1 or y.stride(1) != 1 or between < max(x.size(1), y.size(1)):
+        return False
+    apart = y.storage_offset() - x.storage_offset()
+    row, column = apart // between, apart % between
+    # The first row of ``y`` begins in a row of ``x``, or ends in the next.
+    return (row < x.size(0) and column < x.size(1)) or (row + 1 < x.size(0) and column + y.size(1) > between)
+
+
+def _refuse_conjugate_views(places: Sequence[Any], inputs: Sequence[Any]) -> None:
+    """Raise :class:`UnsupportedOp` where an input of the device may be a conjugate view of a base.
+
+    On the device such a view has the conjugated values, and nothing says of which input it is one.
+    """
+    tracing = TracingContext.try_get()
+    ours = [
+        value
+        for value, place in zip(inputs, places, strict=True)
+        if isinstance(place, tuple) and value.device.type == DEVICE_TYPE and value.dtype.is_complex
+    ]
+    if ours and tracing is not None and tracing.fake_mode is not None and saw_conjugate_views(tracing.fake_mode):
+        raise UnsupportedOp(
+            "inputs of the compiled function share memory, one of them is written, and one may be a conjugate view, "
+            "which this device does not tell from its base; take x.conj() inside the function, or pass a clone of it",
+            op="aten._conj.default",
+        )
+
+
+def _without_a_say(known: Any, places: Sequence[Any]) -> Any:
+    """What is known of the inputs, ``places`` saying which base each is in: those that are not written agree to all."""
+    bases = [place[0] if isinstance(place, tuple) else place for place in places]
+    shared = Counter(bases)
+    mended = copy.copy(known)
+    mended.input_info = [
+        dataclasses.replace(info, mutations_hidden_from_autograd=True, mutations_under_no_grad_or_inference_mode=True)
+        if shared[base] > 1 and not info.mutates_data
+        else info
+        for info, base in zip(known.input_info, bases, strict=True)
+    ]
+    return mended

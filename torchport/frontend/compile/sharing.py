@@ -1,0 +1,78 @@
+"""Inputs that share memory otherwise than when a graph was compiled.
+
+A graph that writes to inputs is compiled for those that overlap at the first call: a write to one is seen in the
+others. Dynamo guards on that only where sizes are symbols, so later calls may come with inputs that overlap in other
+places, or that share memory where the first call's did not. Those calls run what Dynamo captured as it is, operator by
+operator.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import fx
+
+from ...core import metrics
+from ...trace.handle import DEVICE_TYPE
+from ..device.fake import offset_in_base
+from ..device.inplace import may_share_memory, storage_name
+
+__all__ = ["as_captured_where_shared_otherwise"]
+
+Sharing: TypeAlias = tuple[Any, ...]
+_NONE: Final[Sharing] = ()
+
+
+def as_captured_where_shared_otherwise(compiled: Callable[..., Any], graph: fx.GraphModule) -> Callable[..., Any]:
+    """A compiled graph that writes to inputs.
+
+    ``graph``, which it was compiled from, is run where they share memory otherwise than at the first call.
+    """
+    symbolic = any(isinstance(node.meta.get("example_value"), torch.SymInt) for node in graph.graph.nodes)
+    first: list[Sharing] = []
+
+    def call(*args: Any) -> Any:
+        sharing = _sharing(args, symbolic)
+        if not first:
+            first.append(sharing)
+        if sharing == first[0]:
+            return compiled(*args)
+        metrics.count("SharedOtherwise")
+        warnings.warn(
+            "inputs of a compiled function share memory otherwise than at its first call, and it writes to some: it "
+            "runs operator by operator; call it with inputs that overlap alike, or with clones",
+            stacklevel=2,
+        )
+        return graph(*args)
+
+    return call
+
+
+def _sharing(args: Sequence[Any], symbolic: bool) -> Sharing:
+    """Which inputs share memory, and where they lie in it."""
+    tensors = [
+        (at, arg) for at, arg in enumerate(args) if isinstance(arg, torch.Tensor) and arg.layout is torch.strided
+    ]
+    if not may_share_memory([tensor for _, tensor in tensors]):
+        return _NONE
+    groups: dict[int, list[tuple[int, torch.Tensor]]] = defaultdict(list)
+    for at, tensor in tensors:
+        groups[storage_name(tensor)].append((at, tensor))
+    return tuple(
+        tuple([(at, None if symbolic else _place(tensor)) for at, tensor in group])
+        for group in groups.values()
+        if len(group) > 1
+    )
+
+
+def _place(tensor: torch.Tensor) -> Any:
+    """Where a tensor lies; its size and strides are guarded."""
+    base = tensor._base
+    if base is None:
+        return tensor.storage_offset()
+    offset = offset_in_base(tensor) if tensor.device.type == DEVICE_TYPE else tensor.storage_offset()
+    return (offset, base.dtype, base.shape, base.stride())
