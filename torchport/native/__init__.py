@@ -189,5 +189,5 @@ flush: Final = NativeLibrary(_FOLDER / "flush.cpp", ("torch_python", "torch_cpu"
 ``_unshared`` and ``_own_gradients``, once ``_flush_start`` was called."""
 
 follow: Final = NativeLibrary(_FOLDER / "follow.cpp", ("torch_python", "torch_cpu", "torch", "c10"))
-"""Kernels along known paths: ``torchport_follow`` and ``_follow_same_value``, once ``_follow_start`` was called, and
-``torchport_followed``."""
+"""Kernels along known paths: ``torchport_follow``, ``_follow_same_value`` and ``_follow_out``, once ``_follow_start``
+was called, and ``torchport_followed``."""
