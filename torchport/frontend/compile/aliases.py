@@ -13,6 +13,7 @@ Private torch APIs used here: ``torch._guards.TracingContext.fw_metadata`` (what
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, cast
@@ -21,6 +22,8 @@ import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import SyntheticBaseAOTInput, ViewBaseAOTInput
 from torch._guards import TracingContext
+
+from ...core.default_state import default_state
 
 __all__ = ["Aliases", "aliases_of"]
 
@@ -69,25 +72,37 @@ class Aliases:
         self._readers = _readers(inputs)
         self._static = all(isinstance(number, int) for _, _, looks in found for number in looks.numbers)
 
-    def __bool__(self) -> bool:
-        return bool(self._found)
-
     def take(self, args: Sequence[Any]) -> dict[int, torch.Tensor]:
-        """Per position of a result, a tensor without memory that looks as eager's, where that can be told."""
+        """Per position of a result, a tensor without memory that looks as eager's, where that can be told.
+
+        AOTAutograd looks at what it is like, and not at what is in it.
+        """
+        if self._static:
+            return self._always
         taken: dict[int, torch.Tensor] = {}
-        values = {} if self._static else {symbol: read(args) for symbol, read in self._readers.items()}
+        values = {symbol: read(args) for symbol, read in self._readers.items()}
         for position, base, looks in self._found:
-            of = args[base]
-            if of.device.type != "cpu" and not self._static:
+            if args[base].device.type != "cpu":
                 continue  # handles have no offsets that a symbol could be read off; there the views are repeated
             try:
-                size, strides, offset = looks.with_([_evaluated(number, values) for number in looks.numbers])
+                numbers = [_evaluated(number, values) for number in looks.numbers]
             except KeyError:
                 continue
-            last = offset + sum((n - 1) * step for n, step in zip(size, strides, strict=True)) if 0 not in size else 0
-            # AOTAutograd looks at what it is like, and not at what is in it.
-            taken[position] = torch.empty(last + 1, dtype=looks.dtype, device="meta").as_strided(size, strides, offset)
+            taken[position] = _made(looks.dtype, *looks.with_(numbers))
         return taken
+
+    @functools.cached_property
+    def _always(self) -> dict[int, torch.Tensor]:
+        """What is taken where no number is a symbol. The first call makes it, whatever modes of the caller are on."""
+        with default_state():
+            return {at: _made(looks.dtype, *looks.with_(looks.numbers)) for at, _, looks in self._found}
+
+
+def _made(dtype: torch.dtype, size: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
+    """A tensor without memory that looks so. Autograd is told by AOTAutograd what is a view."""
+    last = offset + sum((n - 1) * step for n, step in zip(size, strides, strict=True)) if 0 not in size else 0
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        return torch.empty(last + 1, dtype=dtype, device="meta").as_strided(size, strides, offset)
 
 
 def _readers(inputs: Sequence[Any]) -> dict[Any, Callable[[Sequence[Any]], int]]:
