@@ -72,19 +72,20 @@ class Epilogue:
         """Which of the graph's arguments are written, in the order of the writes."""
         return self._writes
 
-    def run(self, targets: Sequence[torch.Tensor], results: Sequence[Any], at_once: bool) -> Sequence[Any]:
+    def run(self, targets: list[torch.Tensor], results: Sequence[Any], at_once: bool) -> Sequence[Any]:
         """Write the new values; gives the results that are left.
 
         ``at_once``: by one call for all, which does the same on the CPU in half the time.
         """
         count = self._results
+        values: Any = results[count:]
         # As in the computation, autograd must not know: AOTAutograd tells it which inputs were written.
         with _unseen():
             if len(targets) == 1:
-                targets[0].copy_(results[count])
+                targets[0].copy_(values[0])
             elif at_once:
-                torch._foreach_copy_(targets, results[count:])
+                torch._foreach_copy_(targets, values)
             else:
-                for target, value in zip(targets, results[count:], strict=True):
+                for target, value in zip(targets, values, strict=True):
                     target.copy_(value)
         return results[:count]
