@@ -17,12 +17,16 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from .forks import guarded_lock
+
 __all__ = ["run_compiler", "side_by_side"]
 
 _Result = TypeVar("_Result")
 _running: Final[dict[subprocess.Popen[bytes], threading.Thread]] = {}
 _stopped: Final[set[int]] = set()
 """Processes that were stopped as nobody wants their result any more."""
+_starting: Final = guarded_lock()
+"""Held while one is started, so that the end of the process misses none."""
 _ending = False
 
 os.register_at_fork(after_in_child=_running.clear)  # they are the parent's
@@ -34,18 +38,8 @@ def run_compiler(command: Sequence[str], directory: Path | None = None) -> tuple
     Ends the calling thread (``SystemExit``) where this process ends meanwhile.
     """
     _stop_at_exit()
-    with subprocess.Popen(
-        command,
-        cwd=directory,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        process_group=0,  # a compiler has processes of its own
-    ) as process:
-        _running[process] = threading.current_thread()
+    with _start(command, directory) as process:
         try:
-            if _ending and threading.current_thread() is not threading.main_thread():
-                _stop(process)
             output = process.communicate()[0]
         except BaseException:
             _stop(process)
@@ -56,6 +50,23 @@ def run_compiler(command: Sequence[str], directory: Path | None = None) -> tuple
         _stopped.discard(process.pid)
         raise SystemExit
     return process.returncode, output.decode(errors="replace")
+
+
+def _start(command: Sequence[str], directory: Path | None) -> subprocess.Popen[bytes]:
+    thread = threading.current_thread()
+    with _starting:
+        if _ending and thread is not threading.main_thread():
+            raise SystemExit
+        process = subprocess.Popen(
+            command,
+            cwd=directory,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            process_group=0,  # a compiler has processes of its own
+        )
+        _running[process] = thread
+        return process
 
 
 def side_by_side(calls: Iterable[Callable[[], _Result]]) -> list[_Result]:
@@ -102,6 +113,7 @@ def _stop_at_exit() -> None:
 
 def _end() -> None:
     global _ending
-    _ending = True
+    with _starting:
+        _ending = True
     for process in _running.copy():
         _stop(process)
