@@ -21,6 +21,7 @@ using namespace torchport;
 using Values = c10::ArrayRef<c10::IValue>;
 
 constexpr size_t kMostRecords = 8; // at one node
+uint64_t followed = 0; // calls that were done without Python
 
 // -- Python's side ----------------------------------------------------------------------------------------------
 PyObject* threads; // the traces of the calling thread

@@ -6,17 +6,17 @@
 // everything; what that does is remembered here if it found a child that was there. All state is the Python objects'
 // own.
 #include "calls.h"
+#include "outs.h"
 
 #include <string>
 
 #include <ATen/FunctionalTensorWrapper.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <pybind11/conduit/pybind11_conduit_v1.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
 
 namespace {
-
-uint64_t followed = 0;
 
 // -- kernels -------------------------------------------------------------------------------------------------------
 // Where a call starts from, to learn from it once Python has done it.
@@ -317,13 +317,6 @@ struct SameValue final : c10::OperatorKernel {
 };
 
 // -- operators in place ----------------------------------------------------------------------------------------------
-at::FunctionalTensorWrapper* wrapper_of(const at::Tensor& tensor) {
-  if (!tensor.defined() || !at::functionalization::impl::isFunctionalTensor(tensor)) {
-    return nullptr;
-  }
-  return at::functionalization::impl::unsafeGetFunctionalWrapper(tensor);
-}
-
 at::Tensor unwrapped(const at::Tensor& tensor) {
   at::FunctionalTensorWrapper* wrapper = wrapper_of(tensor);
   if (wrapper == nullptr) {
@@ -500,7 +493,27 @@ extern "C" PyObject* torchport_follow(
   END_HANDLE_TH_ERRORS
 }
 
-// The same for an operator that gives another handle of its argument's value.
+// Put a kernel before the Python kernel of an operator with so many ``out=``, which asks the CPU. ``original``:
+// PyTorch's own kernel, as ``torch.library.get_kernel`` gives it.
+extern "C" PyObject* torchport_follow_out(
+    const char* name, const char* overload, long long outs, PyObject* original) {
+  HANDLE_TH_ERRORS
+  Quiet quiet;
+  c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+  const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
+  const auto* found = pybind11_conduit_v1::get_type_pointer_ephemeral<c10::SafeKernelFunction>(original);
+  if (found == nullptr) {
+    return nullptr;
+  }
+  const auto functionalize = c10::DispatchKey::Functionalize;
+  put(functionalize, op.operator_name(),
+      std::make_unique<Out>(
+          op.schema().arguments().size(), outs, op.getComputedKernelForDispatchKey(functionalize), *found));
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// Put one before that of an operator that gives another handle of its argument's value.
 extern "C" PyObject* torchport_follow_same_value(const char* name) {
   HANDLE_TH_ERRORS
   Quiet quiet;

@@ -15,6 +15,7 @@ from ...trace.handle import LazyTensor
 from ...trace.kernels import Kernel, letters
 from ...trace.threads import threads
 from . import copies, shims
+from .writes import Checked
 
 __all__ = ["install"]
 
@@ -48,12 +49,16 @@ def use_flush(library: ctypes.PyDLL) -> None:
     shims.use_native(own_gradients)
 
 
-def _use_follow(library: ctypes.PyDLL, kernels: Sequence[Kernel], forms: Mapping[Any, Any]) -> None:
+def _use_follow(
+    library: ctypes.PyDLL, kernels: Sequence[Kernel], forms: Mapping[Any, Any], checked: Sequence[Checked]
+) -> None:
     (start,) = _functions(library, follow_start=9)
     follow, same_value = library.torchport_follow, library.torchport_follow_same_value
     follow.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_longlong, ctypes.c_char_p]
     same_value.argtypes = [ctypes.c_char_p]
-    follow.restype = same_value.restype = ctypes.py_object
+    out = library.torchport_follow_out
+    out.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_longlong, ctypes.py_object]
+    follow.restype = same_value.restype = out.restype = ctypes.py_object
     start(*_OBJECTS, threads, (trie.FLOATS, trie.LIMITS), trace.COPIES_UNDER_GRAD, trie.LEAF, trie.SPAN)
     for kernel in kernels:
         kinds = letters(kernel)
@@ -65,14 +70,16 @@ def _use_follow(library: ctypes.PyDLL, kernels: Sequence[Kernel], forms: Mapping
         follow(name.encode(), overload.encode(), kinds.encode(), kernel.serial, in_place.encode())
     for op in copies.SAME_VALUE:
         same_value(op._schema.name.encode())
+    for op, outs, original in checked:
+        out(op._schema.name.encode(), op._schema.overload_name.encode(), outs, original)
 
 
-def install(kernels: Sequence[Kernel], forms: Mapping[Any, Any]) -> None:
+def install(kernels: Sequence[Kernel], forms: Mapping[Any, Any], checked: Sequence[Checked]) -> None:
     """Called once the device is registered: its guard must not take another device's place.
 
     ``kernels``: those that PyTorch's dispatcher calls as they are. ``forms``: functional operator → the one
-    that does the same in place and has a kernel of this device's.
+    that does the same in place and has a kernel of this device's. ``checked``: operators with ``out=``.
     """
     native.guard.when_there(_use_guard)
-    native.follow.when_there(lambda library: _use_follow(library, kernels, forms))
+    native.follow.when_there(lambda library: _use_follow(library, kernels, forms, checked))
     native.flush.when_there(use_flush)
