@@ -21,7 +21,9 @@ import torch
 from torch._utils import _rebuild_tensor_v2
 from torch.utils._pytree import tree_leaves
 
+from ...core.default_state import default_state
 from ...core.errors import StorageAccess
+from ...native.twins import twins
 from ...run.device_runtime import runtimes
 from ...run.step_closures import step_ended
 from ...trace.handle import DEVICE_TYPE, LazyTensor
@@ -125,7 +127,7 @@ def _pickle_as_storages() -> None:
 def before_step(optimizer: Any) -> None:
     """An optimizer is about to step."""
     for group in optimizer.param_groups:
-        _own_gradients(group["params"])
+        twins.own_gradients(group["params"])
 
 
 @opaque
@@ -137,34 +139,41 @@ def after_step() -> None:
     step_ended()
 
 
-_ALONE = (3, 2, 2)
-"""Python's references to a gradient in :func:`own_gradients`, its C++ ones, and those to its storage, if only its
-parameter holds it."""
-
-
+@twins.python
 def own_gradients(parameters: Iterable[torch.Tensor]) -> None:
     """Give gradients that are views wrappers of their own, where nobody can tell.
 
-    A linear layer's gradient is a view of a product. As long as the wrapper knows that, the product is alive beside the
-    gradient, and each training step would compute and keep both.
+    A linear layer's gradient is a view of a product. As long as the wrapper knows that, the product lives as long as
+    the gradient, and each training step would compute and keep both.
     """
-    storage_of: Any = torch._C.TensorBase.untyped_storage  # type: ignore[attr-defined]
+    alone = _gradient_alone()
     for parameter in parameters:
-        grad: Any = parameter.grad
-        if grad is None or grad.requires_grad or not torch._is_functional_tensor(grad):
-            continue
-        counts = sys.getrefcount(grad), grad._use_count(), torch._C._storage_Use_Count(storage_of(grad)._cdata)
-        if counts == _ALONE and isinstance(unwrap(grad), LazyTensor):
-            parameter.grad = wrap(unwrap(grad))
+        # A name for the gradient would count as one of its holders.
+        if _may_be_view(parameter) and _gradient_counts(parameter) == alone:
+            inner = unwrap(parameter.grad)  # type: ignore[arg-type]
+            if isinstance(inner, LazyTensor):
+                parameter.grad = wrap(inner)
 
 
-_own_gradients = own_gradients
+def _may_be_view(parameter: torch.Tensor) -> bool:
+    grad = parameter.grad
+    return grad is not None and not grad.requires_grad and torch._is_functional_tensor(grad)
 
 
-def use_native(form: Callable[[Iterable[torch.Tensor]], None]) -> None:
-    """Give gradients wrappers by this function from now on (:data:`torchport.native.flush`)."""
-    global _own_gradients
-    _own_gradients = form
+def _gradient_counts(parameter: torch.Tensor) -> tuple[int, int, int]:
+    """Python's references to a parameter's gradient, its C++ ones, and those to its storage."""
+    grad: Any = parameter.grad
+    storage: Any = torch._C.TensorBase.untyped_storage(grad)  # type: ignore[attr-defined]
+    return sys.getrefcount(grad), grad._use_count(), torch._C._storage_Use_Count(storage._cdata)
+
+
+@functools.cache
+def _gradient_alone() -> tuple[int, int, int]:
+    """What :func:`_gradient_counts` says of a gradient that only its parameter holds, measured on the CPU."""
+    with default_state():
+        probe = torch.zeros(1, device="cpu", requires_grad=True)
+        probe.grad = torch.zeros(1, device="cpu")
+        return _gradient_counts(probe)
 
 
 # -- memory that is not there --------------------------------------------------------------------------------------
