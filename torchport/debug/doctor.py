@@ -17,6 +17,7 @@ import torch
 from .. import __version__
 from ..backend.registry import registry
 from ..frontend.device.libraries import ACCELERATE, LIGHTNING
+from ..frontend.device.patches import ADDITIONS, PATCHES
 
 __all__ = ["SECTIONS", "report"]
 
@@ -74,8 +75,18 @@ def _compilers() -> Rows:
 
 def _native() -> Rows:
     from ..native import state  # on demand: a command pays for what it uses
+    from ..native.twins import twins  # on demand: the same
 
     yield from state()
+    yield (
+        "functions in C++ here",
+        ", ".join(twins.in_cpp()) or "none in this process",
+    )
+
+
+def _patches() -> Rows:
+    for row in (*PATCHES.values(), *ADDITIONS):
+        yield row.target, f"{row.what}: {row.why} (at {row.when}; torch {row.torch})"
 
 
 def _libraries() -> Rows:
@@ -94,6 +105,7 @@ SECTIONS: Final[list[tuple[str, Callable[[], Rows]]]] = [
     ("backends", _backends),
     ("compilers", _compilers),
     ("C++ parts", _native),
+    ("changes to PyTorch's objects, and to those of libraries", _patches),
     ("libraries with a list of devices of their own, and what to tell them", _libraries),
 ]
 

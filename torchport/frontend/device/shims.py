@@ -31,9 +31,10 @@ from ...trace.threads import flush_mine
 from ...trace.wrapping import unwrap, wrap
 from .names import device_of
 from .opaque import opaque
+from .patches import replace
 from .storages import HostStorage
 
-__all__ = ["TorchWithoutWrapping", "install", "is_ours", "storages_are_names"]
+__all__ = ["TorchWithoutWrapping", "install", "is_ours", "refuse_memory", "storages_are_names"]
 
 
 def _is_port(value: Any) -> bool:
@@ -59,7 +60,11 @@ def install() -> None:
 def _storage_free_copies() -> None:
     """``deepcopy`` and pickling take PyTorch's path for devices without storages instead of cloning one."""
     has_storage = torch._C._has_storage
-    torch._C._has_storage = lambda tensor: False if device_of(tensor).type == DEVICE_TYPE else has_storage(tensor)
+
+    def has(tensor: torch.Tensor) -> bool:
+        return device_of(tensor).type != DEVICE_TYPE and has_storage(tensor)
+
+    replace("torch._C._has_storage", has)
 
 
 class TorchWithoutWrapping:
@@ -97,7 +102,7 @@ def _print_from_host() -> None:
             return ours(inp, tensor_contents=tensor_contents)
         return original(inp, tensor_contents=tensor_contents)
 
-    module._str_intern = opaque(str_intern)
+    replace("torch._tensor_str._str_intern", opaque(str_intern))
 
 
 @functools.cache
@@ -120,7 +125,7 @@ def _pickle_as_storages() -> None:
         state = (storage, held.storage_offset(), tuple(held.size()), held.stride(), self.requires_grad, OrderedDict())
         return _rebuild_tensor_v2, state
 
-    torch.Tensor._reduce_ex_internal = reduce  # type: ignore[method-assign]
+    replace("torch.Tensor._reduce_ex_internal", reduce)
 
 
 @opaque
@@ -184,7 +189,6 @@ _TENSOR_METHODS = (
     "_typed_storage",
     "data_ptr",
     "is_shared",
-    "pin_memory",
     "__dlpack__",
 )
 
@@ -216,22 +220,28 @@ def storages_are_names() -> Iterator[None]:
 def _guard_memory() -> None:
     """Everything that would hand out the memory of a ``port`` tensor raises :class:`StorageAccess` instead."""
 
-    def guard(owner: Any, name: str) -> None:
-        original = getattr(owner, name)
+    def guard(name: str) -> None:
+        original = getattr(torch.Tensor, name)
 
         @functools.wraps(original)
         def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if device_of(self).type == DEVICE_TYPE and not _names.allowed and is_ours(self):
-                raise StorageAccess(
-                    f"{name} needs the memory of a tensor on {self.device}, which has none in this process: "
-                    "its values may be pending, or held by the backend. Use .cpu() to get a copy in host memory"
-                )
+            if device_of(self).type == DEVICE_TYPE:
+                refuse_memory(self, name)
             return original(self, *args, **kwargs)
 
-        setattr(owner, name, guarded)
+        replace(f"torch.Tensor.{name}", guarded)
 
     for name in _TENSOR_METHODS:
-        guard(torch.Tensor, name)
+        guard(name)
+
+
+def refuse_memory(tensor: torch.Tensor, name: str) -> None:
+    """Raise :class:`StorageAccess` for a tensor of this device, where :func:`storages_are_names` is not in force."""
+    if not _names.allowed and is_ours(tensor):
+        raise StorageAccess(
+            f"{name} needs the memory of a tensor on {tensor.device}, which has none in this process: "
+            "its values may be pending, or held by the backend. Use .cpu() to get a copy in host memory"
+        )
 
 
 @functools.cache
@@ -257,7 +267,8 @@ def _checkpoint_on_any_index() -> None:
             torch.port.set_rng_state(state, index)  # type: ignore[attr-defined]
         return None
 
-    module.get_device_states, module.set_device_states = get_device_states, set_device_states
+    replace("torch.utils.checkpoint.get_device_states", get_device_states)
+    replace("torch.utils.checkpoint.set_device_states", set_device_states)
 
 
 @functools.cache
@@ -276,8 +287,8 @@ def _trace_anew_for_another_default_dtype() -> None:
 
         return opaque(set_default)
 
-    torch._C._set_default_dtype = noticing(torch._C._set_default_dtype)
-    torch._C._set_default_tensor_type = noticing(torch._C._set_default_tensor_type)
+    for name in ("_set_default_dtype", "_set_default_tensor_type"):
+        replace(f"torch._C.{name}", noticing(getattr(torch._C, name)))
 
 
 @functools.cache
@@ -294,5 +305,5 @@ def _backward_on_the_calling_thread() -> None:
         with torch.autograd.set_multithreading_enabled(False):
             return original(*args, **kwargs)
 
-    for module in (torch.autograd, torch.autograd.graph):
-        setattr(module, "_engine_run_backward", opaque(run))  # noqa: B010  (a private name)
+    for module in ("torch.autograd", "torch.autograd.graph"):
+        replace(f"{module}._engine_run_backward", opaque(run))
