@@ -17,7 +17,7 @@ import torch
 from .. import __version__
 from ..backend.registry import registry
 from ..frontend.device.libraries import ACCELERATE, LIGHTNING
-from ..frontend.device.patches import ADDITIONS, PATCHES
+from ..frontend.device.patches import ADDITIONS, PATCHES, TORCH
 
 __all__ = ["SECTIONS", "report"]
 
@@ -85,8 +85,9 @@ def _native() -> Rows:
 
 
 def _patches() -> Rows:
-    for row in (*PATCHES.values(), *ADDITIONS):
-        yield row.target, f"{row.what}: {row.why} (at {row.when}; torch {row.torch})"
+    for target, (what, why, when) in (PATCHES | ADDITIONS).items():
+        versions = f"torch {TORCH}" if target.startswith(("torch", "*", "PrivateUse1")) else "any version"
+        yield target, f"{what}: {why} (at {when}; {versions})"
 
 
 def _libraries() -> Rows:

@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from .late import when_imported
 from .names import NAME
-from .patches import replace
+from .patches import replace, when_imported
 
 __all__ = ["install"]
 

@@ -17,9 +17,8 @@ from typing import Any, Final
 
 import torch
 
-from .late import when_imported
 from .names import NAME, device_of
-from .patches import replace
+from .patches import replace, when_imported
 
 __all__ = ["install"]
 

@@ -287,8 +287,8 @@ def _trace_anew_for_another_default_dtype() -> None:
 
         return opaque(set_default)
 
-    for name in ("_set_default_dtype", "_set_default_tensor_type"):
-        replace(f"torch._C.{name}", noticing(getattr(torch._C, name)))
+    replace("torch._C._set_default_dtype", noticing(torch._C._set_default_dtype))
+    replace("torch._C._set_default_tensor_type", noticing(torch._C._set_default_tensor_type))
 
 
 @functools.cache
