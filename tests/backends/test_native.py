@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import logging
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -23,7 +26,7 @@ from torchport.backend.interface import TensorData
 from torchport.backends.inductor import caller
 from torchport.core.specs import TensorSpec
 from torchport.frontend.device.native import use_flush
-from torchport.native.twins import twins
+from torchport.native.twins import table, table_text, twins
 from torchport.run.future import Future
 from torchport.trace.handle import LazyTensor
 from torchport.trace.threads import threads
@@ -362,3 +365,77 @@ def test_a_source_compiles_without_warnings(library: native.NativeLibrary) -> No
     command = library.command([str(COMPILER)], Path(sysconfig.get_paths()["include"]))
     done = subprocess.run([*command, "-Werror", "-fsyntax-only"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+# -- which function stands for which -------------------------------------------------------------------------------
+def _resolved(path: str) -> object:
+    """What a dotted path below ``torchport`` names: the longest module, then attributes."""
+    parts = path.split(".")
+    for at in range(len(parts), 0, -1):
+        with contextlib.suppress(ModuleNotFoundError):
+            found: Any = importlib.import_module(".".join(["torchport", *parts[:at]]))
+            for name in parts[at:]:
+                found = getattr(found, name)
+            return found
+    raise AssertionError(path)
+
+
+def test_the_table_names_functions_that_are_there() -> None:
+    pairs = table()
+    assert len(pairs) >= 20
+    for pair in pairs:
+        assert callable(_resolved(pair.python)), pair
+    swapped = {pair.cpp.removeprefix("torchport_"): pair for pair in pairs if pair.how.startswith("`twins.")}
+    assert swapped.keys() == twins.in_python.keys()
+    for name, pair in swapped.items():
+        assert _resolved(pair.python) is twins.in_python[name]
+
+
+def test_every_function_that_python_calls_is_in_the_table() -> None:
+    """Less those that only begin: they are told what they need of Python, or count."""
+    exported = {
+        name
+        for source in native.flush.source.parent.glob("*.cpp")
+        for name in re.findall(r'extern "C" [\w ]+?\*? ?(torchport_\w+)\(', source.read_text())
+    }
+    assert exported - {pair.cpp for pair in table()} == {
+        "torchport_flush_start",
+        "torchport_follow_start",
+        "torchport_followed",
+    }
+
+
+def test_the_table_in_the_documentation_is_this_one() -> None:
+    page = Path(torchport.__file__).parents[1] / "docs" / "native.md"
+    assert table_text() in page.read_text(encoding="utf-8")
+
+
+def test_only_what_python_has_can_be_swapped() -> None:
+    with pytest.raises(KeyError, match="no Python function is named other"):
+        twins.use(other=len)
+    before = twins.in_cpp()
+    twins.use_python()
+    assert twins.in_cpp() == []
+    twins.use(alive=list)
+    assert twins.in_cpp() == ["alive"]
+    twins.use_python()
+    if before:
+        use_flush(native.flush.load())  # type: ignore[arg-type]
+    assert twins.in_cpp() == before
+
+
+@compiles
+def test_functions_that_count_otherwise_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    native.build_all([str(COMPILER)])
+    library = native.flush.load()
+    assert library is not None
+    for name, python in twins.in_python.items():
+        monkeypatch.setattr(twins, name, python)
+    monkeypatch.setitem(twins.in_python, "alive", list)
+    before = [getattr(twins, name) for name in twins.in_python]
+    with caplog.at_level(logging.WARNING, "torchport.native"):
+        use_flush(library)
+    assert [getattr(twins, name) for name in twins.in_python] == before
+    assert "counts references otherwise" in caplog.text

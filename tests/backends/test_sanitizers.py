@@ -117,4 +117,4 @@ def test_a_bug_that_is_put_in_is_found(folders: dict[str, Path], planted: str, s
     done = _run(folders, "planted", **{planted: "1"})
     assert done.returncode != 0
     assert said in done.stderr
-    assert "flush.cpp" in done.stderr
+    assert "flush" in done.stderr  # the library, or the source where the sanitizer knows it
