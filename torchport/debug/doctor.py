@@ -14,10 +14,11 @@ from typing import Final
 
 import torch
 
-from .. import __version__
+from .. import __version__, native
 from ..backend.registry import registry
 from ..frontend.device.libraries import ACCELERATE, LIGHTNING
 from ..frontend.device.patches import ADDITIONS, PATCHES, TORCH
+from ..native.twins import twins
 
 __all__ = ["SECTIONS", "report"]
 
@@ -74,10 +75,7 @@ def _compilers() -> Rows:
 
 
 def _native() -> Rows:
-    from ..native import state  # on demand: a command pays for what it uses
-    from ..native.twins import twins  # on demand: the same
-
-    yield from state()
+    yield from native.state()
     yield (
         "functions in C++ here",
         ", ".join(twins.in_cpp()) or "none in this process",

@@ -9,7 +9,7 @@ too: a comment ``Twin of …`` above the C++ function names it, and :func:`table
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -26,7 +26,7 @@ class Twins:
     sweep: Callable[[list[Any], Any, Any], None]
     pending: Callable[[list[Any]], list[Any]]
     forget: Callable[[list[Any]], None]
-    unshared: Callable[[list[Any], list[Any]], frozenset[int]]
+    unshared: Callable[[Sequence[Any], Sequence[Any]], frozenset[int]]
     own_gradients: Callable[[Iterable[Any]], None]
 
     def __init__(self) -> None:

@@ -26,6 +26,10 @@ _PINNED: Final = "_pinned_for_port"
 """On a storage: ``pin_memory`` made it. PyTorch keeps a storage's Python object for as long as there is the storage."""
 
 
+refusals: Final[list[Callable[[torch.Tensor, str], None]]] = []
+"""What raises for a tensor of the device: there once the device is in use (``shims.py``); before, it has no tensor."""
+
+
 def _ours() -> bool:
     device = torch.accelerator.current_accelerator()
     return device is not None and device.type == NAME
@@ -119,9 +123,8 @@ def _pin_memory(original: Callable[..., Any]) -> Callable[..., Any]:
     def pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
         """A copy, as from other accelerators. It is only noted as pinned: this device copies what it is given."""
         if device_of(self).type == NAME:
-            from .shims import refuse_memory  # on demand: ``import torch`` must stay light
-
-            refuse_memory(self, "pin_memory")
+            for refuse in refusals:
+                refuse(self, "pin_memory")
         if not _for_ours(device) or device_of(self).type != "cpu":
             return original(self) if device is None else original(self, device)
         memory = _host_memory(self)
