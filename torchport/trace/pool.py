@@ -95,7 +95,7 @@ def sweep(made: list[LazyTensor], node: Node, swept: Node) -> None:
             made.append(node.ready)  # type: ignore[arg-type]
         elif node.ready is not None:
             as_one = _count_of_ready(node) > _READY_ALONE
-            found: list[Any] = [handle for handle in node.ready if handle is not None]  # type: ignore[union-attr]
+            found: Any = [handle for handle in node.ready if handle is not None]  # type: ignore[union-attr]
             made.extend(found)
             if as_one:
                 for handle in found:
