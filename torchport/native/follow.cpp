@@ -47,6 +47,7 @@ struct Kernel {
   long long serial; // in trace keys
 
   // The child that the arguments lead to, where the cursor now is; null if they lead to none that is known here.
+  // Twin of ``trace.kernels.make_kernel``.
   PyObject* follow(PyObject* trace, Values given, bool written) const {
     const Records* records = records_of(py_.cursor.of(trace));
     if (records == nullptr) {
@@ -269,7 +270,7 @@ struct Functional final : c10::OperatorKernel {
   const bool one_list;
 };
 
-// ``detach`` and its kin: another handle of the same value; nothing is traced. As ``copies._same_value`` does.
+// ``detach`` and its kin: another handle of the same value; nothing is traced.
 struct SameValue final : c10::OperatorKernel {
   explicit SameValue(c10::SafeKernelFunction python) : python(std::move(python)) {}
 
@@ -289,6 +290,7 @@ struct SameValue final : c10::OperatorKernel {
     }
   }
 
+  // Twin of ``frontend.device.copies._same_value``.
   static at::Tensor same_value(PyObject* trace, const at::Tensor& tensor) {
     THPObjectPtr handle = handle_of(tensor);
     if (!handle) {
@@ -317,7 +319,8 @@ struct SameValue final : c10::OperatorKernel {
 };
 
 // -- operators in place ----------------------------------------------------------------------------------------------
-at::Tensor unwrapped(const at::Tensor& tensor) {
+// Twin of ``trace.wrapping.unwrap``.
+at::Tensor unwrap(const at::Tensor& tensor) {
   at::FunctionalTensorWrapper* wrapper = wrapper_of(tensor);
   if (wrapper == nullptr) {
     return tensor;
@@ -326,9 +329,9 @@ at::Tensor unwrapped(const at::Tensor& tensor) {
   return wrapper->value();
 }
 
-c10::IValue unwrapped(const c10::IValue& value) {
+c10::IValue unwrap(const c10::IValue& value) {
   if (value.isTensor()) {
-    return unwrapped(value.toTensor());
+    return unwrap(value.toTensor());
   }
   if (!value.isTensorList()) {
     return value;
@@ -337,7 +340,7 @@ c10::IValue unwrapped(const c10::IValue& value) {
   c10::List<at::Tensor> list;
   list.reserve(items.size());
   for (const c10::IValue& item : items) {
-    list.push_back(unwrapped(item.toTensor()));
+    list.push_back(unwrap(item.toTensor()));
   }
   return list;
 }
@@ -358,11 +361,11 @@ struct InPlace final : c10::OperatorKernel {
       if (trace) {
         c10::SmallVector<c10::IValue, 6> values;
         for (const c10::IValue& value : given) {
-          values.push_back(unwrapped(value));
+          values.push_back(unwrap(value));
         }
         if (PyObject* child = kernel.follow(trace.get(), values, true)) {
           const bool list = given[0].isTensorList();
-          write(written, results_of(child), list);
+          write_each(written, results_of(child), list);
           replace_arguments(*stack, count, list ? Results() : Results{written[0]}, false);
           return;
         }
@@ -394,6 +397,7 @@ struct InPlace final : c10::OperatorKernel {
   }
 
   // Whether an argument is another view of what is written: the CPU refuses some of those, which Python finds out.
+  // Twin of ``frontend.device.writes.share_memory``.
   static bool reads_what_it_writes(Values given, const c10::SmallVector<at::Tensor, 1>& written) {
     if (!given[0].isTensor()) {
       return false;
@@ -406,7 +410,8 @@ struct InPlace final : c10::OperatorKernel {
     });
   }
 
-  static void write(const c10::SmallVector<at::Tensor, 1>& written, const Results& values, bool list) {
+  // Twin of ``frontend.device.inplace.write_each``.
+  static void write_each(const c10::SmallVector<at::Tensor, 1>& written, const Results& values, bool list) {
     TORCH_CHECK(written.size() == values.size(), "as many values as tensors are needed");
     for (size_t at = 0; at < written.size(); ++at) {
       at::FunctionalTensorWrapper* wrapper = wrapper_of(written[at]);
@@ -467,6 +472,7 @@ extern "C" PyObject* torchport_follow_start(
 
 // Put a kernel before the Python kernel of a functional operator, and before those of the operators that do the same in
 // place. ``serial``: the operator's in trace keys.
+// Twin of ``trace.kernels.make_kernel``.
 extern "C" PyObject* torchport_follow(
     const char* name, const char* overload, const char* letters, long long serial, const char* in_place) {
   HANDLE_TH_ERRORS
@@ -493,6 +499,7 @@ extern "C" PyObject* torchport_follow(
   END_HANDLE_TH_ERRORS
 }
 
+// Twin of ``frontend.device.writes._checked``.
 // Put a kernel before the Python kernel of an operator with so many ``out=``, which asks the CPU. ``original``:
 // PyTorch's own kernel, as ``torch.library.get_kernel`` gives it.
 extern "C" PyObject* torchport_follow_out(
@@ -514,6 +521,7 @@ extern "C" PyObject* torchport_follow_out(
 }
 
 // Put one before that of an operator that gives another handle of its argument's value.
+// Twin of ``frontend.device.copies._same_value``.
 extern "C" PyObject* torchport_follow_same_value(const char* name) {
   HANDLE_TH_ERRORS
   Quiet quiet;

@@ -18,11 +18,16 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from . import module
 from .names import NAME, device_of, unheard
 from .opaque import opaque
+from .patches import PATCHES, replace
 
 __all__ = ["install"]
 
 _PINNED: Final = "_pinned_for_port"
 """On a storage: ``pin_memory`` made it. PyTorch keeps a storage's Python object for as long as there is the storage."""
+
+
+refusals: Final[list[Callable[[torch.Tensor, str], None]]] = []
+"""What raises for a tensor of the device: there once the device is in use (``shims.py``); before, it has no tensor."""
 
 
 def _ours() -> bool:
@@ -89,14 +94,16 @@ def install() -> None:
     """Wrap the functions; other accelerators keep PyTorch's."""
     for name, fn in _FUNCTIONS.items():
         wrapped = _where_ours(getattr(torch.accelerator, name), fn)
-        for owner in (torch.accelerator, torch.accelerator.memory):
-            if hasattr(owner, name):
-                setattr(owner, name, wrapped)
+        for owner in ("torch.accelerator", "torch.accelerator.memory"):
+            if (target := f"{owner}.{name}") in PATCHES:
+                replace(target, wrapped)
     switch: Any = torch.accelerator.device_index
-    switch.__enter__ = _where_ours(switch.__enter__, lambda self: module.set_device(self.idx))
-    switch.__exit__ = _where_ours(switch.__exit__, lambda self, *exc: None)
-    torch.Tensor.pin_memory = _pin_memory(torch.Tensor.pin_memory)  # type: ignore[method-assign]
-    torch.Tensor.is_pinned = _is_pinned(torch.Tensor.is_pinned)  # type: ignore[method-assign]
+    enter, leave = switch.__enter__, switch.__exit__
+    target = "torch.accelerator.device_index"
+    replace(f"{target}.__enter__", _where_ours(enter, lambda self: module.set_device(self.idx)))
+    replace(f"{target}.__exit__", _where_ours(leave, lambda self, *exc: None))
+    replace("torch.Tensor.pin_memory", _pin_memory(torch.Tensor.pin_memory))
+    replace("torch.Tensor.is_pinned", _is_pinned(torch.Tensor.is_pinned))
 
 
 def _where_ours(original: Callable[..., Any], fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,6 +130,9 @@ def _pin_memory(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
         """A copy, as from other accelerators. It is only noted as pinned: this device copies what it is given."""
+        if device_of(self).type == NAME:
+            for refuse in refusals:
+                refuse(self, "pin_memory")
         if not _for_ours(device) or device_of(self).type != "cpu":
             return original(self) if device is None else original(self, device)
         memory = _host_memory(self)

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
+
+import torch
 
 from ... import native
 from ...backend.interface import BackendData
-from ...run import donation
+from ...core.specs import TensorSpec
+from ...native.twins import twins
 from ...run.future import Future
 from ...trace import pool, trace, trie
-from ...trace.handle import LazyTensor
+from ...trace.handle import LazyTensor, make_handle
 from ...trace.kernels import Kernel, letters
 from ...trace.threads import threads
-from . import copies, shims
+from . import copies
 from .writes import Checked
 
-__all__ = ["install"]
+__all__ = ["install", "use_flush"]
+
+log: Final = logging.getLogger("torchport.native")
 
 
 def _use_guard(library: ctypes.PyDLL) -> None:
@@ -39,14 +45,33 @@ def _functions(library: ctypes.PyDLL, **arguments: int) -> list[Any]:
     return found
 
 
+_FLUSH: Final = {"alive": 1, "sweep": 3, "pending": 1, "forget": 1, "unshared": 2, "own_gradients": 1}
+"""The functions of ``native/flush.cpp`` that stand for Python's, and their numbers of arguments."""
+
+
 def use_flush(library: ctypes.PyDLL) -> None:
-    """Do what is done to many values at once with the functions of :data:`torchport.native.flush`."""
-    start, alive, sweep, pending = _functions(library, flush_start=6, alive=1, sweep=3, pending=1)
-    forget, unshared, own_gradients = _functions(library, forget=1, unshared=2, own_gradients=1)
+    """Have ``native/flush.cpp`` do what is done to many values at once, if it counts references as Python does."""
+    (start,) = _functions(library, flush_start=6)
     start(*_OBJECTS, Future, pool.release)
-    pool.use(pool.HandleOperations(alive, sweep, pending, forget))
-    donation.use_native(unshared)
-    shims.use_native(own_gradients)
+    functions = dict(zip(_FLUSH, _functions(library, **_FLUSH), strict=True))
+    if _counted(functions) == _counted(twins.in_python):
+        twins.use(**functions)
+    else:
+        log.warning("flush.cpp counts references otherwise than this Python does, which does its work")
+
+
+def _counted(functions: Mapping[str, Callable[..., Any]]) -> tuple[int, frozenset[int]]:
+    """What the two functions that go by reference counts say of values of which one of each kind is held by a name."""
+    spec = TensorSpec((), torch.float32, ())
+    handles = [make_handle(spec, 0), make_handle(spec, 0)]
+    held = handles[1]
+    alive = functions["alive"](handles)
+    device: Any = None
+    values = [BackendData(device, spec) for _ in range(3)]
+    given, kept = values[:2], values[1]
+    unshared = functions["unshared"](given, values)
+    del kept
+    return (0 if alive == [] else 1 if len(alive) == 1 and alive[0] is held else 2), unshared
 
 
 def _use_follow(

@@ -13,6 +13,8 @@ from typing import Any, Final
 
 import torch
 
+from .patches import replace
+
 __all__ = ["HostStorage", "install"]
 
 _NAME: Final = "port"
@@ -59,7 +61,7 @@ class HostStorage(torch.UntypedStorage):
 def install() -> None:
     """``torch.save`` tags storages of the device, ``torch.load`` puts storages on it, and nobody else makes one."""
     torch.serialization.register_package(5, _tag, _deserialize)
-    torch.UntypedStorage.__new__ = _new  # type: ignore[assignment]
+    replace("torch.UntypedStorage.__new__", _new)
 
 
 def _tag(storage: Any) -> str | None:
