@@ -499,9 +499,9 @@ extern "C" PyObject* torchport_follow(
   END_HANDLE_TH_ERRORS
 }
 
-// Twin of ``frontend.device.writes._checked``.
 // Put a kernel before the Python kernel of an operator with so many ``out=``, which asks the CPU. ``original``:
 // PyTorch's own kernel, as ``torch.library.get_kernel`` gives it.
+// Twin of ``frontend.device.writes._checked``.
 extern "C" PyObject* torchport_follow_out(
     const char* name, const char* overload, long long outs, PyObject* original) {
   HANDLE_TH_ERRORS

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from . import module
+from . import module, storages
 from .names import NAME, device_of, unheard
 from .opaque import opaque
 from .patches import PATCHES, replace
@@ -24,10 +24,6 @@ __all__ = ["install"]
 
 _PINNED: Final = "_pinned_for_port"
 """On a storage: ``pin_memory`` made it. PyTorch keeps a storage's Python object for as long as there is the storage."""
-
-
-refusals: Final[list[Callable[[torch.Tensor, str], None]]] = []
-"""What raises for a tensor of the device: there once the device is in use (``shims.py``); before, it has no tensor."""
 
 
 def _ours() -> bool:
@@ -131,7 +127,7 @@ def _pin_memory(original: Callable[..., Any]) -> Callable[..., Any]:
     def pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
         """A copy, as from other accelerators. It is only noted as pinned: this device copies what it is given."""
         if device_of(self).type == NAME:
-            for refuse in refusals:
+            for refuse in storages.refusals:
                 refuse(self, "pin_memory")
         if not _for_ours(device) or device_of(self).type != "cpu":
             return original(self) if device is None else original(self, device)

@@ -29,7 +29,7 @@ from ...run.step_closures import step_ended
 from ...trace.handle import DEVICE_TYPE, LazyTensor
 from ...trace.threads import flush_mine
 from ...trace.wrapping import unwrap, wrap
-from . import accelerator
+from . import storages
 from .names import device_of
 from .opaque import opaque
 from .patches import replace
@@ -234,7 +234,7 @@ def _guard_memory() -> None:
 
     for name in _TENSOR_METHODS:
         guard(name)
-    accelerator.refusals.append(refuse_memory)  # ``pin_memory`` has a wrapper there
+    storages.refusals.append(refuse_memory)  # ``pin_memory`` has a wrapper there
 
 
 def refuse_memory(tensor: torch.Tensor, name: str) -> None:

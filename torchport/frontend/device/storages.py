@@ -9,15 +9,20 @@ Public torch APIs used here: ``torch.serialization.register_package``, ``torch.U
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 
 from .patches import replace
 
-__all__ = ["HostStorage", "install"]
+__all__ = ["HostStorage", "install", "refusals"]
 
 _NAME: Final = "port"
+
+refusals: Final[list[Callable[[torch.Tensor, str], None]]] = []
+"""What raises for a tensor of the device whose memory is asked for: there once the device is in use (``shims.py``);
+before, it has no tensor."""
 
 
 class HostStorage(torch.UntypedStorage):
