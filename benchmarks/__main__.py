@@ -11,6 +11,7 @@ import torch
 
 BENCHMARKS = (
     "dispatch_call",
+    "native",
     "tracing",
     "flush",
     "steps",

@@ -103,6 +103,11 @@ with warnings.catch_warnings(record=True) as warned:  # Dynamo looks at function
     compiled = torch.compile(lambda x: x + torch.accelerator.memory_allocated() + x.is_pinned(), backend="eager")
     assert compiled(torch.ones(2)).tolist() == [1.0, 1.0]
 assert not warned, [str(warning.message) for warning in warned]
+assert torch.compile(lambda x: (x + 1).sum(), backend="aot_eager")(torch.ones(3)) == 6
+assert torch.accelerator.current_stream().device == torch.device("port", 0)
+assert not torch.port.is_initialized()
+with torch.accelerator.current_stream() as stream:
+    assert torch.accelerator.current_stream() == stream and stream.query()
 """
 
 

@@ -16,6 +16,7 @@ from native_support import COMPILER, compiles, said_without_and_with
 
 import torchport
 from torchport import native
+from torchport.frontend.device import writes
 from torchport.run.device_runtime import runtimes
 from torchport.trace import record
 from torchport.trace.threads import threads
@@ -110,6 +111,18 @@ def _aliases(a: list[torch.Tensor]) -> list[torch.Tensor]:
     return [a[0] * a[0], same + a[0], torch.where(a[0] > 0, a[0], same), torch.stack([a[1], a[1].detach()])]
 
 
+def _outs(a: list[torch.Tensor]) -> list[torch.Tensor]:
+    sums, both, half = torch.empty_like(a[0]), a[0].new_empty(4, 4), torch.zeros_like(a[1], dtype=torch.float64)
+    largest, places = a[0].new_empty(2), torch.empty(2, dtype=torch.int64, device=a[0].device)
+    torch.add(a[0], a[1], alpha=2, out=sums)
+    torch.mul(sums, 0.5, out=sums)
+    torch.div(sums, 3, rounding_mode="floor", out=half)
+    torch.cat([sums, a[2]], out=both)
+    torch.neg(a[1][0], out=both[1])
+    torch.max(a[2], 1, out=(largest, places))
+    return [sums, both, half, largest, places]
+
+
 PROGRAMS: dict[str, Program] = {
     "in place": _in_place,
     "views": _views,
@@ -118,6 +131,7 @@ PROGRAMS: dict[str, Program] = {
     "numbers": _numbers,
     "gradients": _gradients,
     "aliases": _aliases,
+    "out": _outs,
 }
 
 
@@ -240,6 +254,39 @@ def test_a_list_written_where_the_trace_looks_around(monkeypatch: pytest.MonkeyP
                     torch.testing.assert_close(mine, cpu)
     finally:
         torchport.config.max_trace_ops = before
+
+
+def test_the_cpu_is_asked_once_per_kind_of_call_with_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = (value.to("port") for value in _inputs(0)[:2])
+    sums = torch.empty_like(x)
+
+    def call(numbers: range) -> None:
+        for number in numbers:
+            torch.add(x, y, alpha=3, out=sums)
+            torch.testing.assert_close(sums.cpu(), _inputs(0)[0] + 3 * _inputs(0)[1], msg=str(number))
+            torchport.sync()
+
+    call(range(4))
+
+    def unexpected(*_: Any) -> None:
+        raise AssertionError("the CPU was asked again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writes, "refuse_as_cpu", unexpected)
+        before = followed()
+        call(range(5))
+        assert followed() - before == 10  # the operator with ``out=`` and the functional one
+    wide = torch.zeros(2, 8, device="port")
+    refused: list[tuple[tuple[torch.Tensor, ...], torch.Tensor]] = [
+        ((x, y), torch.empty(2, 4, dtype=torch.int64, device="port")),
+        ((x, y), wide[:, :3]),
+        ((x, y), x[:1].expand(2, 4)),
+        ((wide.view(4, 4)[:2], y), wide.view(4, 4)[1:3]),
+        ((x, y[:, :3]), sums),
+    ]
+    for (one, other), out in refused:
+        with pytest.raises(RuntimeError):
+            torch.add(one, other, alpha=3, out=out)
 
 
 def test_new_batches_are_followed_as_well() -> None:

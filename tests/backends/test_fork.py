@@ -91,17 +91,19 @@ for name, action in actions.items():
             break
 child = os.fork()
 if child == 0:
-    sys.exit(0)  # through Python's end and the engines' destructors
+    sys.exit(3)  # through Python's end and the engines' destructors
 end = time.monotonic() + 60
-while not os.waitpid(child, os.WNOHANG)[0]:
+ended, status = 0, 0
+while not ended:
     time.sleep(0.02)
+    ended, status = os.waitpid(child, os.WNOHANG)
     if time.monotonic() > end:
         os.kill(child, 9)
         os.waitpid(child, 0)
         print("end: HANGS")
         break
 else:
-    print("end: works")
+    print("end: works" if os.waitstatus_to_exitcode(status) == 3 else f"end: with {os.waitstatus_to_exitcode(status)}")
 sys.stdout.flush()
 if actions.get("call"):
     actions["call"]()  # the parent goes on

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import logging
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -22,11 +25,9 @@ from torchport import native
 from torchport.backend.interface import TensorData
 from torchport.backends.inductor import caller
 from torchport.core.specs import TensorSpec
-from torchport.frontend.device import shims
 from torchport.frontend.device.native import use_flush
-from torchport.run import donation
+from torchport.native.twins import table, table_text, twins
 from torchport.run.future import Future
-from torchport.trace import pool
 from torchport.trace.handle import LazyTensor
 from torchport.trace.threads import threads
 
@@ -36,15 +37,14 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     """What is done to every handle when a trace ends, and to gradients, is done by one of the two."""
     torchport.use("reference")
     torch.ones(1, device="port")
-    monkeypatch.setattr(pool, "_forms", pool.PYTHON)
-    monkeypatch.setattr(donation, "_unshared", donation.unshared)
-    monkeypatch.setattr(shims, "_own_gradients", shims.own_gradients)
+    for name, python in twins.in_python.items():
+        monkeypatch.setattr(twins, name, python)
     if request.param == "native":
         native.build_all([str(COMPILER)])
         found = native.flush.load()
         assert found is not None, "it was not built: see the log"
         use_flush(found)
-        assert pool._forms is not pool.PYTHON
+        assert twins.in_cpp() == list(twins.in_python)
     yield request.param
     torchport.sync()
 
@@ -129,15 +129,14 @@ def test_both_see_the_same_handles_alive() -> None:
     torchport.use("reference")
     x = torch.ones(4, device="port", requires_grad=True)
     use_flush(library)
-    alive = pool._forms.alive
     for _ in range(4):  # from the second time on nodes hand out what is in their pools
         kept = x * 2
         graph = (kept * 3).exp().sum()
         torch.split(kept.detach() + 1, 2)
         (kept + 1).relu()
         made = _handles_of(threads.of(0))
-        expected = list(map(id, pool.PYTHON.alive(made)))
-        assert list(map(id, alive(made))) == expected
+        expected = list(map(id, twins.in_python["alive"](made)))
+        assert list(map(id, twins.alive(made))) == expected
         assert 0 < len(expected) < len(made)
         del made, graph, kept
         torchport.sync()
@@ -172,13 +171,13 @@ def test_results_that_a_profiler_holds(form: str) -> None:
         assert [part.tolist() for part in parts] == [[step + 0.0, step + 1, step + 2], [step + 3.0, step + 4, step + 5]]
 
 
-def _promise_of(data: TensorData, job: list[Future] | None = None) -> Future:
-    """A promise that has been kept, or that ``job`` is to keep."""
-    promise = Future.__new__(Future)
-    promise.data, promise.job = data, job  # type: ignore[assignment]
+def _future_of(data: TensorData, job: list[Future] | None = None) -> Future:
+    """A future that is settled, or that ``job`` is to settle."""
+    future = Future.__new__(Future)
+    future.data, future.job = data, job  # type: ignore[assignment]
     if job is not None:
-        job.append(promise)
-    return promise
+        job.append(future)
+    return future
 
 
 def test_only_what_nobody_holds_is_given_away(form: str) -> None:
@@ -187,19 +186,18 @@ def test_only_what_nobody_holds_is_given_away(form: str) -> None:
     made = [TensorData(device, spec, None) for _ in range(8)]
     held, exported = made[1:3]
     exported.exported = True
-    to_be_kept: list[Future] = []
-    watched, watched_to_be_kept = _promise_of(made[4]), _promise_of(made[6], to_be_kept)
-    promises = [_promise_of(made[3]), watched, _promise_of(made[5], to_be_kept), watched_to_be_kept]
-    given: list[Any] = [*made[:3], *promises]
+    in_flight: list[Future] = []
+    watched, watched_in_flight = _future_of(made[4]), _future_of(made[6], in_flight)
+    futures = [_future_of(made[3]), watched, _future_of(made[5], in_flight), watched_in_flight]
+    given: list[Any] = [*made[:3], *futures]
     args: list[Any] = made
     numbers = args[-1]
-    del exported, promises, made
-    unshared: Any = donation._unshared if form == "native" else donation.unshared
-    assert unshared(given, args) == {0, 3, 5}
+    del exported, futures, made
+    assert twins.unshared(given, args) == {0, 3, 5}
     del numbers
-    assert unshared(given, args) == {0, 3, 5, 7}
-    del held, watched, watched_to_be_kept
-    assert unshared(given, args) == {0, 1, 3, 4, 5, 6, 7}
+    assert twins.unshared(given, args) == {0, 3, 5, 7}
+    del held, watched, watched_in_flight
+    assert twins.unshared(given, args) == {0, 1, 3, 4, 5, 6, 7}
 
 
 def test_gradients_get_wrappers_of_their_own_where_nobody_can_tell(form: str) -> None:
@@ -214,7 +212,7 @@ def test_gradients_get_wrappers_of_their_own_where_nobody_can_tell(form: str) ->
     storage_of(touched.weight.grad)  # the gradient and its storage keep their Python objects from now on
     shared.bias.grad = shared.weight.grad[:, 0]
     for layer in (net, shared, watched, touched):
-        shims._own_gradients(list(layer.parameters()))
+        twins.own_gradients(list(layer.parameters()))
     assert touched.weight.grad._cdata != former
     assert watched.weight.grad is not None
     assert watched.weight.grad is seen
@@ -367,3 +365,77 @@ def test_a_source_compiles_without_warnings(library: native.NativeLibrary) -> No
     command = library.command([str(COMPILER)], Path(sysconfig.get_paths()["include"]))
     done = subprocess.run([*command, "-Werror", "-fsyntax-only"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+# -- which function stands for which -------------------------------------------------------------------------------
+def _resolved(path: str) -> object:
+    """What a dotted path below ``torchport`` names: the longest module, then attributes."""
+    parts = path.split(".")
+    for at in range(len(parts), 0, -1):
+        with contextlib.suppress(ModuleNotFoundError):
+            found: Any = importlib.import_module(".".join(["torchport", *parts[:at]]))
+            for name in parts[at:]:
+                found = getattr(found, name)
+            return found
+    raise AssertionError(path)
+
+
+def test_the_table_names_functions_that_are_there() -> None:
+    pairs = table()
+    assert len(pairs) >= 20
+    for pair in pairs:
+        assert callable(_resolved(pair.python)), pair
+    swapped = {pair.cpp.removeprefix("torchport_"): pair for pair in pairs if pair.how.startswith("`twins.")}
+    assert swapped.keys() == twins.in_python.keys()
+    for name, pair in swapped.items():
+        assert _resolved(pair.python) is twins.in_python[name]
+
+
+def test_every_function_that_python_calls_is_in_the_table() -> None:
+    """Less those that only begin: they are told what they need of Python, or count."""
+    exported = {
+        name
+        for source in native.flush.source.parent.glob("*.cpp")
+        for name in re.findall(r'extern "C" [\w ]+?\*? ?(torchport_\w+)\(', source.read_text())
+    }
+    assert exported - {pair.cpp for pair in table()} == {
+        "torchport_flush_start",
+        "torchport_follow_start",
+        "torchport_followed",
+    }
+
+
+def test_the_table_in_the_documentation_is_this_one() -> None:
+    page = Path(torchport.__file__).parents[1] / "docs" / "native.md"
+    assert table_text() in page.read_text(encoding="utf-8")
+
+
+def test_only_what_python_has_can_be_swapped() -> None:
+    with pytest.raises(KeyError, match="no Python function is named other"):
+        twins.use(other=len)
+    before = twins.in_cpp()
+    twins.use_python()
+    assert twins.in_cpp() == []
+    twins.use(alive=list)
+    assert twins.in_cpp() == ["alive"]
+    twins.use_python()
+    if before:
+        use_flush(native.flush.load())  # type: ignore[arg-type]
+    assert twins.in_cpp() == before
+
+
+@compiles
+def test_functions_that_count_otherwise_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    native.build_all([str(COMPILER)])
+    library = native.flush.load()
+    assert library is not None
+    for name, python in twins.in_python.items():
+        monkeypatch.setattr(twins, name, python)
+    monkeypatch.setitem(twins.in_python, "alive", list)
+    before = [getattr(twins, name) for name in twins.in_python]
+    with caplog.at_level(logging.WARNING, "torchport.native"):
+        use_flush(library)
+    assert [getattr(twins, name) for name in twins.in_python] == before
+    assert "counts references otherwise" in caplog.text

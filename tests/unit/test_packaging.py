@@ -44,8 +44,8 @@ def test_importing_torch_sets_up_the_device_without_any_engine() -> None:
     loaded = loaded_by("import torch; assert torch.device('port').type == 'port'")
     # Each module more is time that every program with PyTorch in it pays.
     device = (
-        "accelerator", "defaults", "first_factories", "fork", "late", "module", "names", "opaque", "parameters",
-        "ready", "register", "storages",
+        "accelerator", "defaults", "first_factories", "fork", "module", "names", "opaque", "parameters",
+        "patches", "ready", "register", "storages",
     )  # fmt: skip
     expected = {"torchport", "torchport.frontend", "torchport.frontend.device"}
     expected |= {f"torchport.frontend.device.{name}" for name in device}

@@ -14,9 +14,11 @@ from typing import Final
 
 import torch
 
-from .. import __version__
+from .. import __version__, native
 from ..backend.registry import registry
 from ..frontend.device.libraries import ACCELERATE, LIGHTNING
+from ..frontend.device.patches import ADDITIONS, PATCHES, TORCH
+from ..native.twins import twins
 
 __all__ = ["SECTIONS", "report"]
 
@@ -73,9 +75,17 @@ def _compilers() -> Rows:
 
 
 def _native() -> Rows:
-    from ..native import state  # on demand: a command pays for what it uses
+    yield from native.state()
+    yield (
+        "functions in C++ here",
+        ", ".join(twins.in_cpp()) or "none in this process",
+    )
 
-    yield from state()
+
+def _patches() -> Rows:
+    for target, (what, why, when) in (PATCHES | ADDITIONS).items():
+        versions = f"torch {TORCH}" if target.startswith(("torch", "*", "PrivateUse1")) else "any version"
+        yield target, f"{what}: {why} (at {when}; {versions})"
 
 
 def _libraries() -> Rows:
@@ -94,6 +104,7 @@ SECTIONS: Final[list[tuple[str, Callable[[], Rows]]]] = [
     ("backends", _backends),
     ("compilers", _compilers),
     ("C++ parts", _native),
+    ("changes to PyTorch's objects, and to those of libraries", _patches),
     ("libraries with a list of devices of their own, and what to tell them", _libraries),
 ]
 

@@ -13,17 +13,16 @@ import hashlib
 import logging
 import os
 import stat
-import subprocess
 import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
 import torch
 
+from ..core.compilers import run_compiler, side_by_side
 from ..core.config import config
 from ..core.forks import guarded_rlock
 
@@ -103,9 +102,9 @@ class NativeLibrary:
         with tempfile.TemporaryDirectory(dir=folder, prefix="build-", ignore_cleanup_errors=True) as private:
             made = Path(private) / self.path.name
             command = [*self.command(compiler, include), "-o", str(made)]
-            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
-            if done.returncode != 0:
-                return done.stderr.decode(errors="replace")[-2_000:] or f"the compiler ended with {done.returncode}"
+            status, output = run_compiler(command)
+            if status != 0:
+                return output[-2_000:] or f"the compiler ended with {status}"
             made.chmod(0o700)
             made.replace(self.path)
         return ""
@@ -175,8 +174,7 @@ def build_all(compiler: Sequence[str]) -> None:
         _tried.update(missing)
         if missing:
             include = Path(sysconfig.get_paths()["include"])
-            with ThreadPoolExecutor(len(missing), "torchport build") as pool:
-                list(pool.map(lambda library: library.build(compiler, include), missing))
+            side_by_side(functools.partial(library.build, compiler, include) for library in missing)
         for library in _all:
             library.announce()
 
@@ -197,5 +195,5 @@ flush: Final = NativeLibrary(_FOLDER / "flush.cpp", ("torch_python", "torch_cpu"
 ``_unshared`` and ``_own_gradients``, once ``_flush_start`` was called."""
 
 follow: Final = NativeLibrary(_FOLDER / "follow.cpp", ("torch_python", "torch_cpu", "torch", "c10"))
-"""Kernels along known paths: ``torchport_follow`` and ``_follow_same_value``, once ``_follow_start`` was called, and
-``torchport_followed``."""
+"""Kernels along known paths: ``torchport_follow``, ``_follow_same_value`` and ``_follow_out``, once ``_follow_start``
+was called, and ``torchport_followed``."""

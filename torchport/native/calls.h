@@ -21,6 +21,7 @@ using namespace torchport;
 using Values = c10::ArrayRef<c10::IValue>;
 
 constexpr size_t kMostRecords = 8; // at one node
+uint64_t followed = 0; // calls that were done without Python
 
 // -- Python's side ----------------------------------------------------------------------------------------------
 PyObject* threads; // the traces of the calling thread
@@ -30,8 +31,9 @@ long long leaf_base, span; // trie.LEAF, trie.SPAN
 PyObject* varying; // trie.FLOATS: what stands in a key for a scalar input, by its size
 std::vector<double> limits; // trie.LIMITS
 
-// Which of ``varying`` stands for a finite float where its size matters, as ``keys.sized`` does it.
-uint32_t size_of(double value) {
+// Which of ``varying`` stands for a finite float where its size matters.
+// Twin of ``trace.keys.sized``.
+uint32_t sized(double value) {
   const double size = std::fabs(value);
   if (size <= limits[0]) {
     return 0;
@@ -82,6 +84,7 @@ THPObjectPtr handle_of(const at::Tensor& tensor) {
   return handle;
 }
 
+// Twin of ``trace.trace.Trace.holds``.
 bool holds(PyObject* trace, long long value_id) {
   const long long base = integer(py_.base.of(trace));
   return base <= value_id && value_id < base + span;
@@ -314,7 +317,7 @@ bool fits(
       }
       const double value = given.toDouble();
       added.scalar_inputs.push_back(value);
-      return std::isfinite(value) && size_of(value) == one.offset && !(one.kind == Kind::Filler && (value == 0.0 || value == 1.0));
+      return std::isfinite(value) && sized(value) == one.offset && !(one.kind == Kind::Filler && (value == 0.0 || value == 1.0));
     }
     case Kind::Exact:
       return same(record.exact[one.offset], given);
@@ -372,7 +375,8 @@ void note_fresh(PyObject* trace, Additions& added) {
   }
 }
 
-// As ``keys.leaf`` does; on failure the trace is as it was.
+// On failure the trace is as it was.
+// Twin of ``trace.keys.leaf``.
 bool add_leaves(PyObject* trace, Additions& added) {
   if (added.leaves.empty()) {
     return true;
@@ -422,6 +426,7 @@ void add_aliases(PyObject* trace, Additions& added) {
   }
 }
 
+// Twin of ``trace.keys.scalar``.
 void add_scalar_inputs(PyObject* trace, const Additions& added) {
   for (const double value : added.scalar_inputs) {
     THPObjectPtr scalar_input(PyFloat_FromDouble(value));

@@ -31,7 +31,8 @@ bool is_held_besides_pool(PyObject* handle) {
   return Py_REFCNT(handle) > 1 || THPVariable_Unpack(handle).use_count() > 1;
 }
 
-// A handle of a node's result that is in no pool; ``pool.new_handle``.
+// A handle of a node's result that is in no pool.
+// Twin of ``trace.pool.new_handle``.
 PyObject* new_handle(PyObject* node, Py_ssize_t offset) {
   PyObject* templates = py_.templates.of(node);
   TORCH_CHECK(PyTuple_CheckExact(templates) && offset < PyTuple_GET_SIZE(templates), "the node has no such result");
@@ -44,7 +45,8 @@ PyObject* new_handle(PyObject* node, Py_ssize_t offset) {
   return made.release();
 }
 
-// Has a node's pool let go of a handle, for which it gets a new one; ``pool.release``.
+// Has a node's pool let go of a handle, for which it gets a new one.
+// Twin of ``trace.pool.release``.
 void release(PyObject* handle) {
   THPObjectPtr home(attribute(handle, py_.n_home));
   if (!home || home.get() == Py_None) {
@@ -100,6 +102,7 @@ extern "C" PyObject* torchport_flush_start(
 }
 
 // Of a list of handles those that somebody holds besides the list and their nodes' pools.
+// Twin of ``trace.pool.alive``.
 extern "C" PyObject* torchport_alive(PyObject* handles) {
   HANDLE_TH_ERRORS
   THPObjectPtr alive(PyList_New(0));
@@ -114,7 +117,8 @@ extern "C" PyObject* torchport_alive(PyObject* handles) {
 }
 
 // Keeps of a list the handles that somebody holds besides it and their nodes' pools, and adds those of the pools of the
-// nodes from one up to another; ``pool.sweep``.
+// nodes from one up to another.
+// Twin of ``trace.pool.sweep``.
 extern "C" PyObject* torchport_sweep(PyObject* made, PyObject* node, PyObject* swept) {
   HANDLE_TH_ERRORS
   THPObjectPtr before(PyList_GetSlice(made, 0, PyList_GET_SIZE(made)));
@@ -159,6 +163,7 @@ extern "C" PyObject* torchport_sweep(PyObject* made, PyObject* node, PyObject* s
 }
 
 // Of a list of handles those without value and failure, oldest first; their nodes let go of them.
+// Twin of ``trace.pool.pending``.
 extern "C" PyObject* torchport_pending(PyObject* handles) {
   HANDLE_TH_ERRORS
   std::vector<std::pair<long long, PyObject*>> found;
@@ -181,7 +186,8 @@ extern "C" PyObject* torchport_pending(PyObject* handles) {
   END_HANDLE_TH_ERRORS
 }
 
-// Has handles belong to no trace; those that are in their nodes' pools leave them. ``pool.forget``.
+// Has handles belong to no trace; those that are in their nodes' pools leave them.
+// Twin of ``trace.pool.forget``.
 extern "C" PyObject* torchport_forget(PyObject* handles) {
   HANDLE_TH_ERRORS
   THPObjectPtr none(PyLong_FromLong(-1));
@@ -199,7 +205,8 @@ extern "C" PyObject* torchport_forget(PyObject* handles) {
   END_HANDLE_TH_ERRORS
 }
 
-// The positions of arguments that nobody but their job holds; ``donation.unshared``.
+// The positions of arguments that nobody but their job holds.
+// Twin of ``run.donation.unshared``.
 extern "C" PyObject* torchport_unshared(PyObject* given, PyObject* args) {
   HANDLE_TH_ERRORS
   THPObjectPtr found(PyList_New(0));
@@ -224,7 +231,8 @@ extern "C" PyObject* torchport_unshared(PyObject* given, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// Gives gradients that are views wrappers of their own, where nobody can tell; ``shims.own_gradients``.
+// Gives gradients that are views wrappers of their own, where nobody can tell.
+// Twin of ``frontend.device.shims.own_gradients``.
 extern "C" PyObject* torchport_own_gradients(PyObject* parameters) {
   HANDLE_TH_ERRORS
   namespace functional = at::functionalization::impl;

@@ -7,18 +7,18 @@
 // own.
 #include "calls.h"
 #include "direct.h"
+#include "outs.h"
 
 #include <string>
 #include <unordered_map>
 
 #include <ATen/FunctionalTensorWrapper.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <pybind11/conduit/pybind11_conduit_v1.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
 
 namespace {
-
-uint64_t followed = 0;
 
 // -- kernels -------------------------------------------------------------------------------------------------------
 // Where a call starts from, to learn from it once Python has done it.
@@ -50,6 +50,7 @@ struct Kernel {
   std::unique_ptr<Direct> direct; // how it is interpreted at once; null where Python does that
 
   // The child that the arguments lead to, where the cursor now is; null if they lead to none that is known here.
+  // Twin of ``trace.kernels.make_kernel``.
   PyObject* follow(PyObject* trace, Values given, bool written) const {
     const Records* records = records_of(py_.cursor.of(trace));
     if (records == nullptr) {
@@ -274,7 +275,7 @@ struct Functional final : c10::OperatorKernel {
   const bool one_list;
 };
 
-// ``detach`` and its kin: another handle of the same value; nothing is traced. As ``copies._same_value`` does.
+// ``detach`` and its kin: another handle of the same value; nothing is traced.
 struct SameValue final : c10::OperatorKernel {
   explicit SameValue(c10::SafeKernelFunction python) : python(std::move(python)) {}
 
@@ -297,6 +298,7 @@ struct SameValue final : c10::OperatorKernel {
     }
   }
 
+  // Twin of ``frontend.device.copies._same_value``.
   static at::Tensor same_value(PyObject* trace, const at::Tensor& tensor) {
     THPObjectPtr handle = handle_of(tensor);
     if (!handle) {
@@ -325,14 +327,8 @@ struct SameValue final : c10::OperatorKernel {
 };
 
 // -- operators in place ----------------------------------------------------------------------------------------------
-at::FunctionalTensorWrapper* wrapper_of(const at::Tensor& tensor) {
-  if (!tensor.defined() || !at::functionalization::impl::isFunctionalTensor(tensor)) {
-    return nullptr;
-  }
-  return at::functionalization::impl::unsafeGetFunctionalWrapper(tensor);
-}
-
-at::Tensor unwrapped(const at::Tensor& tensor) {
+// Twin of ``trace.wrapping.unwrap``.
+at::Tensor unwrap(const at::Tensor& tensor) {
   at::FunctionalTensorWrapper* wrapper = wrapper_of(tensor);
   if (wrapper == nullptr) {
     return tensor;
@@ -341,9 +337,9 @@ at::Tensor unwrapped(const at::Tensor& tensor) {
   return wrapper->value();
 }
 
-c10::IValue unwrapped(const c10::IValue& value) {
+c10::IValue unwrap(const c10::IValue& value) {
   if (value.isTensor()) {
-    return unwrapped(value.toTensor());
+    return unwrap(value.toTensor());
   }
   if (!value.isTensorList()) {
     return value;
@@ -352,7 +348,7 @@ c10::IValue unwrapped(const c10::IValue& value) {
   c10::List<at::Tensor> list;
   list.reserve(items.size());
   for (const c10::IValue& item : items) {
-    list.push_back(unwrapped(item.toTensor()));
+    list.push_back(unwrap(item.toTensor()));
   }
   return list;
 }
@@ -373,11 +369,11 @@ struct InPlace final : c10::OperatorKernel {
       if (trace) {
         c10::SmallVector<c10::IValue, 6> values;
         for (const c10::IValue& value : given) {
-          values.push_back(unwrapped(value));
+          values.push_back(unwrap(value));
         }
         if (PyObject* child = kernel.follow(trace.get(), values, true)) {
           const bool list = given[0].isTensorList();
-          write(written, results_of(child), list);
+          write_each(written, results_of(child), list);
           replace_arguments(*stack, count, list ? Results() : Results{written[0]}, false);
           return;
         }
@@ -409,6 +405,7 @@ struct InPlace final : c10::OperatorKernel {
   }
 
   // Whether an argument is another view of what is written: the CPU refuses some of those, which Python finds out.
+  // Twin of ``frontend.device.writes.share_memory``.
   static bool reads_what_it_writes(Values given, const c10::SmallVector<at::Tensor, 1>& written) {
     if (!given[0].isTensor()) {
       return false;
@@ -421,7 +418,8 @@ struct InPlace final : c10::OperatorKernel {
     });
   }
 
-  static void write(const c10::SmallVector<at::Tensor, 1>& written, const Results& values, bool list) {
+  // Twin of ``frontend.device.inplace.write_each``.
+  static void write_each(const c10::SmallVector<at::Tensor, 1>& written, const Results& values, bool list) {
     TORCH_CHECK(written.size() == values.size(), "as many values as tensors are needed");
     for (size_t at = 0; at < written.size(); ++at) {
       at::FunctionalTensorWrapper* wrapper = wrapper_of(written[at]);
@@ -540,6 +538,7 @@ extern "C" PyObject* torchport_direct(
 
 // Put a kernel before the Python kernel of a functional operator, and before those of the operators that do the same in
 // place. ``serial``: the operator's in trace keys.
+// Twin of ``trace.kernels.make_kernel``.
 extern "C" PyObject* torchport_follow(
     const char* name, const char* overload, const char* letters, long long serial, const char* in_place) {
   HANDLE_TH_ERRORS
@@ -566,7 +565,29 @@ extern "C" PyObject* torchport_follow(
   END_HANDLE_TH_ERRORS
 }
 
-// The same for an operator that gives another handle of its argument's value.
+// Put a kernel before the Python kernel of an operator with so many ``out=``, which asks the CPU. ``original``:
+// PyTorch's own kernel, as ``torch.library.get_kernel`` gives it.
+// Twin of ``frontend.device.writes._checked``.
+extern "C" PyObject* torchport_follow_out(
+    const char* name, const char* overload, long long outs, PyObject* original) {
+  HANDLE_TH_ERRORS
+  Quiet quiet;
+  c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+  const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
+  const auto* found = pybind11_conduit_v1::get_type_pointer_ephemeral<c10::SafeKernelFunction>(original);
+  if (found == nullptr) {
+    return nullptr;
+  }
+  const auto functionalize = c10::DispatchKey::Functionalize;
+  put(functionalize, op.operator_name(),
+      std::make_unique<Out>(
+          op.schema().arguments().size(), outs, op.getComputedKernelForDispatchKey(functionalize), *found));
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// Put one before that of an operator that gives another handle of its argument's value.
+// Twin of ``frontend.device.copies._same_value``.
 extern "C" PyObject* torchport_follow_same_value(const char* name) {
   HANDLE_TH_ERRORS
   Quiet quiet;

@@ -31,6 +31,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
 } // namespace
 
+// Twin of ``frontend.device.register._Guard``.
 extern "C" void torchport_use_guard() {
   static const Guard guard;
   c10::impl::registerDeviceGuard(kPort, &guard);

@@ -3,65 +3,39 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from ..core import metrics
 from ..core.errors import ExecutionError
+from ..core.references import holders
 from ..core.specs import TensorSpec
+from ..native.twins import twins
 from ..trace.handle import LazyTensor, make_handle
-from ..trace.pool import alive, release
+from ..trace.pool import release
 from ..trace.trace import Trace, lock
 from ..trace.trie import NONE
 from .future import Future
 
-__all__ = ["find_unshared", "give_up", "likely_donated", "take_place", "unshared", "use_native"]
+__all__ = ["give_up", "likely_donated", "take_place", "unshared"]
 
 
-def _make_reference_counts() -> tuple[Callable[[Sequence[Any]], list[int]], int]:
-    """A function that counts the holders of a list's items, and what it says of items that only the list holds."""
-    count = sys.getrefcount
-
-    def counts(values: Sequence[Any]) -> list[int]:
-        return [count(value) for value in values]
-
-    (alone,) = counts([object()])
-    return counts, alone
-
-
-_counts, _ALONE = _make_reference_counts()
-
-
+@twins.python
 def unshared(given: Sequence[Any], args: Sequence[Any]) -> frozenset[int]:
     """Positions of the arguments that nobody but a job holds, whose memory the backend may have.
 
     ``given`` are the values of its leaves, which may be futures; ``args`` what ``execute`` gets for them, and packs of
     scalar inputs. Nothing else of the job may hold them meanwhile.
     """
-    counts, held = _counts(args), _counts(given)
+    counts, held = holders(args), holders(given)
     # Besides ``args``, the job's own list holds a leaf, or a future does that only that list holds and the job that is
     # to settle it; packs are its own.
     leaves = [
-        counts[at] == _ALONE + 1 and not data.exported and (mine is data or held[at] == _ALONE + (mine.job is not None))
+        counts[at] == 1 and not data.exported and (mine is data or held[at] == (mine.job is not None))
         for at, (mine, data) in enumerate(zip(given, args, strict=False))
     ]
-    packs = [counts[at] == _ALONE for at in range(len(leaves), len(args))]
+    packs = [counts[at] == 0 for at in range(len(leaves), len(args))]
     return frozenset(at for at, alone in enumerate(leaves + packs) if alone)
-
-
-_unshared = unshared
-
-
-def find_unshared(given: Sequence[Any], args: Sequence[Any]) -> frozenset[int]:
-    """:func:`unshared`, or what stands in its place."""
-    return _unshared(given, args)
-
-
-def use_native(form: Callable[[Sequence[Any], Sequence[Any]], frozenset[int]]) -> None:
-    """Find what nobody else holds by this function from now on (:data:`torchport.native.flush`)."""
-    global _unshared
-    _unshared = form
 
 
 LARGE: Final = 1 << 20
@@ -75,8 +49,8 @@ def likely_donated(trace: Trace) -> frozenset[int]:
     """
     if not trace.runtime.backend.capabilities.donation:
         return frozenset()
-    held = set(map(id, alive(trace.leaves)))
-    counts = _counts([leaf.value for leaf in trace.leaves])
+    held = set(map(id, twins.alive(trace.leaves)))
+    counts = holders([leaf.value for leaf in trace.leaves])
     found: list[int] = []
     for position, (leaf, count) in enumerate(zip(trace.leaves, counts, strict=True)):
         spec, value = leaf.spec, leaf.value
@@ -85,8 +59,8 @@ def likely_donated(trace: Trace) -> frozenset[int]:
         if math.prod(spec.shape) * spec.dtype.itemsize < LARGE:
             continue
         # Besides the handle the job that brings a value holds its future.
-        in_flight = value.__class__ is Future and count <= _ALONE + 2
-        if in_flight or (count == _ALONE + 1 and not value.exported):
+        in_flight = value.__class__ is Future and count <= 2
+        if in_flight or (count == 1 and not value.exported):
             found.append(position)
     return frozenset(found)
 

@@ -21,10 +21,10 @@ from ..backend.optional import Started
 from ..core import metrics
 from ..core.errors import ExecutionError, TorchportError
 from ..core.specs import TensorSpec
+from ..native.twins import twins
 from ..trace.handle import LazyTensor
 from ..trace.trace import Trace, lock
 from ..trace.trie import Node
-from .donation import find_unshared
 from .future import Future
 from .plans import ExecutionPlan
 
@@ -154,7 +154,7 @@ class Job:
         """What the backend is told about this run: which arguments nobody else holds."""
         if not computation.backend.capabilities.donation:
             return computation.context
-        self.donated = find_unshared(self.args, args)
+        self.donated = twins.unshared(self.args, args)
         return plan.context(self.donated, computation.context)
 
     def _note_donated(self) -> None:

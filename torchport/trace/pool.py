@@ -9,33 +9,28 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterable
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterable
+from typing import Any, Final
 
+import torch
+
+from ..core.references import holders
+from ..native.twins import twins
 from .handle import LazyTensor
 from .trie import NONE, Node
 
-__all__ = ["PYTHON", "HandleOperations", "alive", "fill_pool", "forms", "new_handle", "release", "use"]
+__all__ = ["alive", "fill_pool", "forget", "new_handle", "pending", "release", "sweep"]
 
 
-def make_alive_filter() -> Callable[[Iterable[LazyTensor]], list[LazyTensor]]:
-    """A function that keeps the handles somebody holds besides the list it is given and their nodes' pools."""
-    count = sys.getrefcount
-
-    def counts(handles: Iterable[Any]) -> list[int]:
-        return [count(h) for h in handles]
-
-    (alone,) = counts([object()])
-
-    def alive(handles: Iterable[LazyTensor]) -> list[LazyTensor]:
-        return [h for h in handles if h._use_count() > 1 or count(h) > alone + (h.home is not None)]  # type: ignore[attr-defined]
-
-    return alive
-
-
+@twins.python
 def alive(handles: list[LazyTensor]) -> list[LazyTensor]:
-    """The handles that somebody holds besides the list and their nodes' pools. Nothing else may hold them meanwhile."""
-    return forms().alive(handles)
+    """The handles that somebody holds besides the list and their nodes' pools. No name may stand for one meanwhile."""
+    counts = holders(handles)
+    return [
+        handle
+        for handle, count in zip(handles, counts, strict=True)
+        if count > (handle.home is not None) or handle._use_count() > _USES_ALONE  # type: ignore[attr-defined]
+    ]
 
 
 def new_handle(node: Node, offset: int) -> LazyTensor:
@@ -88,28 +83,30 @@ def _release_all(handles: Iterable[LazyTensor]) -> None:
         node.ready = node.container(results)
 
 
+@twins.python
 def sweep(made: list[LazyTensor], node: Node, swept: Node) -> None:
     """Keep of a list the handles that are held, and add those of the nodes from one up to another, without the latter.
 
     Results that Python code holds as one leave their pool: the list or tuple itself would tell nothing of each.
     """
     while node is not swept:
-        ready = node.ready
-        if ready.__class__ is LazyTensor:
-            made.append(ready)  # type: ignore[arg-type]
-        elif ready is not None:
-            results: Any = ready
-            made.extend([handle for handle in results if handle is not None])
-            if sys.getrefcount(results) > _CONTAINER_ALONE:
-                for handle in results:
-                    if handle is not None:
-                        release(handle)
+        # A name for a node's results would count as one of their holders.
+        if node.ready.__class__ is LazyTensor:
+            made.append(node.ready)  # type: ignore[arg-type]
+        elif node.ready is not None:
+            as_one = _count_of_ready(node) > _READY_ALONE
+            found: Any = [handle for handle in node.ready if handle is not None]  # type: ignore[union-attr]
+            made.extend(found)
+            if as_one:
+                for handle in found:
+                    release(handle)
         assert node.parent is not None
         node = node.parent
-    ready = results = handle = None  # each name would count as a holder
-    made[:] = PYTHON.alive(made)
+    found = handle = None  # each name would count as a holder
+    made[:] = alive(made)
 
 
+@twins.python
 def pending(handles: Iterable[LazyTensor]) -> list[LazyTensor]:
     """Those without value and failure, oldest first; their nodes let go of them."""
     found = [handle for handle in handles if handle.value is None and handle.failure is None]
@@ -118,6 +115,7 @@ def pending(handles: Iterable[LazyTensor]) -> list[LazyTensor]:
     return found
 
 
+@twins.python
 def forget(handles: Iterable[LazyTensor]) -> None:
     """Have handles belong to no trace; those that are in their nodes' pools leave them."""
     for handle in handles:
@@ -126,31 +124,20 @@ def forget(handles: Iterable[LazyTensor]) -> None:
         handle.value_id = NONE
 
 
-class HandleOperations(NamedTuple):
-    """What is done to every handle when a trace ends: here, or in C++ (:data:`torchport.native.flush`)."""
-
-    alive: Callable[[list[LazyTensor]], list[LazyTensor]]
-    sweep: Callable[[list[LazyTensor], Node, Node], None]
-    pending: Callable[[list[LazyTensor]], list[LazyTensor]]
-    forget: Callable[[list[LazyTensor]], None]
+def _count_of_ready(node: Node) -> int:
+    return sys.getrefcount(node.ready)
 
 
-PYTHON: Final = HandleOperations(make_alive_filter(), sweep, pending, forget)
-_forms = PYTHON
+def _measured() -> int:
+    probe = Node.root()
+    probe.ready = []
+    return _count_of_ready(probe)
 
 
-def forms() -> HandleOperations:
-    """Who does it now."""
-    return _forms
+_READY_ALONE: Final = _measured()
+"""What :func:`_count_of_ready` says of results that only their node holds."""
 
-
-def use(forms: HandleOperations) -> None:
-    """Handle handles by these from now on."""
-    global _forms
-    _forms = forms
-
-
-_CONTAINER_ALONE: Final = 4
-"""What ``sys.getrefcount`` says in :func:`sweep` of results that only their node holds: node, two names, call."""
+_USES_ALONE: Final[int] = torch.empty(0, device="cpu")._use_count()  # type: ignore[attr-defined]
+"""PyTorch's references to a tensor that only one Python object stands for."""
 
 _value_id_of: Final = operator.attrgetter("value_id")

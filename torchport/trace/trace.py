@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from ..core import metrics
 from ..core.config import config
-from . import pool
+from ..native.twins import twins
 from .handle import LazyTensor
 from .trie import NONE, SPAN, Node
 
@@ -154,8 +154,8 @@ class Trace:
         """Begin an empty trace. Handles of the former one belong to no trace from now on."""
         if self.swept is not self.cursor:  # a flush has looked already
             self.sweep()
-        pool.forms().forget(self.made)
-        pool.forms().forget(self.leaves)
+        twins.forget(self.made)
+        twins.forget(self.leaves)
         for handle in self.computed:
             if self.holds(handle.value_id):
                 handle.value_id = NONE
@@ -185,13 +185,13 @@ class Trace:
 
     def sweep(self) -> None:
         """Look which handles are still held, of the nodes since the last sweep and of those that were held then."""
-        pool.forms().sweep(self.made, self.cursor, self.swept)
+        twins.sweep(self.made, self.cursor, self.swept)
         self.swept = self.cursor
 
     def live(self) -> list[LazyTensor]:
         """The handles that somebody holds and that have no value yet, oldest first; their nodes let go of them."""
         self.sweep()
-        return pool.forms().pending(self.made)
+        return twins.pending(self.made)
 
 
 owners: Final[weakref.WeakValueDictionary[int, Trace]] = weakref.WeakValueDictionary()

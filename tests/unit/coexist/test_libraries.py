@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from torchport.frontend.device.late import when_imported
+from torchport.frontend.device.patches import when_imported
 
 # What counts of accelerate's PartialState: a device from a variable, or the CPU since no device of its list is there.
 STATE = """

@@ -9,16 +9,18 @@ Inductor's cache directory, each under a name that hashes the compiler, its flag
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import shlex
 import subprocess
 import tempfile
+import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchport.core.compilers import run_compiler, side_by_side
 from torchport.core.errors import CompileError
 from torchport.core.forks import guarded_lock
 
@@ -51,13 +53,10 @@ class Toolchain:
 
 
 def _call(command: Sequence[str], directory: Path) -> None:
-    done = subprocess.run(
-        command, cwd=directory, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
-    )
-    if done.returncode:
-        output = done.stdout.decode(errors="replace")
+    status, output = run_compiler(command, directory)
+    if status:
         shown = output if len(output) < 6_000 else output[:3_000] + "\n...\n" + output[-3_000:]
-        raise CompileError(f"the C++ compiler failed ({done.returncode}): {shlex.join(command[:1])}\n{shown}")
+        raise CompileError(f"the C++ compiler failed ({status}): {shlex.join(command[:1])}\n{shown}")
 
 
 def _compiler_identity(compiler: Sequence[str]) -> str:
@@ -74,12 +73,17 @@ class _Shared:
     def __init__(self, toolchain: Toolchain) -> None:
         self._toolchain = toolchain
         self._identity = f"{toolchain.fingerprint}\0{_compiler_identity(toolchain.compiler)}"
-        with ThreadPoolExecutor(2) as pool:
-            kernel = pool.submit(self._header, toolchain.kernel_header, toolchain.kernel_flags)
-            self.wrapper_header = self._header(toolchain.wrapper_header, toolchain.wrapper_flags)
-            interface = pool.submit(self._object, "interface", toolchain.interface)
-            self.model = self._object("model", toolchain.model)
-            self.kernel_header, self.interface = kernel.result(), interface.result()
+        self.wrapper_header, self.kernel_header = side_by_side(
+            functools.partial(self._header, header, flags)
+            for header, flags in (
+                (toolchain.wrapper_header, toolchain.wrapper_flags),
+                (toolchain.kernel_header, toolchain.kernel_flags),
+            )
+        )
+        self.interface, self.model = side_by_side(
+            functools.partial(self._object, name, text)
+            for name, text in (("interface", toolchain.interface), ("model", toolchain.model))
+        )
 
     def _header(self, header: str, flags: Sequence[str]) -> str:
         """A header to ``-include`` whose precompiled form lies next to it."""
@@ -154,8 +158,13 @@ def build_library(toolchain: Toolchain, wrapper: Wrapper, kernels: Sequence[str]
             _call(command, folder)
             return target
 
-        with ThreadPoolExecutor(min(len(sources), os.cpu_count() or 1)) as pool:
-            objects = [*pool.map(compile_one, sources), shared.interface]
+        free = threading.BoundedSemaphore(os.cpu_count() or 1)
+
+        def in_turn(name: str) -> str:
+            with free:
+                return compile_one(name)
+
+        objects = [*side_by_side(functools.partial(in_turn, name) for name in sources), shared.interface]
         if wrapper.shared_model:
             objects.append(shared.model)
         _call([*toolchain.compiler, *objects, "-o", "model.so", *toolchain.link_flags], folder)

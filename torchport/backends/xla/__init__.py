@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["XlaBackend"]
 
 _NEEDED = ("jax", "jaxlib", "flatbuffers")
+_ENGINE = frozenset({"jax", "jaxlib"})
 
 
 def _missing() -> list[str]:
@@ -186,7 +187,9 @@ class XlaBackend(Backend):
         clients: list[Any] = [] if bridge is None else list(bridge._backends.values())
         if not clients:  # they are there, too, where the program has started JAX itself
             return ""
-        abandon(*clients)
+        # Python clears modules when it ends; in JAX's are objects that wait for threads, such as MLIR's pool of them.
+        modules = [list(vars(m).values()) for name, m in sys.modules.items() if name.partition(".")[0] in _ENGINE]
+        abandon(clients, modules)
         atexit.unregister(sys.modules["jax._src.api"].clean_up)  # it waits for the clients' threads
         return "JAX was used before the fork, and its threads stayed in the parent"
 

@@ -30,6 +30,7 @@ from torch._guards import TracingContext
 from torch.fx.node import map_arg
 
 from ...backend.normal_form import is_view
+from ...core.default_state import default_state
 from ..device.strided import seen_as
 
 __all__ = ["Aliases", "aliases_of", "writes_to_inputs"]
@@ -65,11 +66,16 @@ class Looks:
         """All of them, in a row."""
         return (*self.size, *self.strides, self.offset)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it shows its memory as it is."""
+        return not (self.conjugate or self.negative or self.dtype is not self.memory)
+
     def tensor(self, numbers: Sequence[int], bytes_of_base: int) -> torch.Tensor:
         """A tensor without memory that looks so, given its numbers as integers."""
         rank = len(self.size)
         size, strides, offset = numbers[:rank], numbers[rank : 2 * rank], numbers[-1]
-        if not (self.conjugate or self.negative or self.dtype is not self.memory):
+        if self.is_plain:
             last = offset + sum((n - 1) * step for n, step in zip(size, strides, strict=True)) if 0 not in size else 0
             memory = torch.empty(last + 1, dtype=self.dtype, device="meta")
             with torch._C._AutoDispatchBelowADInplaceOrView():
@@ -147,18 +153,33 @@ class Aliases:
         return {symbol: read(args) for symbol, read in self._readers.items()}
 
     def take(self, args: Sequence[Any]) -> dict[int, torch.Tensor]:
-        """Per position of a result, a tensor without memory that looks as eager's, where that can be told."""
+        """Per position of a result, a tensor without memory that looks as eager's, where that can be told.
+
+        AOTAutograd looks at what it is like, and not at what is in it.
+        """
+        if self._always is not None:
+            return self._always
         taken: dict[int, torch.Tensor] = {}
         values = {} if self._static else self._values(args)
         for position, base, looks in self._found:
             of = args[base]
             try:
-                # AOTAutograd looks at what it is like, and not at what is in it.
                 numbers = [_evaluated(number, values) for number in looks.numbers]
                 taken[position] = looks.tensor(numbers, of.numel() * of.element_size())
             except KeyError:
                 continue  # not of a synthetic base, which begins at 0: AOTAutograd repeats the views
         return taken
+
+    @functools.cached_property
+    def _always(self) -> dict[int, torch.Tensor] | None:
+        """What is taken at every call: where no number is a symbol, and autograd knows none of the views.
+
+        The first call makes it, whatever modes of the caller are on.
+        """
+        if not self._static or not all(looks.is_plain for _, _, looks in self._found):
+            return None
+        with default_state():
+            return {position: looks.tensor(looks.numbers, 0) for position, _, looks in self._found}
 
 
 def _readers(inputs: Sequence[Any]) -> dict[Any, Callable[[Sequence[Any]], int]]:

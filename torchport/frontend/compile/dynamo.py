@@ -87,6 +87,7 @@ class CompiledGraph:
         """Find out where the tensors live, and compile for there what can be compiled now."""
         inner = [node.meta.get("val") for node in self.graph.graph.nodes if node.op == "call_function"]
         self.place = place_of([*inputs, *outputs, *inner], self.options)
+        self._on_host = self.place.is_here(torch.device("cpu"))
         self.specs = self.options.specs(self.place.backends)
         self._programs.clear()
         self._only: Run | None = None
@@ -199,17 +200,24 @@ class CompiledGraph:
         if not self.place.is_current():
             self._place(_values(self.graph, "placeholder"), _values(self.graph, "output"))
         program = self._only or self._specialised(args)
-        if self.aliases is None and not self.epilogue:  # the common case pays nothing
+        writes = self.epilogue.writes
+        if self.aliases is None and not writes:  # the common case pays nothing
             return self._run(program, args)
-        targets = self.epilogue.targets(args)
         # Taken before the computation: it lets go of the arguments.
+        targets = [args[at] for at in writes]
         taken = {} if self.aliases is None else self.aliases.take(args)
         parts = {} if self.aliases is None else self.aliases.parts(args)
-        results = self.epilogue.run(targets, self._run(program, args))
+        results = self._run(program, args)
+        if writes:
+            results = self.epilogue.run(targets, results, self._on_host)
         if parts:
             with torch._C._AutoDispatchBelowADInplaceOrView():  # AOTAutograd tells autograd what is a view
-                taken.update({at: part() for at, part in parts.items()})
-        return [taken.get(at, result) for at, result in enumerate(results)] if taken else results
+                taken = {**taken, **{at: part() for at, part in parts.items()}}
+        if taken:
+            results = list(results)
+            for at, alias in taken.items():
+                results[at] = alias
+        return results
 
     @staticmethod
     def _run(program: Run, args: list[Any]) -> Sequence[Any]:

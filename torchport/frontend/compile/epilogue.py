@@ -18,6 +18,7 @@ from ...core.errors import GraphError
 __all__ = ["Epilogue"]
 
 _COPY: Final = torch.ops.aten.copy_.default
+_unseen: Final = torch._C._AutoDispatchBelowADInplaceOrView
 
 
 class Epilogue:
@@ -61,23 +62,30 @@ class Epilogue:
             # The value may be a view of what it is copied to, so that is among what is written.
             self._read[self._results + at] = set(names[: at + 1])
 
-    def __bool__(self) -> bool:
-        """Whether there are writes."""
-        return bool(self._writes)
-
     @property
     def read(self) -> dict[int, Collection[str]]:
         """Per result that is only read here, the names of the inputs that are written before or while it is read."""
         return self._read
 
-    def targets(self, args: Sequence[Any]) -> list[torch.Tensor]:
-        """Of the graph's arguments, those that are written."""
-        return [args[at] for at in self._writes]
+    @property
+    def writes(self) -> Sequence[int]:
+        """Which of the graph's arguments are written, in the order of the writes."""
+        return self._writes
 
-    def run(self, targets: Sequence[torch.Tensor], results: Sequence[Any]) -> Sequence[Any]:
-        """Write the new values; gives the results that are left."""
+    def run(self, targets: list[torch.Tensor], results: Sequence[Any], at_once: bool) -> Sequence[Any]:
+        """Write the new values; gives the results that are left.
+
+        ``at_once``: by one call for all, which does the same on the CPU in half the time.
+        """
+        count = self._results
+        values: Any = results[count:]
         # As in the computation, autograd must not know: AOTAutograd tells it which inputs were written.
-        with torch._C._AutoDispatchBelowADInplaceOrView():
-            for target, value in zip(targets, results[self._results :], strict=True):
-                target.copy_(value)
-        return results[: self._results]
+        with _unseen():
+            if len(targets) == 1:
+                targets[0].copy_(values[0])
+            elif at_once:
+                torch._foreach_copy_(targets, values)
+            else:
+                for target, value in zip(targets, values, strict=True):
+                    target.copy_(value)
+        return results[:count]

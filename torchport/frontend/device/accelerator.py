@@ -15,9 +15,10 @@ from typing import Any, Final
 import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from . import module
+from . import module, storages
 from .names import NAME, device_of, unheard
 from .opaque import opaque
+from .patches import PATCHES, replace
 
 __all__ = ["install"]
 
@@ -58,8 +59,16 @@ def _memory_stats(index: int | None) -> OrderedDict[str, Any]:
 _used: Final = _in_use(module.memory_allocated, 0)
 _nothing: Final = _in_use(lambda index: None)
 
+
+def _stream(index: int | None) -> torch.Stream:
+    """A device's only stream."""
+    kind = int(torch._C._autograd.DeviceType.PrivateUse1)  # type: ignore[attr-defined]
+    return torch.Stream(stream_id=0, device_index=index or 0, device_type=kind)
+
+
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "current_device_index": lambda: module.current_device(),  # in C++ it would make the device ready
+    "current_stream": lambda device=None: _stream(_index(device)),  # the same; Dynamo asks for every function
     "empty_cache": module.empty_cache,
     "empty_host_cache": module.empty_cache,
     "get_memory_info": _in_use(module.mem_get_info, (0, 0)),
@@ -81,14 +90,16 @@ def install() -> None:
     """Wrap the functions; other accelerators keep PyTorch's."""
     for name, fn in _FUNCTIONS.items():
         wrapped = _where_ours(getattr(torch.accelerator, name), fn)
-        for owner in (torch.accelerator, torch.accelerator.memory):
-            if hasattr(owner, name):
-                setattr(owner, name, wrapped)
+        for owner in ("torch.accelerator", "torch.accelerator.memory"):
+            if (target := f"{owner}.{name}") in PATCHES:
+                replace(target, wrapped)
     switch: Any = torch.accelerator.device_index
-    switch.__enter__ = _where_ours(switch.__enter__, lambda self: module.set_device(self.idx))
-    switch.__exit__ = _where_ours(switch.__exit__, lambda self, *exc: None)
-    torch.Tensor.pin_memory = _pin_memory(torch.Tensor.pin_memory)  # type: ignore[method-assign]
-    torch.Tensor.is_pinned = _is_pinned(torch.Tensor.is_pinned)  # type: ignore[method-assign]
+    enter, leave = switch.__enter__, switch.__exit__
+    target = "torch.accelerator.device_index"
+    replace(f"{target}.__enter__", _where_ours(enter, lambda self: module.set_device(self.idx)))
+    replace(f"{target}.__exit__", _where_ours(leave, lambda self, *exc: None))
+    replace("torch.Tensor.pin_memory", _pin_memory(torch.Tensor.pin_memory))
+    replace("torch.Tensor.is_pinned", _is_pinned(torch.Tensor.is_pinned))
 
 
 def _where_ours(original: Callable[..., Any], fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -115,6 +126,9 @@ def _pin_memory(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
         """A copy, as from other accelerators. It is only noted as pinned: this device copies what it is given."""
+        if device_of(self).type == NAME:
+            for refuse in storages.refusals:
+                refuse(self, "pin_memory")
         if not _for_ours(device) or device_of(self).type != "cpu":
             return original(self) if device is None else original(self, device)
         memory = _host_memory(self)

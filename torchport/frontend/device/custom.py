@@ -27,6 +27,7 @@ from ...core.frames import user_line
 from ...run import barriers
 from ...trace.handle import DEVICE_TYPE, LazyTensor
 from .opaque import opaque
+from .patches import replace
 
 if TYPE_CHECKING:
     from ...trace.trace import Trace
@@ -67,7 +68,7 @@ def _take_those_to_come() -> None:
 
         return decorator
 
-    definition.register_kernel = register_kernel
+    replace("torch._library.custom_ops.CustomOpDef.register_kernel", register_kernel)
 
 
 def on_handles(trace: Trace, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -106,7 +107,7 @@ def _hide_from_compilers() -> None:
         is_ours = name in _taken and key in (_FUNCTIONALIZE, torch._C.DispatchKey.Functionalize)
         return not is_ours and original(name, key)
 
-    torch._C._dispatch_has_kernel_for_dispatch_key = has_kernel
+    replace("torch._C._dispatch_has_kernel_for_dispatch_key", has_kernel)
 
 
 def _take(definition: Any) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from .late import when_imported
 from .names import NAME
+from .patches import replace, when_imported
 
 __all__ = ["install"]
 
@@ -46,7 +46,7 @@ def _data_parallel(module: Any) -> None:
         found = original()
         return None if found == NAME else found
 
-    module._get_available_device_type = available
+    replace("torch.nn.parallel.data_parallel._get_available_device_type", available)
 
 
 def _block_masks(module: Any) -> None:
@@ -59,7 +59,7 @@ def _block_masks(module: Any) -> None:
             kwargs["device"] = "cpu"
         return original(*args, **kwargs)
 
-    module.create_block_mask = create_block_mask
+    replace("torch.nn.attention.flex_attention.create_block_mask", create_block_mask)
 
 
 def _process_groups(module: Any) -> None:
@@ -73,7 +73,7 @@ def _process_groups(module: Any) -> None:
             backend = f"cpu:{known['cpu']}"
         original(self, backend)
 
-    kind.__init__ = init
+    replace("torch.distributed.distributed_c10d.BackendConfig.__init__", init)
 
 
 def _sharded_modules(module: Any) -> None:
@@ -85,7 +85,7 @@ def _sharded_modules(module: Any) -> None:
         known = sys.modules["torch.distributed.distributed_c10d"].Backend.default_device_backend_map
         return original("cpu" if device_type == NAME and NAME not in known else device_type, *args, **kwargs)
 
-    module.init_device_mesh = init_device_mesh
+    replace("torch.distributed.fsdp._fully_shard._fsdp_init.init_device_mesh", init_device_mesh)
 
 
 def _processes_of_torchrun(module: Any) -> None:
@@ -96,4 +96,4 @@ def _processes_of_torchrun(module: Any) -> None:
     def determine_local_world_size(nproc_per_node: str) -> int:
         return original("cpu" if nproc_per_node == "auto" and _is_ours() else nproc_per_node)
 
-    module.determine_local_world_size = determine_local_world_size
+    replace("torch.distributed.run.determine_local_world_size", determine_local_world_size)

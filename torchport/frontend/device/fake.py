@@ -21,6 +21,7 @@ import torch
 
 from ...core.default_state import default_state
 from ...trace.handle import DEVICE_TYPE, IndexedLazyTensor, LazyTensor
+from .patches import replace
 from .shims import TorchWithoutWrapping, is_ours, storages_are_names
 from .writes import is_conjugate_view
 
@@ -58,7 +59,7 @@ def _describe_as_seen() -> None:
             described = ours(self, t, recurse=recurse, trace=trace)
         return dataclasses.replace(described, storage_offset=offset_in_base(t)) if t._base is not None else described
 
-    describer.describe_tensor = describe_tensor
+    replace("torch._subclasses.meta_utils.MetaTensorDescriber.describe_tensor", describe_tensor)
 
 
 _saw_conjugate_views: Final[WeakSet[Any]] = WeakSet()
@@ -95,8 +96,9 @@ def _no_constants() -> None:
         if tensor.device.type != DEVICE_TYPE:
             invalidate(self, tensor)
 
-    mode.may_turn_const = may_turn_const  # type: ignore[method-assign]
-    converter.invalidate_constant_aliases = invalidate_constant_aliases  # type: ignore[method-assign]
+    fake = "torch._subclasses.fake_tensor"
+    replace(f"{fake}.FakeTensorMode.may_turn_const", may_turn_const)
+    replace(f"{fake}.FakeTensorConverter.invalidate_constant_aliases", invalidate_constant_aliases)
 
 
 _RUNTIME_WRAPPERS = "torch._functorch._aot_autograd.runtime_wrappers"
@@ -114,7 +116,7 @@ def handle_handles() -> None:
     import torch._functorch._aot_autograd.runtime_wrappers as module
 
     watched: Any = module
-    watched.HANDLED_TYPES = (*watched.HANDLED_TYPES, LazyTensor, IndexedLazyTensor)
+    replace(f"{_RUNTIME_WRAPPERS}.HANDLED_TYPES", (*watched.HANDLED_TYPES, LazyTensor, IndexedLazyTensor))
 
 
 def install_lift(library: torch.library.Library) -> None:

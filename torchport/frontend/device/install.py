@@ -122,7 +122,7 @@ def _install() -> None:
     factories.install(library)
     composites.install(library)
     with inplace.overriding():
-        writes.install(library)
+        checked = writes.install(library)
     custom.install()
     routes.install()
     autocast.install(_libraries)
@@ -131,7 +131,7 @@ def _install() -> None:
     layouts.install(library, _libraries)
     subclasses.install(library)
     fake.install()
-    native.install(generated, in_place)
+    native.install(generated, in_place, checked)
 
 
 def _forms(kernel: Kernel, special: Any) -> inplace.KernelPair:

@@ -17,8 +17,8 @@ from typing import Any, Final
 
 import torch
 
-from .late import when_imported
 from .names import NAME, device_of
+from .patches import replace, when_imported
 
 __all__ = ["install"]
 
@@ -28,8 +28,9 @@ LIGHTNING: Final = (
 )
 
 
+@functools.cache
 def install() -> None:
-    """Ask to be told of each library."""
+    """Ask to be told of each library, once: the device may be made ready again after it failed."""
     when_imported("accelerate.state", _accelerate)
     for package in ("lightning.pytorch", "pytorch_lightning"):
         when_imported(f"{package}.trainer.connectors.accelerator_connector", _lightning("_AcceleratorConnector"))
@@ -64,7 +65,7 @@ def _accelerate(module: Any) -> None:
         if picked and "ACCELERATE_TORCH_DEVICE" not in os.environ:
             _warn("accelerate (and a Trainer of transformers)", ACCELERATE)
 
-    kind.__init__ = init
+    replace("accelerate.state.PartialState.__init__", init)
 
 
 _CHOICE: Final = "_choose_auto_accelerator"
@@ -81,7 +82,7 @@ def _lightning(owner: str) -> Callable[[Any], None]:
                 _warn("Lightning", LIGHTNING)
             return chosen
 
-        setattr(kind, _CHOICE, staticmethod(choose))
+        replace(f"{module.__name__}.{owner}.{_CHOICE}", staticmethod(choose))
 
     return change
 
@@ -97,7 +98,7 @@ def _transformers(module: Any) -> None:
             kwargs["state_dict"] = _on_host(kwargs.get("state_dict") or self.state_dict())
         return original(self, *args, **kwargs)
 
-    kind.save_pretrained = save_pretrained
+    replace("transformers.modeling_utils.PreTrainedModel.save_pretrained", save_pretrained)
 
 
 def _on_host(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -13,15 +14,18 @@ from ...backend.infer import observed
 from ...backend.interface import BackendData, TensorData
 from ...backend.interpret import How, how
 from ...core.specs import TensorSpec
-from ...run import donation
+from ...native.twins import twins
 from ...run.future import Future
 from ...trace import pool, trace, trie
-from ...trace.handle import LazyTensor, make_template
+from ...trace.handle import LazyTensor, make_handle, make_template
 from ...trace.kernels import Kernel, letters
 from ...trace.threads import threads
-from . import copies, shims
+from . import copies
+from .writes import Checked
 
-__all__ = ["install"]
+__all__ = ["install", "use_flush"]
+
+log: Final = logging.getLogger("torchport.native")
 
 
 def _use_guard(library: ctypes.PyDLL) -> None:
@@ -43,22 +47,45 @@ def _functions(library: ctypes.PyDLL, **arguments: int) -> list[Any]:
     return found
 
 
+_FLUSH: Final = {"alive": 1, "sweep": 3, "pending": 1, "forget": 1, "unshared": 2, "own_gradients": 1}
+"""The functions of ``native/flush.cpp`` that stand for Python's, and their numbers of arguments."""
+
+
 def use_flush(library: ctypes.PyDLL) -> None:
-    """Do what is done to many values at once with the functions of :data:`torchport.native.flush`."""
-    start, alive, sweep, pending = _functions(library, flush_start=6, alive=1, sweep=3, pending=1)
-    forget, unshared, own_gradients = _functions(library, forget=1, unshared=2, own_gradients=1)
+    """Have ``native/flush.cpp`` do what is done to many values at once, if it counts references as Python does."""
+    (start,) = _functions(library, flush_start=6)
     start(*_OBJECTS, Future, pool.release)
-    pool.use(pool.HandleOperations(alive, sweep, pending, forget))
-    donation.use_native(unshared)
-    shims.use_native(own_gradients)
+    functions = dict(zip(_FLUSH, _functions(library, **_FLUSH), strict=True))
+    if _counted(functions) == _counted(twins.in_python):
+        twins.use(**functions)
+    else:
+        log.warning("flush.cpp counts references otherwise than this Python does, which does its work")
 
 
-def _use_follow(library: ctypes.PyDLL, kernels: Sequence[Kernel], forms: Mapping[Any, Any]) -> None:
+def _counted(functions: Mapping[str, Callable[..., Any]]) -> tuple[int, frozenset[int]]:
+    """What the two functions that go by reference counts say of values of which one of each kind is held by a name."""
+    spec = TensorSpec((), torch.float32, ())
+    handles = [make_handle(spec, 0), make_handle(spec, 0)]
+    held = handles[1]
+    alive = functions["alive"](handles)
+    device: Any = None
+    values = [BackendData(device, spec) for _ in range(3)]
+    given, kept = values[:2], values[1]
+    unshared = functions["unshared"](given, values)
+    del kept
+    return (0 if alive == [] else 1 if len(alive) == 1 and alive[0] is held else 2), unshared
+
+
+def _use_follow(
+    library: ctypes.PyDLL, kernels: Sequence[Kernel], forms: Mapping[Any, Any], checked: Sequence[Checked]
+) -> None:
     (start,) = _functions(library, follow_start=9)
     follow, same_value = library.torchport_follow, library.torchport_follow_same_value
     follow.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_longlong, ctypes.c_char_p]
     same_value.argtypes = [ctypes.c_char_p]
-    follow.restype = same_value.restype = ctypes.py_object
+    out = library.torchport_follow_out
+    out.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_longlong, ctypes.py_object]
+    follow.restype = same_value.restype = out.restype = ctypes.py_object
     start(*_OBJECTS, threads, (trie.FLOATS, trie.LIMITS), trace.COPIES_UNDER_GRAD, trie.LEAF, trie.SPAN)
     for kernel in kernels:
         kinds = letters(kernel)
@@ -71,6 +98,8 @@ def _use_follow(library: ctypes.PyDLL, kernels: Sequence[Kernel], forms: Mapping
     _use_direct(library, kernels)
     for op in copies.SAME_VALUE:
         same_value(op._schema.name.encode())
+    for op, outs, original in checked:
+        out(op._schema.name.encode(), op._schema.overload_name.encode(), outs, original)
 
 
 def _use_direct(library: ctypes.PyDLL, kernels: Sequence[Kernel]) -> None:
@@ -106,12 +135,12 @@ _SAME_IN_PYTHON: Final = frozenset(
 """Kinds of arguments that C++ sees as Python does."""
 
 
-def install(kernels: Sequence[Kernel], forms: Mapping[Any, Any]) -> None:
+def install(kernels: Sequence[Kernel], forms: Mapping[Any, Any], checked: Sequence[Checked]) -> None:
     """Called once the device is registered: its guard must not take another device's place.
 
     ``kernels``: those that PyTorch's dispatcher calls as they are. ``forms``: functional operator → the one
-    that does the same in place and has a kernel of this device's.
+    that does the same in place and has a kernel of this device's. ``checked``: operators with ``out=``.
     """
     native.guard.when_there(_use_guard)
-    native.follow.when_there(lambda library: _use_follow(library, kernels, forms))
+    native.follow.when_there(lambda library: _use_follow(library, kernels, forms, checked))
     native.flush.when_there(use_flush)

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .names import device_of
 from .opaque import opaque
+from .patches import replace
 
 __all__ = ["install"]
 
@@ -66,7 +67,7 @@ def install() -> None:
     vars(outside_of_graphs)["_torchdynamo_disable"] = True
     for wrapper in (convert, outside_of_graphs):
         opaque(wrapper)
-    torch.nn.Module._apply = opaque(apply)  # type: ignore[method-assign]
+    replace("torch.nn.Module._apply", opaque(apply))
 
 
 def _is_port(tensor: torch.Tensor) -> bool:

@@ -21,17 +21,21 @@ import torch
 from torch._utils import _rebuild_tensor_v2
 from torch.utils._pytree import tree_leaves
 
+from ...core.default_state import default_state
 from ...core.errors import StorageAccess
+from ...native.twins import twins
 from ...run.device_runtime import runtimes
 from ...run.step_closures import step_ended
 from ...trace.handle import DEVICE_TYPE, LazyTensor
 from ...trace.threads import flush_mine
 from ...trace.wrapping import unwrap, wrap
+from . import storages
 from .names import device_of
 from .opaque import opaque
+from .patches import replace
 from .storages import HostStorage
 
-__all__ = ["TorchWithoutWrapping", "install", "is_ours", "storages_are_names"]
+__all__ = ["TorchWithoutWrapping", "install", "is_ours", "refuse_memory", "storages_are_names"]
 
 
 def _is_port(value: Any) -> bool:
@@ -57,7 +61,11 @@ def install() -> None:
 def _storage_free_copies() -> None:
     """``deepcopy`` and pickling take PyTorch's path for devices without storages instead of cloning one."""
     has_storage = torch._C._has_storage
-    torch._C._has_storage = lambda tensor: False if device_of(tensor).type == DEVICE_TYPE else has_storage(tensor)
+
+    def has(tensor: torch.Tensor) -> bool:
+        return device_of(tensor).type != DEVICE_TYPE and has_storage(tensor)
+
+    replace("torch._C._has_storage", has)
 
 
 class TorchWithoutWrapping:
@@ -95,7 +103,7 @@ def _print_from_host() -> None:
             return ours(inp, tensor_contents=tensor_contents)
         return original(inp, tensor_contents=tensor_contents)
 
-    module._str_intern = opaque(str_intern)
+    replace("torch._tensor_str._str_intern", opaque(str_intern))
 
 
 @functools.cache
@@ -118,14 +126,14 @@ def _pickle_as_storages() -> None:
         state = (storage, held.storage_offset(), tuple(held.size()), held.stride(), self.requires_grad, OrderedDict())
         return _rebuild_tensor_v2, state
 
-    torch.Tensor._reduce_ex_internal = reduce  # type: ignore[method-assign]
+    replace("torch.Tensor._reduce_ex_internal", reduce)
 
 
 @opaque
 def before_step(optimizer: Any) -> None:
     """An optimizer is about to step."""
     for group in optimizer.param_groups:
-        _own_gradients(group["params"])
+        twins.own_gradients(group["params"])
 
 
 @opaque
@@ -137,34 +145,41 @@ def after_step() -> None:
     step_ended()
 
 
-_ALONE = (3, 2, 2)
-"""Python's references to a gradient in :func:`own_gradients`, its C++ ones, and those to its storage, if only its
-parameter holds it."""
-
-
+@twins.python
 def own_gradients(parameters: Iterable[torch.Tensor]) -> None:
     """Give gradients that are views wrappers of their own, where nobody can tell.
 
-    A linear layer's gradient is a view of a product. As long as the wrapper knows that, the product is alive beside the
-    gradient, and each training step would compute and keep both.
+    A linear layer's gradient is a view of a product. As long as the wrapper knows that, the product lives as long as
+    the gradient, and each training step would compute and keep both.
     """
-    storage_of: Any = torch._C.TensorBase.untyped_storage  # type: ignore[attr-defined]
+    alone = _gradient_alone()
     for parameter in parameters:
-        grad: Any = parameter.grad
-        if grad is None or grad.requires_grad or not torch._is_functional_tensor(grad):
-            continue
-        counts = sys.getrefcount(grad), grad._use_count(), torch._C._storage_Use_Count(storage_of(grad)._cdata)
-        if counts == _ALONE and isinstance(unwrap(grad), LazyTensor):
-            parameter.grad = wrap(unwrap(grad))
+        # A name for the gradient would count as one of its holders.
+        if _may_be_view(parameter) and _gradient_counts(parameter) == alone:
+            inner = unwrap(parameter.grad)  # type: ignore[arg-type]
+            if isinstance(inner, LazyTensor):
+                parameter.grad = wrap(inner)
 
 
-_own_gradients = own_gradients
+def _may_be_view(parameter: torch.Tensor) -> bool:
+    grad = parameter.grad
+    return grad is not None and not grad.requires_grad and torch._is_functional_tensor(grad)
 
 
-def use_native(form: Callable[[Iterable[torch.Tensor]], None]) -> None:
-    """Give gradients wrappers by this function from now on (:data:`torchport.native.flush`)."""
-    global _own_gradients
-    _own_gradients = form
+def _gradient_counts(parameter: torch.Tensor) -> tuple[int, int, int]:
+    """Python's references to a parameter's gradient, its C++ ones, and those to its storage."""
+    grad: Any = parameter.grad
+    storage: Any = torch._C.TensorBase.untyped_storage(grad)  # type: ignore[attr-defined]
+    return sys.getrefcount(grad), grad._use_count(), torch._C._storage_Use_Count(storage._cdata)
+
+
+@functools.cache
+def _gradient_alone() -> tuple[int, int, int]:
+    """What :func:`_gradient_counts` says of a gradient that only its parameter holds, measured on the CPU."""
+    with default_state():
+        probe = torch.zeros(1, device="cpu", requires_grad=True)
+        probe.grad = torch.zeros(1, device="cpu")
+        return _gradient_counts(probe)
 
 
 # -- memory that is not there --------------------------------------------------------------------------------------
@@ -175,7 +190,6 @@ _TENSOR_METHODS = (
     "_typed_storage",
     "data_ptr",
     "is_shared",
-    "pin_memory",
     "__dlpack__",
 )
 
@@ -207,22 +221,29 @@ def storages_are_names() -> Iterator[None]:
 def _guard_memory() -> None:
     """Everything that would hand out the memory of a ``port`` tensor raises :class:`StorageAccess` instead."""
 
-    def guard(owner: Any, name: str) -> None:
-        original = getattr(owner, name)
+    def guard(name: str) -> None:
+        original = getattr(torch.Tensor, name)
 
         @functools.wraps(original)
         def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if device_of(self).type == DEVICE_TYPE and not _names.allowed and is_ours(self):
-                raise StorageAccess(
-                    f"{name} needs the memory of a tensor on {self.device}, which has none in this process: "
-                    "its values may be pending, or held by the backend. Use .cpu() to get a copy in host memory"
-                )
+            if device_of(self).type == DEVICE_TYPE:
+                refuse_memory(self, name)
             return original(self, *args, **kwargs)
 
-        setattr(owner, name, guarded)
+        replace(f"torch.Tensor.{name}", guarded)
 
     for name in _TENSOR_METHODS:
-        guard(torch.Tensor, name)
+        guard(name)
+    storages.refusals.append(refuse_memory)  # ``pin_memory`` has a wrapper there
+
+
+def refuse_memory(tensor: torch.Tensor, name: str) -> None:
+    """Raise :class:`StorageAccess` for a tensor of this device, where :func:`storages_are_names` is not in force."""
+    if not _names.allowed and is_ours(tensor):
+        raise StorageAccess(
+            f"{name} needs the memory of a tensor on {tensor.device}, which has none in this process: "
+            "its values may be pending, or held by the backend. Use .cpu() to get a copy in host memory"
+        )
 
 
 @functools.cache
@@ -248,7 +269,8 @@ def _checkpoint_on_any_index() -> None:
             torch.port.set_rng_state(state, index)  # type: ignore[attr-defined]
         return None
 
-    module.get_device_states, module.set_device_states = get_device_states, set_device_states
+    replace("torch.utils.checkpoint.get_device_states", get_device_states)
+    replace("torch.utils.checkpoint.set_device_states", set_device_states)
 
 
 @functools.cache
@@ -267,8 +289,8 @@ def _trace_anew_for_another_default_dtype() -> None:
 
         return opaque(set_default)
 
-    torch._C._set_default_dtype = noticing(torch._C._set_default_dtype)
-    torch._C._set_default_tensor_type = noticing(torch._C._set_default_tensor_type)
+    replace("torch._C._set_default_dtype", noticing(torch._C._set_default_dtype))
+    replace("torch._C._set_default_tensor_type", noticing(torch._C._set_default_tensor_type))
 
 
 @functools.cache
@@ -285,5 +307,5 @@ def _backward_on_the_calling_thread() -> None:
         with torch.autograd.set_multithreading_enabled(False):
             return original(*args, **kwargs)
 
-    for module in (torch.autograd, torch.autograd.graph):
-        setattr(module, "_engine_run_backward", opaque(run))  # noqa: B010  (a private name)
+    for module in ("torch.autograd", "torch.autograd.graph"):
+        replace(f"{module}._engine_run_backward", opaque(run))

@@ -9,13 +9,20 @@ Public torch APIs used here: ``torch.serialization.register_package``, ``torch.U
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 
-__all__ = ["HostStorage", "install"]
+from .patches import replace
+
+__all__ = ["HostStorage", "install", "refusals"]
 
 _NAME: Final = "port"
+
+refusals: Final[list[Callable[[torch.Tensor, str], None]]] = []
+"""What raises for a tensor of the device whose memory is asked for: there once the device is in use (``shims.py``);
+before, it has no tensor."""
 
 
 class HostStorage(torch.UntypedStorage):
@@ -59,7 +66,7 @@ class HostStorage(torch.UntypedStorage):
 def install() -> None:
     """``torch.save`` tags storages of the device, ``torch.load`` puts storages on it, and nobody else makes one."""
     torch.serialization.register_package(5, _tag, _deserialize)
-    torch.UntypedStorage.__new__ = _new  # type: ignore[assignment]
+    replace("torch.UntypedStorage.__new__", _new)
 
 
 def _tag(storage: Any) -> str | None:

@@ -22,6 +22,7 @@ import torch
 
 from ...trace.handle import DEVICE_TYPE, LazyTensor
 from .opaque import opaque
+from .patches import replace
 from .shims import storages_are_names
 
 __all__ = ["install"]
@@ -39,6 +40,12 @@ _library: Final[list[torch.library.Library]] = []
 
 def install(library: torch.library.Library) -> None:
     """Look at every wrapper that is made from now on; the kernels are registered when there is one of this device."""
+    _look_at_wrappers()
+    _let_nested_tensors_pass(library)
+
+
+@functools.cache
+def _look_at_wrappers() -> None:
     original: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
     names = [*inspect.signature(_parameters).parameters]
 
@@ -55,8 +62,7 @@ def install(library: torch.library.Library) -> None:
         with torch.inference_mode(False):  # as this device's own tensors, which views of such a wrapper are taken of
             return original(cls, size, **{name: value for name, value in given.items() if value is not None})
 
-    torch.Tensor._make_wrapper_subclass = staticmethod(opaque(make))  # type: ignore[method-assign]
-    _let_nested_tensors_pass(library)
+    replace("torch.Tensor._make_wrapper_subclass", staticmethod(opaque(make)))
 
 
 def _parameters(
@@ -86,18 +92,23 @@ def _let_nested_tensors_pass(library: torch.library.Library) -> None:
     """A nested tensor is a view of its values to PyTorch, made by an operator that sees plain tensors only."""
     from torch.nested._internal.nested_tensor import NestedTensor
 
-    make: Any = NestedTensor.__new__
-
-    def new(cls: type, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        with storages_are_names():  # it asks how large the storage is, to say the same of its own
-            return make(cls, values, *args, **kwargs)
-
-    NestedTensor.__new__ = staticmethod(opaque(new))  # type: ignore[method-assign]
+    _let_them_ask_for_storages(NestedTensor)
     for op in (torch.ops.aten._nested_view_from_jagged.default, torch.ops.aten._nested_from_padded_tensor.default):
         functionalized = torch.library.get_kernel(op, "Functionalize")
         kernel = functools.partial(_nest, NestedTensor, op, functionalized)
         opaque(_nest)
         library.impl(op._schema.name.removeprefix("aten::"), kernel, "Functionalize", with_keyset=True)
+
+
+@functools.cache
+def _let_them_ask_for_storages(nested: Any) -> None:
+    make: Any = nested.__new__
+
+    def new(cls: type, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        with storages_are_names():  # it asks how large the storage is, to say the same of its own
+            return make(cls, values, *args, **kwargs)
+
+    replace("torch.nested._internal.nested_tensor.NestedTensor.__new__", staticmethod(opaque(new)))
 
 
 def _nest(cls: type, op: Any, functionalized: Any, keys: Any, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -130,7 +141,8 @@ def _take(cls: Any) -> None:
             for key, excluded in before:
                 _exclude(key, excluded)
 
-    cls.__torch_dispatch__ = classmethod(opaque(functools.wraps(original.__func__)(dispatch)))
+    wrapped = opaque(functools.wraps(original.__func__)(dispatch))
+    replace("*.__torch_dispatch__", classmethod(wrapped), owner=cls)
 
 
 def _holds_ours(values: Iterable[Any]) -> bool:

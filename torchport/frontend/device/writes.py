@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -26,7 +26,7 @@ from ...core.specs import TensorSpec
 from ...trace.handle import LazyTensor
 from .opaque import opaque
 
-__all__ = ["boxable", "install", "is_conjugate_view", "refuse_as_cpu", "share_memory"]
+__all__ = ["Checked", "boxable", "install", "is_conjugate_view", "refuse_as_cpu", "share_memory"]
 
 _views: Final[Any] = torch._C._functionalization  # type: ignore[attr-defined]
 _is_functional = torch._is_functional_tensor
@@ -124,28 +124,37 @@ def refuse_as_cpu(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     return shapes
 
 
-def boxable(op: Any, args: Sequence[Any], first: int = 0) -> list[Any]:
+def boxable(op: Any, args: Sequence[Any], first: int = 0) -> Sequence[Any]:
     """Arguments for PyTorch's kernel, from the first on: Python numbers in a tensor's place as tensors again."""
-    taken = _tensor_places(op)[first:]
-    return [
-        torch.tensor(value) if of_tensor and isinstance(value, (int, float, complex)) else value
-        for value, of_tensor in zip(args, taken, strict=False)
-    ]
+    for at in _tensor_places(op):
+        place = at - first
+        if 0 <= place < len(args) and isinstance(args[place], (int, float, complex)):
+            args = [*args[:place], torch.tensor(args[place]), *args[place + 1 :]]
+    return args
 
 
 @functools.cache
-def _tensor_places(op: Any) -> list[bool]:
-    """Per argument whether it is a tensor."""
-    return [str(argument.real_type) == "Tensor" for argument in op._schema.arguments]
+def _tensor_places(op: Any) -> list[int]:
+    """Which arguments are tensors."""
+    return [at for at, argument in enumerate(op._schema.arguments) if str(argument.real_type) == "Tensor"]
 
 
 # -- out= --------------------------------------------------------------------------------------------------------------
-def install(library: torch.library.Library) -> None:
+class Checked(NamedTuple):
+    """An operator with ``out=`` whose calls are checked, how many it writes, and PyTorch's own kernel of it."""
+
+    op: Any
+    outs: int
+    original: Any
+
+
+def install(library: torch.library.Library) -> list[Checked]:
     """Register what comes before functionalization's kernels of operators with ``out=``. Overrides PyTorch's.
 
     Also ``resolve_conj``, which copies what is conjugated: the result may be written, and the view is not.
     """
     library.impl("resolve_conj", opaque(_resolve_conj), "AutogradPrivateUse1")
+    installed: list[Checked] = []
     for name in torch._C._dispatch_get_all_op_names():
         if not name.startswith("aten::") or not torch._C._dispatch_has_kernel_for_dispatch_key(name, "Functionalize"):
             continue
@@ -158,6 +167,8 @@ def install(library: torch.library.Library) -> None:
             original = torch.library.get_kernel(name, "Functionalize")
             fn = opaque(_checked(op, outs, original))
             library.impl(name.removeprefix("aten::"), fn, "Functionalize", with_keyset=True, allow_override=True)
+            installed.append(Checked(op, len(outs), original))
+    return installed
 
 
 def _resolve_conj(self: torch.Tensor) -> torch.Tensor:
@@ -166,27 +177,39 @@ def _resolve_conj(self: torch.Tensor) -> torch.Tensor:
 
 
 def _checked(op: Any, outs: Sequence[str], original: Any) -> Callable[..., Any]:
+    """As ``native/outs.h`` does it; both ask :func:`refuse_as_cpu` before a call of a new kind."""
     known: set[Any] = set()
+    run = original.call_boxed
+    only, default_dtype = outs[0] if len(outs) == 1 else None, torch.get_default_dtype
 
     def call(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        written: list[Any] = [kwargs.get(name) for name in outs]
-        signature = _signature(args, kwargs, written)
+        written: list[Any] = [kwargs.get(name) for name in outs] if only is None else [kwargs.get(only)]
+        signature: list[Any] | None = [default_dtype()]
+        for value in (*args, *kwargs.values()):
+            if value.__class__ in _PLAIN:
+                signature += (value.__class__, value)
+            elif not _describe(value, written, signature):
+                signature = None
+                break
+        kind = None
         try:
-            if signature in known:
-                return original.call_boxed(keys, *boxable(op, args), **kwargs)
+            if signature is not None:
+                kind = tuple(signature)
+                if kind in known:
+                    return run(keys, *boxable(op, args), **kwargs)
         except TypeError:
-            signature = None  # sizes that are symbols
+            kind = None  # sizes that are symbols
         if all(map(_is_ours, written)):
             shapes = refuse_as_cpu(op, args, kwargs)
             for out, shape in zip(written, shapes or (), strict=False):
                 _refuse_to_resize_a_view(op, out, shape)
                 if tuple(out.shape) != shape:
-                    signature = None  # the next tensor may be a view
-            if signature is not None:
+                    kind = None  # the next tensor may be a view
+            if kind is not None:
                 if len(known) >= _KNOWN_AT_MOST:
                     known.clear()
-                known.add(signature)
-        return original.call_boxed(keys, *boxable(op, args), **kwargs)
+                known.add(kind)
+        return run(keys, *boxable(op, args), **kwargs)
 
     return call
 
@@ -195,37 +218,28 @@ _KNOWN_AT_MOST: Final = 1024
 _PLAIN: Final = frozenset({int, float, bool, complex, str, type(None), torch.dtype})
 
 
-def _signature(args: Sequence[Any], kwargs: Mapping[str, Any], written: Sequence[Any]) -> Any:
-    """What the CPU's answer to a call with ``out=`` depends on, found without describing it (a tenth of the time).
+def _describe(value: Any, written: Sequence[Any], signature: list[Any]) -> bool:
+    """Add to a signature what the CPU's answer depends on of one argument.
 
-    ``None`` where that takes more: where a written tensor shares memory with another one, or a tensor is elsewhere.
+    False where that takes more: where a written tensor shares memory with another one, or a tensor is elsewhere.
     """
-    found: list[Any] = [torch.get_default_dtype()]
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor):
-            found.append(_kind(value, written))
-        elif value.__class__ in _PLAIN:
-            found.append((value.__class__, value))
-        elif not isinstance(value, (list, tuple)):
-            return None
-        elif any(isinstance(one, torch.Tensor) for one in value):  # pyright: ignore[reportUnknownVariableType]
-            found += [len(value), *(_kind(one, written) for one in value)]  # pyright: ignore
-        else:
-            found.append(repr(value))  # pyright: ignore[reportUnknownArgumentType]
-    return None if None in found else tuple(found)
-
-
-def _kind(value: Any, written: Sequence[Any]) -> Any:
-    """What the answer depends on of one tensor; ``None`` as above."""
-    if not isinstance(value, torch.Tensor) or not _is_functional(value):
-        return None
-    at = -1
-    for place, out in enumerate(written):
-        if value is out:
-            at = place
-        elif out is None or _is_alias_of(out, value):
-            return None
-    return (at, value.shape, value.stride(), value.dtype)
+    if isinstance(value, torch.Tensor):
+        place = -1
+        for at, out in enumerate(written):
+            if value is out:
+                place = at
+            elif out is None or _is_alias_of(out, value):
+                return False
+        signature += (place, value.shape, value.stride(), value.dtype)
+        return _is_functional(value)
+    if not isinstance(value, (list, tuple)):
+        return False
+    items: Sequence[Any] = value  # pyright: ignore[reportUnknownVariableType]
+    if not any(isinstance(one, torch.Tensor) for one in items):
+        signature.append(repr(items))
+        return True
+    signature.append(len(items))
+    return all(isinstance(one, torch.Tensor) and _describe(one, written, signature) for one in items)
 
 
 def _is_ours(value: Any) -> bool:

@@ -1,0 +1,332 @@
+"""Every change to an object of PyTorch's, or of a library that uses it: one table, and the one function that makes it.
+
+A row of :data:`PATCHES` says what is changed, what the change does and why; :func:`replace` puts the new object
+in place. It refuses what is not in the table, and what has been changed already. What PyTorch has a way of its own
+for (a device module, hooks, kernels) is in :data:`ADDITIONS`. ``torchport doctor`` prints both. A module that is
+not imported yet is changed when it is (:func:`when_imported`). Runs inside ``import torch``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, Final
+
+__all__ = ["ADDITIONS", "PATCHES", "is_applied", "replace", "when_imported"]
+
+
+TORCH: Final = "2.13"
+"""The versions of PyTorch that the tables were tested with."""
+
+_IMPORT: Final = "import torch"
+_USE: Final = "first use"
+_ALLOCATOR: Final = "PyTorch asks a C++ allocator, which a device in Python has none of, and ends in an assertion"
+_PICK: Final = "PyTorch takes the accelerator where a program names no device, and needs of it what this one lacks"
+_MEMORY: Final = "a tensor of the device has no memory in this process; reading it would end the process"
+_METHODS: Final = "PyTorch makes these for a device"
+_NAMES: Final = "PyTorch's own enumerations name the device"
+
+PATCHES: Final[dict[str, tuple[str, str, str]]] = {
+    "torch.accelerator.current_device_index": (
+        "asks the device module, which makes nothing ready",
+        _ALLOCATOR,
+        _IMPORT,
+    ),
+    "torch.accelerator.set_device_idx": ("sets the device module's", _ALLOCATOR, _IMPORT),
+    "torch.accelerator.set_device_index": ("sets the device module's", _ALLOCATOR, _IMPORT),
+    "torch.accelerator.synchronize": ("waits for the device, if it is in use", _ALLOCATOR, _IMPORT),
+    "torch.accelerator.device_index.__enter__": ("sets the device module's index", _ALLOCATOR, _IMPORT),
+    "torch.accelerator.device_index.__exit__": ("leaves the index as it is", _ALLOCATOR, _IMPORT),
+    "torch.accelerator.empty_cache": ("empties the device's", _ALLOCATOR, _IMPORT),
+    "torch.accelerator.memory.empty_cache": ("empties the device's", _ALLOCATOR, _IMPORT),
+    "torch.accelerator.empty_host_cache": ("empties the device's", _ALLOCATOR, _IMPORT),
+    "torch.accelerator.memory.empty_host_cache": ("empties the device's", _ALLOCATOR, _IMPORT),
+    "torch.accelerator.get_memory_info": ("answers from the device's own figures", _ALLOCATOR, _IMPORT),
+    "torch.accelerator.memory.get_memory_info": ("answers from the device's own figures", _ALLOCATOR, _IMPORT),
+    "torch.accelerator.max_memory_allocated": ("answers from the device's own figures", _ALLOCATOR, _IMPORT),
+    "torch.accelerator.memory.max_memory_allocated": ("answers from the device's own figures", _ALLOCATOR, _IMPORT),
+    "torch.accelerator.max_memory_reserved": ("answers from the device's own figures", _ALLOCATOR, _IMPORT),
+    "torch.accelerator.memory.max_memory_reserved": ("answers from the device's own figures", _ALLOCATOR, _IMPORT),
+    "torch.accelerator.memory_allocated": ("answers from the device's own figures", _ALLOCATOR, _IMPORT),
+    "torch.accelerator.memory.memory_allocated": ("answers from the device's own figures", _ALLOCATOR, _IMPORT),
+    "torch.accelerator.memory_reserved": ("answers from the device's own figures", _ALLOCATOR, _IMPORT),
+    "torch.accelerator.memory.memory_reserved": ("answers from the device's own figures", _ALLOCATOR, _IMPORT),
+    "torch.accelerator.memory_stats": ("answers from the device's own figures", _ALLOCATOR, _IMPORT),
+    "torch.accelerator.memory.memory_stats": ("answers from the device's own figures", _ALLOCATOR, _IMPORT),
+    "torch.accelerator.reset_accumulated_memory_stats": ("does nothing: there are none", _ALLOCATOR, _IMPORT),
+    "torch.accelerator.memory.reset_accumulated_memory_stats": ("does nothing: there are none", _ALLOCATOR, _IMPORT),
+    "torch.accelerator.reset_peak_memory_stats": ("does nothing: there are none", _ALLOCATOR, _IMPORT),
+    "torch.accelerator.memory.reset_peak_memory_stats": ("does nothing: there are none", _ALLOCATOR, _IMPORT),
+    "torch.Tensor.pin_memory": (
+        "gives a copy that is noted as pinned; raises StorageAccess for a tensor of the device",
+        "DataLoader(pin_memory=True) asks the accelerator for an allocator, which this one has none of",
+        _IMPORT,
+    ),
+    "torch.Tensor.is_pinned": ("knows what pin_memory noted", "the same", _IMPORT),
+    "torch.nn.Module._apply": (
+        "keeps the Parameter objects when a module comes to the device or leaves it",
+        "new ones would untie tied weights and orphan an optimizer made before",
+        _IMPORT,
+    ),
+    "torch.UntypedStorage.__new__": ("raises StorageAccess for a storage on the device", _ALLOCATOR, _IMPORT),
+    "torch.nn.parallel.data_parallel._get_available_device_type": (
+        "DataParallel calls its module as it is",
+        _PICK,
+        _IMPORT,
+    ),
+    "torch.nn.attention.flex_attention.create_block_mask": (
+        "makes the mask on the CPU unless it is told a device",
+        _PICK,
+        "its import",
+    ),
+    "torch.distributed.distributed_c10d.BackendConfig.__init__": (
+        "takes the CPU's backend where none is named and none registered for the device",
+        _PICK,
+        "its import",
+    ),
+    "torch.distributed.fsdp._fully_shard._fsdp_init.init_device_mesh": (
+        "spreads over CPUs where no backend is registered for the device",
+        _PICK,
+        "its import",
+    ),
+    "torch.distributed.run.determine_local_world_size": (
+        "--nproc-per-node=auto starts a process per core",
+        _PICK,
+        "its import",
+    ),
+    "torch._C._has_storage": ("False for the device", "deepcopy and pickling would clone a storage", _USE),
+    "torch._tensor_str._str_intern": (
+        "formats a tensor of the device from a host copy",
+        "it reads many small values, each a computation of its own",
+        _USE,
+    ),
+    "torch.Tensor._reduce_ex_internal": (
+        "saves a tensor of the device as CUDA's are saved",
+        "such a file loads with any map_location, also without torchport",
+        _USE,
+    ),
+    "torch.Tensor.share_memory_": ("raises StorageAccess for a tensor of the device", _MEMORY, _USE),
+    "torch.Tensor.storage": ("raises StorageAccess for a tensor of the device", _MEMORY, _USE),
+    "torch.Tensor.untyped_storage": ("raises StorageAccess for a tensor of the device", _MEMORY, _USE),
+    "torch.Tensor._typed_storage": ("raises StorageAccess for a tensor of the device", _MEMORY, _USE),
+    "torch.Tensor.data_ptr": ("raises StorageAccess for a tensor of the device", _MEMORY, _USE),
+    "torch.Tensor.is_shared": ("raises StorageAccess for a tensor of the device", _MEMORY, _USE),
+    "torch.Tensor.__dlpack__": ("raises StorageAccess for a tensor of the device", _MEMORY, _USE),
+    "torch.utils.checkpoint.get_device_states": (
+        "asks the device's indices for their generators' states",
+        "PyTorch makes each device current first, which index 0 alone can be",
+        _USE,
+    ),
+    "torch.utils.checkpoint.set_device_states": ("sets them the same way", "the same", _USE),
+    "torch._C._set_default_dtype": (
+        "has traces begin anew where the default changes",
+        "what a trace has seen holds for one default dtype",
+        _USE,
+    ),
+    "torch._C._set_default_tensor_type": ("the same", "the same", _USE),
+    "torch.autograd._engine_run_backward": (
+        "runs backward on the calling thread",
+        "backward goes on with the trace of the forward, which is the calling thread's",
+        _USE,
+    ),
+    "torch.autograd.graph._engine_run_backward": ("the same", "the same", _USE),
+    "torch.Tensor._make_wrapper_subclass": (
+        "gives a wrapper around tensors of the device a dispatch key above functionalization",
+        "functionalization would take the tensor in it apart and wrap the wrapper",
+        _USE,
+    ),
+    "*.__torch_dispatch__": (
+        "of a subclass with tensors of the device: runs with functionalization on",
+        "its code would see handles instead of the user's tensors",
+        "first tensor of the class",
+    ),
+    "torch.nested._internal.nested_tensor.NestedTensor.__new__": (
+        "may ask for the storage of its values",
+        "it asks how large the storage is, and looks no further",
+        _USE,
+    ),
+    "torch._library.custom_ops.CustomOpDef.register_kernel": (
+        "takes a custom operator over as soon as it has a body",
+        "PyTorch runs the body on handles, where writes to views are lost",
+        _USE,
+    ),
+    "torch._C._dispatch_has_kernel_for_dispatch_key": (
+        "does not tell of kernels for custom operators before functionalization",
+        "PyTorch's compilers make an operator functional only if nobody registered how",
+        _USE,
+    ),
+    "torch._subclasses.meta_utils.MetaTensorDescriber.describe_tensor": (
+        "describes a tensor of the device as the user sees it",
+        "it takes functionalization's wrappers apart, which each tensor of the device is in",
+        _USE,
+    ),
+    "torch._subclasses.fake_tensor.FakeTensorMode.may_turn_const": (
+        "False for the device",
+        "a fake tensor of one element would carry the real one, to compute with while tracing",
+        _USE,
+    ),
+    "torch._subclasses.fake_tensor.FakeTensorConverter.invalidate_constant_aliases": (
+        "nothing for the device",
+        "the same",
+        _USE,
+    ),
+    "torch._functorch._aot_autograd.runtime_wrappers.HANDLED_TYPES": (
+        "holds the classes of handles",
+        "AOTAutograd watches a compiled function's first call and lets no operator on other classes pass",
+        "first compilation",
+    ),
+    "accelerate.state.PartialState.__init__": (
+        "warns, once, where it picks the CPU",
+        "its list of devices is closed",
+        "its import, after first use",
+    ),
+    "lightning.pytorch.trainer.connectors.accelerator_connector._AcceleratorConnector._choose_auto_accelerator": (
+        "warns, once, where it picks the CPU",
+        "its list of devices is closed",
+        "its import, after first use",
+    ),
+    "pytorch_lightning.trainer.connectors.accelerator_connector._AcceleratorConnector._choose_auto_accelerator": (
+        "warns, once, where it picks the CPU",
+        "its list of devices is closed",
+        "its import, after first use",
+    ),
+    "lightning.fabric.connector._Connector._choose_auto_accelerator": (
+        "warns, once, where it picks the CPU",
+        "its list of devices is closed",
+        "its import, after first use",
+    ),
+    "lightning_fabric.connector._Connector._choose_auto_accelerator": (
+        "warns, once, where it picks the CPU",
+        "its list of devices is closed",
+        "its import, after first use",
+    ),
+    "transformers.modeling_utils.PreTrainedModel.save_pretrained": (
+        "saves host copies, tied as the tensors are",
+        "it looks into the memory of what it saves",
+        "its import, after first use",
+    ),
+}
+"""What :func:`replace` may change (``*``: any class), and for each what the change does, why, and when it is made."""
+
+ADDITIONS: Final[dict[str, tuple[str, str, str]]] = {
+    "torch.port.*": ("the device module", "torch.get_device_module and programs ask it", _IMPORT),
+    "torch.Tensor.port": ("moves to the device", _METHODS, _IMPORT),
+    "torch.Tensor.is_port": ("whether a tensor is on the device", _METHODS, _IMPORT),
+    "torch.nn.Module.port": ("moves to the device", _METHODS, _IMPORT),
+    "torch.nn.utils.rnn.PackedSequence.port": ("moves to the device", _METHODS, _IMPORT),
+    "torch.nn.utils.rnn.PackedSequence.is_port": ("whether it is on the device", _METHODS, _IMPORT),
+    "torch._C._autograd.DeviceType.*": ("PORT", _NAMES, _IMPORT),
+    "torch._C._profiler.ProfilerActivity.*": ("PORT", _NAMES, _IMPORT),
+    "PrivateUse1": ("its name, hooks and device guard", "the key that PyTorch has for such devices", _IMPORT),
+    "torch.optim.optimizer._global_optimizer_pre_hooks": ("a hook", "see twins.own_gradients", _IMPORT),
+    "torch.optim.optimizer._global_optimizer_post_hooks": ("a hook", "a training step ends", _IMPORT),
+    "torch.serialization._package_registry": ("a package", "files name storages of the device", _IMPORT),
+    "sys.meta_path": ("a finder that finds nothing", "tells of the imports that rows above wait for", _IMPORT),
+    "torch.library, PrivateUse1 and AutocastPrivateUse1": (
+        "kernels of every functional ATen operator",
+        "what the device is",
+        _USE,
+    ),
+    "torch.library, Functionalize and AutogradPrivateUse1": (
+        "kernels of composites, of what writes in place, and of operators that count in memory",
+        "views and writes of tensors without memory; other devices' tensors go to PyTorch's kernels",
+        _USE,
+    ),
+    "torch.library, TESTING_ONLY_GenericWrapper": (
+        "kernels that pass operators on without functionalization",
+        "see torch.Tensor._make_wrapper_subclass",
+        "first tensor of a subclass",
+    ),
+    "torch._dynamo.trace_rules": ("torchport is skipped", "Dynamo would compile torchport", "first compilation"),
+}
+"""What is added to PyTorch in ways that it has for that, told the same way."""
+
+_applied: Final[set[str]] = set()
+
+
+def replace(target: str, new: Any, owner: Any = None) -> None:
+    """Put an object in the place of one of the table's.
+
+    ``owner``: the class, for a target that stands for any. The module must have been imported. Raises ``KeyError`` for
+    what is not in the table, and ``RuntimeError`` for what has been replaced already.
+    """
+    if target not in PATCHES:
+        raise KeyError(target)
+    path, _, name = target.rpartition(".")
+    if owner is None and target in _applied:
+        raise RuntimeError(f"{target} is replaced twice: one wrapper should do both things")
+    setattr(_find(path) if owner is None else owner, name, new)
+    _applied.add(target)
+
+
+def _find(path: str) -> Any:
+    """A module, or what it holds: of a module and a function of one name, as ``data_parallel``, the module."""
+    module, names = path, list[str]()
+    while module not in sys.modules:
+        module, _, name = module.rpartition(".")
+        names.insert(0, name)
+    found: Any = sys.modules[module]
+    for name in names:
+        found = getattr(found, name)
+    return found
+
+
+def is_applied(target: str) -> bool:
+    """Whether an object of the table has been changed in this process."""
+    return target in _applied
+
+
+# -- modules that are not imported yet -------------------------------------------------------------------------------
+_UNDER_WAY = "_initializing"
+"""What importlib notes on a module's spec while the module runs."""
+_Change = Callable[[Any], None]
+
+
+def when_imported(name: str, change: _Change) -> None:
+    """Call ``change(module)`` once the module of that name has been imported: now, if that is so already.
+
+    A module whose import is still under way is changed when ``change`` is next asked for after it is done: nothing can
+    be put behind the end of an import that has begun.
+    """
+    module = sys.modules.get(name)
+    if module is None:
+        _finder.changes.setdefault(name, []).append(change)
+        if _finder not in sys.meta_path:
+            sys.meta_path.insert(0, _finder)
+    elif not getattr(module.__spec__, _UNDER_WAY, False):
+        change(module)
+
+
+class _Finder:
+    """Finds nothing itself: lets the others find a module, and puts the change behind its execution."""
+
+    def __init__(self) -> None:
+        self.changes: dict[str, list[_Change]] = {}
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in self.changes:
+            return None
+        for finder in sys.meta_path:
+            if finder is not self and (spec := finder.find_spec(name, path, target)) is not None:
+                self._put_behind(spec, name)
+                return spec
+        return None
+
+    def _put_behind(self, spec: ModuleSpec, name: str) -> None:
+        loader: Any = spec.loader
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module  # the loader is as it was; a reload changes nothing
+            execute(module)
+            for change in self.changes.pop(name, []):
+                change(module)
+
+        loader.exec_module = exec_module
+
+
+_finder = _Finder()

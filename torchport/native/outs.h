@@ -1,0 +1,191 @@
+// Operators with ``out=``: kinds of calls that the CPU takes are known without Python. Part of follow.cpp.
+//
+// Before a call of a new kind, the Python kernel asks the CPU's kernel (``frontend/device/writes.py``). Nothing of the
+// answer is kept here but that there was no error; PyTorch's own functionalization does the work either way.
+#pragma once
+#include "calls.h"
+
+#include <optional>
+#include <unordered_set>
+
+#include <ATen/FunctionalTensorWrapper.h>
+#include <ATen/core/boxing/KernelFunction.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/DefaultDtype.h>
+
+namespace {
+
+constexpr size_t kMostKinds = 1024; // of calls of one operator
+
+at::FunctionalTensorWrapper* wrapper_of(const at::Tensor& tensor) {
+  if (!tensor.defined() || !at::functionalization::impl::isFunctionalTensor(tensor)) {
+    return nullptr;
+  }
+  return at::functionalization::impl::unsafeGetFunctionalWrapper(tensor);
+}
+
+// Whether a tensor is one of the device's, as a program has it.
+bool is_ours(const at::Tensor& tensor) {
+  at::FunctionalTensorWrapper* wrapper = wrapper_of(tensor);
+  return wrapper != nullptr && handle_of(wrapper->value());
+}
+
+using KindOfCall = std::vector<int64_t>;
+
+struct Hash {
+  size_t operator()(const KindOfCall& kind) const {
+    uint64_t hash = kind.size();
+    for (const int64_t part : kind) {
+      hash = (hash ^ static_cast<uint64_t>(part)) * 0x9E3779B97F4A7C15u;
+      hash ^= hash >> 29;
+    }
+    return hash;
+  }
+};
+
+// What the CPU's answer depends on. ``add`` is false where that takes more than is looked at here: another tensor in
+// the memory of one that is written, a tensor that is elsewhere, a size that is a symbol, a generator.
+struct Describer {
+  Values written;
+  KindOfCall kind{};
+
+  bool add(const c10::IValue& value) {
+    if (value.isTensor()) {
+      return add_tensor(value.toTensor());
+    }
+    if (value.isNone()) {
+      kind.push_back('0');
+    } else if (value.isInt()) {
+      kind.insert(kind.end(), {'i', value.toInt()});
+    } else if (value.isBool()) {
+      kind.insert(kind.end(), {'b', value.toBool()});
+    } else if (value.isDouble()) {
+      add_double(value.toDouble());
+    } else if (value.isString()) {
+      const std::string& text = value.toStringRef();
+      kind.insert(kind.end(), {'s', static_cast<int64_t>(text.size())});
+      kind.insert(kind.end(), text.begin(), text.end());
+    } else if (value.isList()) {
+      const Values items = value.toListRef();
+      kind.insert(kind.end(), {'l', static_cast<int64_t>(items.size())});
+      return std::all_of(items.begin(), items.end(), [&](const c10::IValue& item) { return add(item); });
+    } else {
+      return false;
+    }
+    return true;
+  }
+
+ private:
+  void add_double(double value) {
+    int64_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    kind.insert(kind.end(), {'d', bits});
+  }
+
+  bool add_tensor(const at::Tensor& tensor) {
+    if (!tensor.defined()) {
+      kind.push_back('0');
+      return true;
+    }
+    if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
+      return add_number(tensor);
+    }
+    if (!is_ours(tensor)) {
+      return false;
+    }
+    int64_t place = -1;
+    for (size_t at = 0; at < written.size(); ++at) {
+      const at::Tensor& out = written[at].toTensor();
+      if (out.unsafeGetTensorImpl() == tensor.unsafeGetTensorImpl()) {
+        place = static_cast<int64_t>(at);
+      } else if (out.is_alias_of(tensor)) {
+        return false;
+      }
+    }
+    kind.insert(kind.end(), {'t', place, static_cast<int64_t>(tensor.scalar_type()), tensor.dim()});
+    kind.insert(kind.end(), tensor.sizes().begin(), tensor.sizes().end());
+    kind.insert(kind.end(), tensor.strides().begin(), tensor.strides().end());
+    return true;
+  }
+
+  // A Python number in a tensor's place.
+  bool add_number(const at::Tensor& tensor) {
+    if (!tensor.is_cpu()) {
+      return false;
+    }
+    switch (tensor.scalar_type()) {
+      case at::kDouble:
+        add_double(*tensor.const_data_ptr<double>());
+        return true;
+      case at::kLong:
+        kind.insert(kind.end(), {'i', *tensor.const_data_ptr<int64_t>()});
+        return true;
+      case at::kBool:
+        kind.insert(kind.end(), {'b', *tensor.const_data_ptr<bool>()});
+        return true;
+      default:
+        return false;
+    }
+  }
+};
+
+// An operator with ``out=``, before PyTorch's functionalization of it.
+struct Out final : c10::OperatorKernel {
+  Out(size_t arguments, size_t outs, c10::SafeKernelFunction python, c10::SafeKernelFunction original)
+      : arguments(arguments), outs(outs), python(std::move(python)), original(std::move(original)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    std::optional<KindOfCall> kind;
+    c10::SmallVector<at::Tensor, 2> written;
+    c10::SmallVector<c10::DimVector, 2> shapes;
+    bool accepted = false;
+    {
+      Gil gil;
+      const Values given(stack->data() + stack->size() - arguments, arguments);
+      kind = described(given);
+      accepted = kind && known.contains(*kind);
+      followed += accepted;
+      if (kind && !accepted) {
+        for (const c10::IValue& out : given.slice(arguments - outs)) {
+          written.push_back(out.toTensor());
+          shapes.emplace_back(written.back().sizes());
+        }
+      }
+    }
+    if (accepted) {
+      original.callBoxed(op, keys, stack);
+      return;
+    }
+    python.callBoxed(op, keys, stack);
+    // A tensor that gets another shape may be a view the next time, which has to be refused.
+    const auto same = [](const at::Tensor& out, const c10::DimVector& shape) { return out.sizes() == shape; };
+    if (kind && std::equal(written.begin(), written.end(), shapes.begin(), same)) {
+      Gil gil;
+      if (known.size() >= kMostKinds) {
+        known.clear();
+      }
+      known.insert(std::move(*kind));
+    }
+  }
+
+  std::optional<KindOfCall> described(Values given) const {
+    Describer describer{given.slice(arguments - outs)};
+    for (const c10::IValue& out : describer.written) {
+      if (!out.isTensor() || !is_ours(out.toTensor())) {
+        return std::nullopt;
+      }
+    }
+    describer.kind.reserve(48);
+    describer.kind.push_back(static_cast<int64_t>(c10::get_default_dtype_as_scalartype()));
+    if (!std::all_of(given.begin(), given.end(), [&](const c10::IValue& value) { return describer.add(value); })) {
+      return std::nullopt;
+    }
+    return std::move(describer.kind);
+  }
+
+  const size_t arguments, outs;
+  const c10::SafeKernelFunction python, original;
+  std::unordered_set<KindOfCall, Hash> known; // under Python's lock
+};
+
+} // namespace

@@ -1,0 +1,98 @@
+"""Functions that exist twice, in Python and in C++, and the one place that says which of the two runs.
+
+:data:`twins` holds a function per name; callers call ``twins.sweep(…)`` and never one of the two by itself. Python's
+registers itself where it is defined (:meth:`Twins.python`); C++'s takes its place when its library is there
+(:meth:`Twins.use`). What C++ does behind PyTorch's dispatcher, or inside such a function, mirrors a Python function
+too: a comment ``Twin of …`` above the C++ function names it, and :func:`table` collects them all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+__all__ = ["Pair", "Twins", "table", "table_text", "twins"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class Twins:
+    """The functions in use, each an attribute. A name that was never registered is an ``AttributeError``."""
+
+    alive: Callable[[list[Any]], list[Any]]
+    sweep: Callable[[list[Any], Any, Any], None]
+    pending: Callable[[list[Any]], list[Any]]
+    forget: Callable[[list[Any]], None]
+    unshared: Callable[[Sequence[Any], Sequence[Any]], frozenset[int]]
+    own_gradients: Callable[[Iterable[Any]], None]
+
+    def __init__(self) -> None:
+        self.in_python: dict[str, Callable[..., Any]] = {}
+        """Python's functions, by name."""
+
+    def python(self, function: _Function) -> _Function:
+        """Register a Python function under its name; it is in use until C++'s is."""
+        self.in_python[function.__name__] = function
+        setattr(self, function.__name__, function)
+        return function
+
+    def use(self, **functions: Callable[..., Any]) -> None:
+        """Use these functions instead of Python's. Raises ``KeyError`` for a name that Python has no function of."""
+        unknown = functions.keys() - self.in_python.keys()
+        if unknown:
+            raise KeyError(f"no Python function is named {', '.join(sorted(unknown))}")
+        for name, function in functions.items():
+            setattr(self, name, function)
+
+    def use_python(self) -> None:
+        """Use Python's functions, all of them."""
+        self.use(**self.in_python)
+
+    def in_cpp(self) -> list[str]:
+        """The names whose function in use is not Python's."""
+        return [name for name, function in self.in_python.items() if getattr(self, name) is not function]
+
+
+twins: Final = Twins()
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A C++ function and the Python function that it does the work of."""
+
+    file: str
+    cpp: str
+    python: str
+
+    @property
+    def how(self) -> str:
+        """How C++'s comes to run instead of Python's."""
+        name = self.cpp.removeprefix("torchport_")
+        if name in twins.in_python and name != self.cpp:
+            return f"`twins.{name}`"
+        if name != self.cpp:
+            return "PyTorch's dispatcher" if "follow" in name else "PyTorch's device guard"
+        return "called in C++"
+
+
+_MARK: Final = re.compile(r"^ *// Twin of ``([\w.]+)``\.\n[^\n(]*?(\w+)\(", re.MULTILINE)
+
+
+def _pairs(source: Path) -> Iterable[Pair]:
+    for python, cpp in _MARK.findall(source.read_text(encoding="utf-8")):
+        yield Pair(source.name, cpp, python)
+
+
+def table() -> list[Pair]:
+    """Every pair of a C++ and a Python function, as the C++ sources say it, file by file."""
+    folder = Path(__file__).parent
+    return [pair for source in sorted([*folder.glob("*.cpp"), *folder.glob("*.h")]) for pair in _pairs(source)]
+
+
+def table_text() -> str:
+    """The table as it stands in the documentation."""
+    rows = [f"| `{pair.file}` | `{pair.cpp}` | `{pair.python}` | {pair.how} |" for pair in table()]
+    return "\n".join(["| file | C++ | Python | how it is swapped |", "|---|---|---|---|", *rows])
