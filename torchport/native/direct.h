@@ -45,7 +45,8 @@ THPObjectPtr direct_trace() {
   return THPObjectPtr(trace);
 }
 
-// Whether the CPU's operators may be called as things are, as ``default_state.is_default`` asks it.
+// Whether the CPU's operators may be called as things are.
+// Twin of ``core.default_state.is_default``.
 bool is_default() {
   using c10::DispatchKey;
   const auto included = c10::impl::tls_local_dispatch_key_set().included_;
@@ -67,6 +68,7 @@ PyObject* whole_numbers(c10::ArrayRef<int64_t> values, bool list) {
   return made.release();
 }
 
+// Twin of ``core.specs.TensorSpec.of``.
 PyObject* spec_of(const at::Tensor& tensor) {
   THPObjectPtr made(spec_type->tp_alloc(spec_type, 0));
   if (!made) {
@@ -273,6 +275,7 @@ struct DirectCall {
 };
 
 // Run a call that is on a stack; its results replace the arguments. False, and nothing done, where Python has to.
+// Twin of ``run.direct.run``.
 bool run_direct(const Direct& direct, const std::string& letters, torch::jit::Stack& stack, bool one_list) {
   THPObjectPtr trace = direct_trace();
   if (!trace || !is_default()) {
