@@ -11,8 +11,6 @@ from pathlib import Path
 
 # Before anything imports torch or transformers: no test may reach the network, and workers must not fight for cores.
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-# Most tests are about what is compiled, which is to happen at once. ``test_tiers.py`` is about what is not.
-os.environ.setdefault("TORCHPORT_TIERS", "off")
 IN_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if IN_WORKER:
     os.environ.update(OMP_NUM_THREADS="1", TORCHINDUCTOR_COMPILE_THREADS="1")

@@ -399,6 +399,7 @@ def test_every_function_that_python_calls_is_in_the_table() -> None:
         for name in re.findall(r'extern "C" [\w ]+?\*? ?(torchport_\w+)\(', source.read_text())
     }
     assert exported - {pair.cpp for pair in table()} == {
+        "torchport_direct_start",
         "torchport_flush_start",
         "torchport_follow_start",
         "torchport_followed",

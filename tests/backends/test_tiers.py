@@ -68,7 +68,7 @@ def _equal(one: list[Any], other: list[Any]) -> bool:
     return all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(one, other, strict=True))
 
 
-# -- values --------------------------------------------------------------------------------------------------------------
+# -- values ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 7, 11])
 def test_the_compiled_step_takes_over_at_any_step(monkeypatch: pytest.MonkeyPatch, backend: str, at: int) -> None:
     with config.override(tiers="off"):
@@ -108,14 +108,16 @@ PROGRAMS: dict[str, Callable[[torch.Tensor], Any]] = {
     "of two dtypes": lambda x: [x.to(torch.bfloat16) * 0.3, x.double() + 0.1, x > 0, x.int() // 2, x.half().sum()],
     "complex": lambda x: [torch.complex(x, x).conj().abs(), torch.complex(x, x).conj() + 1, torch.complex(x, x).imag],
     "factories": lambda x: [torch.arange(5, device=x.device), torch.full((2,), 0.1, device=x.device), x.new_zeros(2)],
-    "lists": lambda x: torch._foreach_add([x, x * 2], 0.5) + torch._foreach_add([x], [x * 2], alpha=0.3) + torch._foreach_mul([x, x], [x, x]),
+    "lists": lambda x: [*torch._foreach_add([x, x * 2], 0.5), *torch._foreach_add([x], [x * 2], alpha=0.3),
+                        *torch._foreach_mul([x, x], [x, x]), *torch._foreach_addcdiv([x], [x], [x * 2], value=0.3)],
     "several results": lambda x: [*x.max(0), *x.split(2), *torch.topk(x, 2), *x.unbind(1)],
-    "a shape that depends on values": lambda x: [x[x > 0], x.nonzero(), torch.unique(x.round()), x.masked_select(x < 0)],
+    "a shape that depends on values": lambda x: [x[x > 0], x.nonzero(), x.round().unique(), x.masked_select(x < 0)],
     "a number that is read": lambda x: x * float(x.sum()) if x.sum().item() < 100 else x,
     "a tensor of no dimension of the host": lambda x: x * torch.tensor(0.3) + torch.tensor(2.0, dtype=torch.float64),
     "attention": lambda x: nn.functional.scaled_dot_product_attention(x[None], x[None], x[None], is_causal=True),
     "random": lambda x: [torch.rand_like(x), torch.randn(3, device=x.device), torch.bernoulli(x.sigmoid()),
-                         torch.randperm(9, device=x.device), nn.functional.dropout(x, 0.4), torch.empty_like(x).uniform_(1, 2)],
+                         torch.randperm(9, device=x.device), nn.functional.dropout(x, 0.4),
+                         torch.empty_like(x).uniform_(1, 2)],
     "poisson": lambda x: torch.poisson(x.abs()),
     "gradients of gradients": lambda x: torch.func.grad(lambda z: torch.func.grad(lambda w: (w**3).sum())(z).sum())(x),
     "vmap": lambda x: torch.vmap(lambda row: row.softmax(0) @ row)(x),
@@ -156,7 +158,7 @@ def test_a_shape_that_depends_on_values_is_not_remembered(backend: str) -> None:
         assert x.to("port")[x.to("port") > 0].shape == (count,)
 
 
-# -- errors --------------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------------------------
 WRONG: dict[str, Callable[[torch.Tensor], object]] = {
     "shapes": lambda x: x @ x,
     "a view of a transposed one": lambda x: x.t().view(-1),
@@ -182,7 +184,7 @@ def test_what_the_cpu_refuses_is_refused_at_the_call_and_nothing_else_suffers(ba
 def test_an_error_says_which_operator_and_line(backend: str) -> None:
     x = torch.rand(2, 3).to("port")
     with pytest.raises(RuntimeError) as info:
-        x @ x
+        torch.mm(x, x)
     notes = "\n".join(info.value.__notes__)
     assert "aten.mm.default" in notes
     assert "test_tiers.py" in notes
@@ -206,15 +208,14 @@ def test_a_computation_that_does_not_compile_stays_interpreted(
     assert "stays interpreted" in said
 
 
-# -- what is compiled and what is kept -------------------------------------------------------------------------------------
-def test_what_comes_once_is_neither_recorded_nor_compiled(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+# -- what is compiled and what is kept -------------------------------------------------------------------------------
+def test_what_comes_once_is_not_compiled(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     _often(monkeypatch, lambda: False)
     compiled = metrics.counter("UncachedCompile")
     net = _net().to("port").eval()
     for size in range(1, 20):
         net(torch.randn(size, 6).to("port")).sum().item()
     assert metrics.counter("UncachedCompile") == compiled
-    assert not threads.of(0).root.children
 
 
 def test_a_loop_whose_sizes_grow_compiles_nothing(backend: str) -> None:
@@ -222,7 +223,10 @@ def test_a_loop_whose_sizes_grow_compiles_nothing(backend: str) -> None:
     cache = torch.zeros(1, 0, 4).to("port")
     host = torch.zeros(1, 0, 4)
     for _ in range(20):
-        cache, host = torch.cat([cache, cache.sum(1, keepdim=True) + 1], 1), torch.cat([host, host.sum(1, keepdim=True) + 1], 1)
+        cache, host = (
+            torch.cat([cache, cache.sum(1, keepdim=True) + 1], 1),
+            torch.cat([host, host.sum(1, keepdim=True) + 1], 1),
+        )
         torch.testing.assert_close(cache.cpu(), host)
     assert metrics.counter("UncachedCompile") == compiled
 
@@ -246,7 +250,7 @@ def test_tiers_that_are_off_compile_at_once(backend: str) -> None:
         assert metrics.counter("Execute") == before + 1
 
 
-# -- other threads, memory, processes ----------------------------------------------------------------------------------------
+# -- other threads, memory, processes --------------------------------------------------------------------------------
 def test_values_are_shared_between_threads(backend: str) -> None:
     x = torch.rand(4, 4)
     port = x.to("port")
@@ -297,7 +301,9 @@ def test_a_first_step_in_a_process_of_its_own(backend: str, native: str) -> None
         print(torchport.metrics.counter("UncachedCompile"), torch.isfinite(loss).item())
     """
     env = {**os.environ, "TORCHPORT_TIERS": "auto", "TORCHPORT_NATIVE": native}
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=env, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=env, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["0", "True"]
 

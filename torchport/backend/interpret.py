@@ -22,7 +22,7 @@ from .normal_form import is_view
 from .probe import depends_on_values
 from .random import RANDOM
 
-__all__ = ["How", "how", "interpret", "settled", "shares_memory"]
+__all__ = ["How", "how", "interpret", "settled"]
 
 aten = torch.ops.aten
 _WIDE: Final = frozenset({torch.float64, torch.complex128})
@@ -145,7 +145,7 @@ _NOT_FOR_FORMULAS: Final = frozenset({"device", "layout", "pin_memory", "generat
 def _has_float(how: How, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether there is a finite float where the operator takes a number: in a graph it is an input."""
     for position, name in how.scalars:
-        value = args[position] if position < len(args) else kwargs.get(name)
+        value: Any = args[position] if position < len(args) else kwargs.get(name)
         if value.__class__ is float and value - value == 0.0:
             return True
     return False
@@ -210,8 +210,3 @@ def settled(value: torch.Tensor) -> torch.Tensor:
     if value.is_conj():
         value = value.resolve_conj()
     return value.resolve_neg() if value.is_neg() else value
-
-
-def shares_memory(how: How) -> bool:
-    """Whether an operator's results may share memory with its arguments."""
-    return how.shares

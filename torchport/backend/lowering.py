@@ -92,16 +92,16 @@ def _reshape_alias(b: Builder, specs: Any, x: fx.Node, size: Sequence[int], stri
     return b(aten.view.default, x, list(size))
 
 
-def _conjugated(b: GraphBuilder, specs: Any, x: fx.Node) -> fx.Node:
+def _conjugated(b: Builder, specs: Any, x: fx.Node) -> fx.Node:
     """A value, not a view that says so: what reads it as real numbers or as another dtype goes by its memory."""
     return b(aten.conj_physical.default, x)
 
 
-def _negated(b: GraphBuilder, specs: Any, x: fx.Node) -> fx.Node:
+def _negated(b: Builder, specs: Any, x: fx.Node) -> fx.Node:
     return b(aten.neg.default, x)
 
 
-def _as_dtype(b: GraphBuilder, specs: Any, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+def _as_dtype(b: Builder, specs: Any, x: fx.Node, dtype: torch.dtype) -> fx.Node:
     """A view as a dtype of another size asks for strides that the program's tensor had, and this value may not have.
 
     Those of a dimension of one element count, too, and ``clone`` sets them.
@@ -112,7 +112,7 @@ def _as_dtype(b: GraphBuilder, specs: Any, x: fx.Node, dtype: torch.dtype) -> fx
     return b(aten.view.dtype, x, dtype)
 
 
-def _as_complex(b: GraphBuilder, specs: Any, x: fx.Node) -> fx.Node:
+def _as_complex(b: Builder, specs: Any, x: fx.Node) -> fx.Node:
     value = b.val(x)
     if value.stride() != contiguous_strides(value.shape):
         x = b(aten.clone.default, x, memory_format=torch.contiguous_format)

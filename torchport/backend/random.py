@@ -104,9 +104,7 @@ def _randn(b: Builder, key: fx.Node, spec: Any, *args: Any, **kwargs: Any) -> fx
     return _normal(b, key, spec.shape, spec.dtype)
 
 
-def _normal_functional(
-    b: Builder, key: fx.Node, spec: Any, x: Any, mean: float = 0.0, std: float = 1.0
-) -> fx.Node:
+def _normal_functional(b: Builder, key: fx.Node, spec: Any, x: Any, mean: float = 0.0, std: float = 1.0) -> fx.Node:
     z = _normal(b, key, spec.shape, spec.dtype)
     return b.cast(b(aten.add.Tensor, b(aten.mul.Tensor, z, std), mean), spec.dtype)
 

@@ -80,7 +80,7 @@ _FIELDS: Final[dict[str, tuple[Callable[[object], Any], Any]]] = {
     "mode": (_choice("lazy", "eager"), "lazy"),
     "execution": (_choice("auto", "inline", "worker"), "auto"),
     "native": (_flag, True),
-    "tiers": (_choice("auto", "off"), "auto"),
+    "tiers": (_choice("off", "auto"), "off"),
     "compile_workers": (_count(0), 1),
     "compile_timeout": (_count(1), 600),
     "compile_nice": (_count(0, 19), 10),

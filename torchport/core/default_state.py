@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 __all__ = ["default_state", "is_default", "modes_are_on"]
 
 _KEYS: Final = torch._C.DispatchKey
+_functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
 
 
 def _set_of(*keys: Any) -> Any:
@@ -42,7 +43,7 @@ def is_default() -> bool:
         or torch._C._len_torch_dispatch_stack()
         or torch.is_inference_mode_enabled()
         or torch._C._is_any_autocast_enabled()
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        or _functorch.peek_interpreter_stack() is not None
     )
 
 

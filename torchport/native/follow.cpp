@@ -515,6 +515,7 @@ extern "C" PyObject* torchport_direct_start(
 
 // How an operator that was put before is interpreted: by which of the CPU's. ``keywords``: a name for each argument that
 // is given by keyword, "" for others.
+// Twin of ``run.direct.run``.
 extern "C" PyObject* torchport_direct(
     PyObject* serial, PyObject* op, const char* name, const char* overload, PyObject* keywords, int shares, int varying,
     int observable) {

@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 __all__ = ["begin", "holds_host_tensors", "run"]
 
 _CPU: Final = torch.device("cpu")
-_NO_TENSOR: Final = frozenset({int, float, bool, complex, str, type(None), torch.dtype, torch.memory_format, torch.layout})
+_NO_TENSOR: Final = frozenset(
+    {int, float, bool, complex, str, type(None), torch.dtype, torch.memory_format, torch.layout}
+)
 
 
 class _OtherStrides(Exception):

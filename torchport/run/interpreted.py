@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import fx
@@ -49,7 +49,7 @@ def make_interpreted(
     runtime: DeviceRuntime, path: Sequence[Node], value_ids: tuple[int, ...], leaf_specs: Sequence[TensorSpec]
 ) -> InterpretedPlan:
     """A plan for the values at the end of a path that needs no compiler. Takes time linear in the path's length."""
-    program = _Program(needed(path, value_ids), value_ids)
+    program = _PathProgram(needed(path, value_ids), value_ids)
     doubles, keys = tuple(sorted(program.scalar_inputs)), tuple(sorted(program.random_keys))
     leaves = tuple(sorted(program.leaves))
     program.places(leaves, doubles, keys)
@@ -71,7 +71,7 @@ _F64: Final = torch.float64
 _I64: Final = torch.int64
 
 
-class _Program:
+class _PathProgram:
     """The operators that some values need, in order, and when each value is used for the last time."""
 
     def __init__(self, nodes: Sequence[Node], value_ids: Sequence[int]) -> None:
@@ -122,19 +122,21 @@ def _value_spec(node: Node, value_id: int) -> TensorSpec:
 def _has_gaps(spec: TensorSpec) -> bool:
     """Whether the strides are not those of some order of the dimensions of a dense tensor."""
     step = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(spec.strides, spec.shape, strict=True) if size != 1):
+    for stride, size in sorted(
+        (stride, size) for stride, size in zip(spec.strides, spec.shape, strict=True) if size != 1
+    ):
         if stride != step:
             return True
         step *= size
     return False
 
 
-class _Run:
+class _PathRun:
     """One run of a program: the values so far."""
 
     __slots__ = ("leaves", "random_keys", "scalar_inputs", "values")
 
-    def __init__(self, program: _Program, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, program: _PathProgram, tensors: Sequence[torch.Tensor]) -> None:
         leaves, numbers, keys = program.inputs
         given = iter(tensors)
         self.leaves = {at: next(given) for at in leaves}
@@ -185,10 +187,12 @@ class _Interpreter(Backend):
     def preprocess(self, graph: fx.GraphModule, specs: CompileSpecs) -> Processed:
         raise NotImplementedError("paths are interpreted as they are")
 
-    def execute(self, handle: _Program, args: Sequence[BackendData], context: ExecutionContext) -> list[BackendData]:
+    def execute(
+        self, handle: _PathProgram, args: Sequence[BackendData], context: ExecutionContext
+    ) -> list[BackendData]:
         backend = self.runtime.backend
         tensors = [arg.tensor if arg.__class__ is TensorData else backend.from_device(arg) for arg in args]  # type: ignore[attr-defined]
-        run = _Run(handle, tensors)  # type: ignore[arg-type]
+        run = _PathRun(handle, tensors)  # type: ignore[arg-type]
         values = run.values
         with torch.no_grad():
             for node, manner, ends in zip(handle.nodes, handle.hows, handle.ends, strict=True):
@@ -202,7 +206,9 @@ class _Interpreter(Backend):
         return [backend.to_device(one, device) for one in results]
 
 
-def _separate(program: _Program, values: Mapping[int, torch.Tensor], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _separate(
+    program: _PathProgram, values: Mapping[int, torch.Tensor], given: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
     """The results in memory of their own, with the strides that were promised."""
     taken: set[int] = set()
     if any(program.sharing):

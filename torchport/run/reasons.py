@@ -42,9 +42,9 @@ class CompileReason:
     """One compilation and what made it necessary.
 
     ``kind`` is ``first``, ``apart``, ``device``, ``thread``, ``op``, ``shape``, ``dtype``, ``strides``, ``scalar``,
-    ``operand``, ``values``, ``longer``, ``shorter``, ``dropped`` or ``often``. ``shared`` counts the operators the nearest known
-    trace has in common; ``op`` and ``line`` are this trace's first that differs, ``known_op`` and ``known_line`` the
-    known one's.
+    ``operand``, ``values``, ``longer``, ``shorter``, ``dropped`` or ``often``. ``shared`` counts the operators the
+    nearest known trace has in common; ``op`` and ``line`` are this trace's first that differs, ``known_op`` and
+    ``known_line`` the known one's.
     """
 
     device: str

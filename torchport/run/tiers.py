@@ -92,7 +92,7 @@ def first_plan(
 
 
 def next_plan(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
-    """Note another run of an interpreted plan, and return what to run: the same, or the compiled one once it is there."""
+    """Note another run of an interpreted plan; what to run: the same, or the compiled one once it is there."""
     computation = plan.computation
     assert computation is not None
     if plan.ticket is not None:
@@ -115,10 +115,16 @@ def _request(plan: InterpretedPlan, progress: Progress) -> None:
         return
     runtime, node = progress.runtime, progress.node
     try:
+        key = (id(runtime), id(node), progress.value_ids)
         request = path_request(
-            (id(runtime), id(node), progress.value_ids), runtime.backend, runtime.specs, node.path(), progress.value_ids,
-            progress.leaf_specs(), progress.donated(),
-        )  # fmt: skip
+            key,
+            runtime.backend,
+            runtime.specs,
+            node.path(),
+            progress.value_ids,
+            progress.leaf_specs(),
+            progress.donated(),
+        )
     except NotSendable:
         plan.here = True
         return

@@ -120,7 +120,7 @@ def host_tensor(tensor: LazyTensor) -> torch.Tensor:
         raise _transfer_failed(runtime, "to the host", error) from error
     metrics.metrics.add_time("TransferFromDeviceTime", perf_counter() - start)
     strides = tensor.stride()
-    if result.is_contiguous() and result.stride() == strides or not result.numel():
+    if (result.is_contiguous() and result.stride() == strides) or not result.numel():
         return result
     if is_dense(tensor.shape, strides):
         if result.stride() == strides:

@@ -165,7 +165,11 @@ class Unknown:
     pass
 
 
-@pytest.mark.parametrize("argument", [Unknown(), torch.ones(2), [Unknown], print, object], ids=["an object", "a tensor", "a class", "a builtin", "object"])
+@pytest.mark.parametrize(
+    "argument",
+    [Unknown(), torch.ones(2), [Unknown], print, object],
+    ids=["an object", "a tensor", "a class", "a builtin", "object"],
+)
 def test_an_argument_of_an_unknown_kind_is_refused(argument: Any) -> None:
     with pytest.raises(NotSendable, match="cannot be sent"):
         path_to_data([node_with(argument)], [0], [])
