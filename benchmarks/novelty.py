@@ -42,7 +42,8 @@ def _seconds(run: Callable[[], object]) -> float:
 def _pairs(run: Callable[[str, int], object], rounds: int, first: int) -> list[str]:
     """Milliseconds of CPU eager and of the device, and their ratio; each round has another length."""
     for length in range(first, first + 3):
-        run("cpu", length), run("port", length)
+        run("cpu", length)
+        run("port", length)
     lengths = range(first + 3, first + 3 + rounds)
     cpu, port = zip(
         *((_seconds(lambda n=n: run("cpu", n)), _seconds(lambda n=n: run("port", n))) for n in lengths), strict=True
