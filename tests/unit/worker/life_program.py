@@ -30,6 +30,7 @@ def say(*words: object) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
     torchport.config.compile_nice = 0
     torchport.register(Troubled)
     torch.manual_seed(0)
