@@ -32,7 +32,7 @@ def test_memory_figures_are_the_backends(device: torch.device) -> None:
     from torchport.run.device_runtime import runtimes
 
     runtime = runtimes.get(0)
-    known = runtime.backend.memory_info(runtime.device)
+    known = runtime.memory_info()
     for name in MEMORY:
         assert getattr(torch.accelerator, name)() == known.get("allocated", 0)
         assert getattr(torch.accelerator, name)("port:0") == known.get("allocated", 0)

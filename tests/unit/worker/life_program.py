@@ -42,6 +42,13 @@ if __name__ == "__main__":
         say(*family(pid))
         sys.exit(0)
     wait_until(at_work, 240)
+    if HOW == "wait":
+        try:
+            say(*family(service.pids()[0]))  # the interrupt may come before this returns
+            ticket.result(240)
+        except KeyboardInterrupt:
+            say("interrupted", ticket.done(), *service.pids())
+            sys.exit(0)
     say(*family(service.pids()[0]))
     if HOW == "exit":
         sys.exit(0)
@@ -49,12 +56,6 @@ if __name__ == "__main__":
         raise ValueError("the program fails")
     elif HOW == "_exit":
         os._exit(0)
-    elif HOW == "wait":
-        try:
-            ticket.result(240)
-        except KeyboardInterrupt:
-            say("interrupted", ticket.done(), *service.pids())
-            sys.exit(0)
     elif HOW == "fork":
         signal.alarm(240)
         child = os.fork()

@@ -90,9 +90,9 @@ def install() -> None:
     """Wrap the functions; other accelerators keep PyTorch's."""
     for name, fn in _FUNCTIONS.items():
         wrapped = _where_ours(getattr(torch.accelerator, name), fn)
-        for owner in ("torch.accelerator", "torch.accelerator.memory"):
-            if (target := f"{owner}.{name}") in PATCHES:
-                replace(target, wrapped)
+        replace(f"torch.accelerator.{name}", wrapped)
+        if (target := f"torch.accelerator.memory.{name}") in PATCHES:
+            replace(target, wrapped)
     switch: Any = torch.accelerator.device_index
     enter, leave = switch.__enter__, switch.__exit__
     target = "torch.accelerator.device_index"

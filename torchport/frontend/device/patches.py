@@ -34,6 +34,11 @@ PATCHES: Final[dict[str, tuple[str, str, str]]] = {
         _ALLOCATOR,
         _IMPORT,
     ),
+    "torch.accelerator.current_stream": (
+        "answers without making the device ready",
+        "Dynamo asks for it in every function",
+        _IMPORT,
+    ),
     "torch.accelerator.set_device_idx": ("sets the device module's", _ALLOCATOR, _IMPORT),
     "torch.accelerator.set_device_index": ("sets the device module's", _ALLOCATOR, _IMPORT),
     "torch.accelerator.synchronize": ("waits for the device, if it is in use", _ALLOCATOR, _IMPORT),
