@@ -137,7 +137,7 @@ def test_results_go_on_without_python_seeing_them(device: torch.device) -> None:
 
 def test_the_thread_does_not_wait_for_python(device: torch.device) -> None:
     """A program that never lets go of Python's lock sees its computation end all the same."""
-    x = torch.ones(64, 64).to(device)
+    x = torch.ones(1024, 1024).to(device)  # so large that it is still in flight when the job is looked at
 
     def step() -> torch.Tensor:
         value = (x @ x).relu() + 1
