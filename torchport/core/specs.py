@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -12,7 +12,7 @@ from .errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CompileSpec", "CompileSpecs", "TensorSpec", "contiguous_strides"]
+__all__ = ["CompileSpec", "CompileSpecs", "TensorSpec", "contiguous_strides", "is_dense"]
 
 
 def contiguous_strides(shape: Iterable[int]) -> tuple[int, ...]:
@@ -23,6 +23,16 @@ def contiguous_strides(shape: Iterable[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
+
+
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether the strides are the row-major ones of some permutation of the dimensions."""
+    step = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
+        if stride != step:
+            return False
+        step *= size
+    return True
 
 
 @dataclass(frozen=True, slots=True)

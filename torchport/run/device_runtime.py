@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -71,7 +72,6 @@ class DeviceRuntime:
         self.queue = queue_of(backend, device)
         self.kernels = registrar_of(backend)
         self.kernels.listen(self)
-        self.holds_host_tensors = direct.holds_host_tensors(backend, device)
         self.manners: dict[Any, Any] = {}
         """How operators are interpreted, by kernel."""
         note_used(backend)
@@ -92,6 +92,11 @@ class DeviceRuntime:
     def flush(self, trace: Trace, cause: str, read: int | None = None) -> TorchportError | None:
         """Compute what is live and begin an empty trace; the first error."""
         return flush(trace, cause, read)
+
+    @functools.cached_property
+    def holds_host_tensors(self) -> bool:
+        """Whether the backend's values are CPU tensors as they are; asked of it only where that matters."""
+        return direct.holds_host_tensors(self.backend, self.device)
 
     @property
     def interprets(self) -> bool:

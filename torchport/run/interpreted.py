@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_iter
 from ..backend.execution import Computation
 from ..backend.interface import Backend, BackendData, ExecutionContext, Processed, TensorData
 from ..backend.interpret import How, how, interpret, settled
-from ..core.specs import CompileSpecs, TensorSpec
+from ..core.specs import CompileSpecs, TensorSpec, is_dense
 from ..trace.graph import needed
 from ..trace.handle import intern_spec, shown_as, shown_spec
 from ..trace.trie import HostScalar, Leaf, Node, RandomKey, ScalarInput, Value, is_template
@@ -113,22 +113,10 @@ class _PathProgram:
 def _value_spec(node: Node, value_id: int) -> TensorSpec:
     """The spec of a result as a value of its own: like its handle's, but a view's gaps and repetitions are gone."""
     spec = shown_spec(node.specs[value_id - node.first_id])  # type: ignore[arg-type]
-    if spec.is_contiguous or not _has_gaps(spec):
+    if spec.is_contiguous or is_dense(spec.shape, spec.strides):
         return spec
     blank = torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device="meta")
     return TensorSpec.of(blank.clone())
-
-
-def _has_gaps(spec: TensorSpec) -> bool:
-    """Whether the strides are not those of some order of the dimensions of a dense tensor."""
-    step = 1
-    for stride, size in sorted(
-        (stride, size) for stride, size in zip(spec.strides, spec.shape, strict=True) if size != 1
-    ):
-        if stride != step:
-            return True
-        step *= size
-    return False
 
 
 class _PathRun:

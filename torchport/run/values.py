@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,7 @@ from ..backend.interface import BackendData
 from ..core import metrics
 from ..core.default_state import default_state
 from ..core.errors import ExecutionError
-from ..core.specs import TensorSpec
+from ..core.specs import TensorSpec, is_dense
 from ..trace.finalizers import refuse_computing, without_collecting
 from ..trace.handle import LazyTensor, make_handle
 from ..trace.pool import release
@@ -27,7 +26,7 @@ from .plans import make_plan
 if TYPE_CHECKING:
     from .device_runtime import DeviceRuntime
 
-__all__ = ["host_tensor", "is_dense", "leaf_from_data", "leaf_from_host", "settle", "value_of"]
+__all__ = ["host_tensor", "leaf_from_data", "leaf_from_host", "settle", "value_of"]
 
 
 def settle(trace: Trace, tensor: LazyTensor) -> None:
@@ -127,16 +126,6 @@ def host_tensor(tensor: LazyTensor) -> torch.Tensor:
             return result
         return torch.empty_strided(result.shape, strides, dtype=result.dtype).copy_(result)
     return result.contiguous()
-
-
-def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether the strides are the row-major ones of some permutation of the dimensions."""
-    step = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
-        if stride != step:
-            return False
-        step *= size
-    return True
 
 
 def _transfer_failed(runtime: Runner, way: str, error: Exception) -> ExecutionError:

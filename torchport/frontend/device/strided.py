@@ -16,7 +16,7 @@ import torch
 
 from ...core.errors import UnsupportedOp
 from ...core.frames import user_line
-from ...run.values import is_dense
+from ...core.specs import is_dense
 from ...trace.handle import DEVICE_TYPE, LazyTensor
 from ...trace.wrapping import unwrap
 from . import routes
