@@ -1,4 +1,4 @@
-"""What happened, for people: why things were compiled, where the program waits for values, how often each op ran.
+"""What a program did, for its reader: why graphs were compiled, which lines wait for values, how often operators ran.
 
 Written when a trace is flushed or something rare happens; nothing here is touched per traced op. Everything is bounded.
 """

@@ -1,4 +1,7 @@
-"""Plans: how to bring some values of a trace about. A plan belongs to a place in a trie and the values wanted there."""
+"""Plans: which computation gives the values that a flush wants, and on which inputs.
+
+A plan belongs to a node of the trie and to the ids of the values wanted there; the node remembers it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ __all__ = ["ExecutionPlan", "make_plan", "plan_of"]
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class ExecutionPlan:
-    """How to bring some values of a trace about: which computation, on what, and whose values come out.
+    """Which computation gives some values of a trace, what its inputs are, and whose values its results are.
 
     ``value_ids`` are the values' ids in output order; ``specs`` theirs, interned, ready for the handles. The
     computation is ``None`` once it has been dropped from memory.

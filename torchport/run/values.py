@@ -1,4 +1,4 @@
-"""Values: what a handle comes to, on the device and on the host; a value that is pending is computed first."""
+"""The value of a handle: its data on a device, or as a tensor of the host. A pending value is computed first."""
 
 from __future__ import annotations
 

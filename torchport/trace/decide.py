@@ -1,4 +1,4 @@
-"""Who runs an op: one numbered list, at one place. The answer is remembered in the trie.
+"""Who runs an operator: one list of rules, tried in order. The node of the trie remembers the answer.
 
 1. a kernel the backend registered for the operator, as the dispatcher's table for its component says;
 2. capture into the graph, where the backend supports what the operator lowers to;
@@ -7,7 +7,7 @@
 5. the host, counted, as far as ``config.fallback`` allows;
 6. an error that says what was tried.
 
-Here is decided, not run: 1, 4 and 5 are an :class:`AtOnce`, which the trace's runner makes a barrier of.
+Nothing is run here. The answers 1, 4 and 5 are an :class:`AtOnce`; the trace's runner makes a barrier of it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a path in the trie to an FX graph in normal form."""
+"""Turns a path of the trie into an FX graph in normal form."""
 
 from __future__ import annotations
 
