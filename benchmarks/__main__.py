@@ -19,6 +19,7 @@ BENCHMARKS = (
     "overlap",
     "memory",
     "compile_door",
+    "recurrent",
     "jax_limit",
     "aot",
 )

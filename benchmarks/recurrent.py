@@ -1,0 +1,89 @@
+"""LSTM and GRU, three layers of 256, over 60 and 600 steps: inference and training against CPU eager.
+
+    python -m benchmarks.recurrent [--backend reference] [--rounds 6] [--quick]
+
+Processor time of the whole process, one thread, CPU eager and the device in turn; ratios are of medians. "first" is
+the first call on the device, with all that it compiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from statistics import median
+from time import process_time
+from typing import Any
+
+import torch
+from torch import nn
+
+import torchport
+
+from .common import table
+
+__all__ = ["main"]
+
+
+class _Classifier(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layers = getattr(nn, kind)(64, 256, 3, batch_first=True)
+        self.head = nn.Linear(256, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        states, _ = self.layers(x)
+        return self.head(states[:, -1])
+
+
+def _programs(kind: str, steps: int, device: str) -> dict[str, Callable[[], object]]:
+    """Inference and a training step with AdamW, each to a value that is read."""
+    torch.manual_seed(0)
+    model: Any = _Classifier(kind).to(device)
+    x, labels = torch.randn(16, steps, 64).to(device), torch.randint(10, (16,)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def infer() -> object:
+        with torch.no_grad():
+            return model(x).sum().item()
+
+    def train() -> object:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), labels)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return {"inference": infer, "training": train}
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = process_time()
+    run()
+    return process_time() - start
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--backend", default="reference")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--quick", action="store_true", help="60 steps only")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    torchport.use(options.backend)
+    rows: list[list[str]] = []
+    for kind in ("LSTM", "GRU"):
+        for steps in (60,) if options.quick else (60, 600):
+            peer, ours = _programs(kind, steps, "cpu"), _programs(kind, steps, "port")
+            for what in peer:
+                first = _seconds(ours[what])
+                _seconds(peer[what])
+                times = [(_seconds(peer[what]), _seconds(ours[what])) for _ in range(options.rounds)]
+                cpu, port = (median(column) for column in zip(*times, strict=True))
+                cells = [f"{1e3 * seconds:.1f}" for seconds in (cpu, port)]
+                rows.append([f"{kind}, {steps} steps, {what}", *cells, f"{port / cpu:.2f}", f"{first:.2f}"])
+    table(f"recurrent layers on {options.backend}", ["", "CPU eager, ms", "port, ms", "ratio", "first, s"], rows)
+
+
+if __name__ == "__main__":
+    main()
