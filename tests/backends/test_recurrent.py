@@ -109,24 +109,23 @@ def test_dropout_between_layers_draws_the_devices_numbers(device: torch.device, 
     assert torch.equal(run(1), run(2))
 
 
-def test_a_write_to_a_weight_after_the_forward_does_not_reach_its_gradient(device: torch.device, backend: str) -> None:
-    on_cpu, ours = _pair("GRU", device, batch_first=True)
-    x = torch.randn(2, 3, 5)
-    expected = _trained(on_cpu, x, None)
-    given = x.to(device).requires_grad_()
-    out, hidden = ours(given)
-    loss = out.sin().sum() + (2 * hidden).cos().sum()
-    with torch.no_grad():
-        for parameter in ours.parameters():
-            parameter.data.zero_()
-    loss.backward()
-    assert given.grad is not None
-    torch.testing.assert_close(given.grad.cpu(), expected[2], rtol=1e-4, atol=1e-5)
+def test_a_weight_that_was_written_to_after_the_forward_is_an_error_of_the_backward(
+    device: torch.device, backend: str
+) -> None:
+    for layer, where in zip(_pair("GRU", device, batch_first=True), ("cpu", device), strict=True):
+        out, _ = layer(torch.ones(2, 3, 5, device=where))
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
 
 
 @needs_counters
 @pytest.mark.skipif(not ON_PORT, reason="counts computations of the device")
-def test_a_layer_is_one_operator_whatever_its_length(device: torch.device) -> None:
+def test_a_layer_is_one_operator_whatever_its_length(device: torch.device, backend: str) -> None:
+    if backend == "xla":
+        pytest.skip("the backend has no kernel for recurrent layers: they are written out")
     layer = nn.LSTM(3, 4, 2, batch_first=True).to(device)
     traced: list[int] = []
     for steps in (4, 40):

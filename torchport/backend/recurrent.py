@@ -145,8 +145,8 @@ class _OnHost(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         needed = ctx.needs_input_grad[1:]
+        sources = ctx.saved_tensors  # raises if one of them was written to since
         if torch.is_grad_enabled():  # gradients of gradients: the layer is written out on the device
-            sources = ctx.saved_tensors
             with _written_out():
                 results = ctx.call(sources)
             found = _gradients(results, sources, needed, gradients, create_graph=True)
