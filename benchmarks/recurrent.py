@@ -2,6 +2,8 @@
 
     python -m benchmarks.recurrent [--backend reference] [--rounds 6] [--quick]
 
+On ``xla`` also against the same model written by hand in JAX (:mod:`.scan`).
+
 Processor time of the whole process, one thread, CPU eager and the device in turn; ratios are of medians. "first" is
 the first call on the device, with all that it compiles.
 """
@@ -19,6 +21,7 @@ from torch import nn
 
 import torchport
 
+from . import scan
 from .common import table
 
 __all__ = ["main"]
@@ -74,15 +77,21 @@ def main(argv: list[str] | None = None) -> None:
     rows: list[list[str]] = []
     for kind in ("LSTM", "GRU"):
         for steps in (60,) if options.quick else (60, 600):
-            peer, ours = _programs(kind, steps, "cpu"), _programs(kind, steps, "port")
-            for what in peer:
+            ours, peers = _programs(kind, steps, "port"), [_programs(kind, steps, "cpu")]
+            if options.backend == "xla":
+                peers.append(scan.programs(kind, steps))
+            for what in ours:
                 first = _seconds(ours[what])
-                _seconds(peer[what])
-                times = [(_seconds(peer[what]), _seconds(ours[what])) for _ in range(options.rounds)]
-                cpu, port = (median(column) for column in zip(*times, strict=True))
-                cells = [f"{1e3 * seconds:.1f}" for seconds in (cpu, port)]
-                rows.append([f"{kind}, {steps} steps, {what}", *cells, f"{port / cpu:.2f}", f"{first:.2f}"])
-    table(f"recurrent layers on {options.backend}", ["", "CPU eager, ms", "port, ms", "ratio", "first, s"], rows)
+                runs = [ours[what], *(peer[what] for peer in peers)]
+                for run in runs:
+                    run()
+                times = [[_seconds(run) for run in runs] for _ in range(options.rounds)]
+                port, *others = (median(column) for column in zip(*times, strict=True))
+                cells = [cell for other in others for cell in (f"{1e3 * other:.1f}", f"{port / other:.2f}")]
+                rows.append([f"{kind}, {steps} steps, {what}", f"{1e3 * port:.1f}", f"{first:.2f}", *cells])
+    names = ["CPU eager", *(["jax.lax.scan"] if options.backend == "xla" else [])]
+    header = ["", "port, ms", "first, s", *(cell for name in names for cell in (f"{name}, ms", "ratio"))]
+    table(f"recurrent layers on {options.backend}", header, rows)
 
 
 if __name__ == "__main__":

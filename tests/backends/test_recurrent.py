@@ -124,8 +124,6 @@ def test_a_weight_that_was_written_to_after_the_forward_is_an_error_of_the_backw
 @needs_counters
 @pytest.mark.skipif(not ON_PORT, reason="counts computations of the device")
 def test_a_layer_is_one_operator_whatever_its_length(device: torch.device, backend: str) -> None:
-    if backend == "xla":
-        pytest.skip("the backend has no kernel for recurrent layers: they are written out")
     layer = nn.LSTM(3, 4, 2, batch_first=True).to(device)
     traced: list[int] = []
     for steps in (4, 40):

@@ -1,4 +1,4 @@
-"""Recurrent layers as one operator, for backends whose data is host memory: LSTM, GRU and RNN by CPU's own kernels.
+"""Recurrent layers as one operator, for backends whose data is host memory: LSTM, GRU and RNN by the CPU's kernels.
 
 PyTorch writes a recurrent layer out step by step for every device it does not know: three layers over 60 steps are 914
 operators. Its kernels for the CPU have a loop of their own, and for an LSTM oneDNN's layer. So the layer is called on
