@@ -5,6 +5,8 @@ What a test needs of a fresh process it gets: every other test of this folder ha
 
 from __future__ import annotations
 
+import copy
+import gc
 import json
 import os
 import subprocess
@@ -18,6 +20,8 @@ import pytest
 import torch
 from everyday_support import ON_PORT, same
 from first_uses import AS_WARM, KINDS, result_of
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchport import metrics
 
@@ -80,6 +84,39 @@ def test_a_parameter_that_moves_keeps_its_weak_references_and_hooks(backend: str
 def test_a_conversion_is_called_as_often_as_without_the_package(backend: str) -> None:
     shapes, *_ = result_of("apply_counts_calls", "cpu")
     assert shapes == [[2, 4], [2]]
+
+
+def test_a_copy_of_a_fake_tensor_gives_back_no_more_than_was_taken(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.ones(1, device="port")
+    taken: list[int] = []
+    too_many: list[int] = []
+    take, give_back = StorageWeakRef.__init__, torch.UntypedStorage._free_weak_ref
+
+    def give(address: int) -> None:
+        if address in taken:
+            taken.remove(address)
+            give_back(address)
+        else:
+            too_many.append(address)  # its memory may be another's by now
+
+    def counted(self: Any, storage: Any) -> None:
+        take(self, storage)
+        taken.append(self.cdata)
+        self._free_weak_ref = give
+
+    monkeypatch.setattr(StorageWeakRef, "__init__", counted)
+    with FakeTensorMode() as mode:
+        x = torch.empty(2, 3, device="port")
+        constant = torch.tensor(1.0)  # the mode holds a weak reference to its storage
+        assert mode.fake_tensor_converter.constant_storage_mapping
+        assert len(taken) == 1
+        copied = copy.deepcopy(x)
+    assert copied.device.type == "port"
+    del x, constant, copied, mode
+    gc.collect()
+    assert (taken, too_many) == ([], [])
 
 
 TRY_AGAIN = """
