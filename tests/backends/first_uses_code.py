@@ -485,13 +485,11 @@ def nested(device: str) -> Any:
 @as_warm
 def sparse(device: str) -> Any:
     indices, values = [[0, 1], [1, 0]], [1.0, 2.0]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch says, once in a process, that it does not check, and what is in beta
-        return [
-            told(lambda: torch.sparse_coo_tensor(indices, values, (2, 2), device=device).to_dense()),
-            told(lambda: torch.eye(2).to_sparse().to(device).to_dense()),
-            told(lambda: torch.eye(2).to_sparse_csr().to(device).to_dense()),
-        ]
+    return [
+        told(lambda: torch.sparse_coo_tensor(indices, values, (2, 2), device=device).to_dense()),
+        told(lambda: torch.eye(2).to_sparse().to(device).to_dense()),
+        told(lambda: torch.eye(2).to_sparse_csr().to(device).to_dense()),
+    ]
 
 
 @kind
