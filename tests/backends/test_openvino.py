@@ -68,6 +68,29 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "depthwise": (lambda x: F.conv2d(x, torch.ones(8, 1, 3, 3), None, 1, 1, 1, 4), (IMAGE,)),
     "conv1d": (lambda x: F.conv1d(x, torch.ones(2, 4, 3), torch.ones(2), dilation=2), (IMAGE[:, :, 0],)),
     "batch_norm": (lambda x: BN(x), (IMAGE,)),
+    "triangles": (lambda a: a.tril() + a.triu(1) + (a > 0).tril(-1).float(), (A,)),
+    "any and all": (lambda m: (m.any(-1), m.all((0, 1)), m.any(), m.all(1, keepdim=True)), (MASK,)),
+    "safe softmax": (
+        lambda a: torch.ops.aten._safe_softmax(a.masked_fill(a[:, :1] > 0, -torch.inf), 1), (A,)
+    ),
+    "native layer norm": (
+        lambda a: torch.ops.aten.native_layer_norm(a, [4], torch.ones(4) * 2, torch.ones(4), 1e-5), (A,)
+    ),
+    "transposed": (
+        lambda x: F.conv_transpose2d(x, torch.arange(4.0 * 3 * 4).view(4, 3, 2, 2), torch.arange(3.0), 2), (IMAGE,)
+    ),
+    "transposed in groups": (
+        lambda x: F.conv_transpose2d(x, torch.arange(4.0 * 3 * 4).view(4, 3, 2, 2), None, 1, 1, 0, 2), (IMAGE,)
+    ),
+    "flash attention": (
+        lambda q: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q * 2, q + 1),
+        (torch.randn(2, 2, 5, 8),),
+    ),
+    "causal flash attention": (
+        lambda q: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q * 2, q + 1, 0.0, True, scale=0.3),
+        (torch.randn(2, 2, 5, 8),),
+    ),
+    "pooling with indices": (lambda x: F.max_pool2d(x, 3, 2, 1, return_indices=True), (IMAGE,)),
     "pooling": (lambda x: F.max_pool2d(x, 3, 2, 1) + F.adaptive_avg_pool2d(x, 1), (IMAGE,)),
     "ceil pooling": (lambda x: F.max_pool2d(x, 2, 2, ceil_mode=True), (IMAGE,)),
 }  # fmt: skip
