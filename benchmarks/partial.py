@@ -35,9 +35,14 @@ class FiveOperators(ReferenceBackend):
     """Matrix products, sums, products and ReLU, and views."""
 
     name: ClassVar[str] = "five"
-    TAKES: ClassVar = {"aten.addmm.default", "aten.mm.default", "aten.add.Tensor", "aten.mul.Tensor", "aten.relu.default"}
-    VIEWS: ClassVar = {"aten.view.default", "aten.t.default", "aten.transpose.int", "aten.permute.default",
-                       "aten.expand.default", "aten.slice.Tensor", "aten.select.int", "aten.unsqueeze.default"}  # fmt: skip
+    TAKES: ClassVar = frozenset(
+        f"aten.{name}" for name in ("addmm.default", "mm.default", "add.Tensor", "mul.Tensor", "relu.default")
+    )
+    VIEWS: ClassVar = frozenset(
+        f"aten.{name}"
+        for name in ("view.default", "t.default", "transpose.int", "permute.default", "expand.default",
+                     "slice.Tensor", "select.int", "unsqueeze.default")
+    )  # fmt: skip
 
     def supports(self, node: fx.Node) -> Support:
         if str(node.target) in self.TAKES | self.VIEWS:

@@ -16,6 +16,7 @@ from torch import nn
 import torchport
 from torchport import aot, runtime
 from torchport.backend.interface import BackendDevice, FreeableBuffer, InitContext
+from torchport.backends.openvino.steady import SteadyArguments
 from torchport.core.errors import CompileError, ConfigError
 from torchport.core.specs import CompileSpecs
 
@@ -236,3 +237,41 @@ os.kill(os.getpid(), signal.SIGUSR1)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.split()) == (0, ["handled"]), done.stderr
+
+
+def test_weights_that_stay_become_constants() -> None:
+    """Values are told from one another as objects: a weight that was written is another value."""
+    layer = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)).to(torchport.device("openvino"))
+    x = torch.randn(4, 256)
+
+    def agrees() -> None:
+        with torch.no_grad():
+            ours = layer(x.to(torchport.device("openvino"))).cpu()
+            theirs = F.linear(F.linear(x, layer[0].weight.cpu(), layer[0].bias.cpu()).relu(), layer[2].weight.cpu())
+        torch.testing.assert_close(ours, theirs + layer[2].bias.detach().cpu(), rtol=1e-4, atol=1e-4)
+
+    bound: list[dict[int, Any]] = []
+    init = SteadyArguments.__init__
+
+    def eager(self: Any, bind: Any, cost: float) -> None:
+        init(self, lambda constants: bound.append(dict(constants)) or bind(constants), 1e-9)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SteadyArguments, "__init__", eager)
+        for step in range(9):
+            agrees()
+            if step == 5:
+                with torch.no_grad():
+                    layer[0].weight.mul_(2)
+    assert [len(constants) for constants in bound] == [2, 2], "the weights, and again after the write; not the input"
+
+
+def test_a_lent_weight_is_read_in_each_call() -> None:
+    """torch.compile lends a model's tensors for a call: their owner may write to them between calls."""
+    layer = nn.Linear(256, 256)
+    run = torch.compile(layer, backend="torchport", options={"backend": "openvino"})
+    x = torch.randn(4, 256)
+    with torch.no_grad():
+        for _ in range(6):
+            torch.testing.assert_close(run(x), layer(x), rtol=1e-4, atol=1e-4)
+            layer.weight.data.mul_(1.5)
