@@ -23,7 +23,7 @@ from .interface import Backend
 from .normal_form import is_view, source_of
 from .segments import Group, segments
 
-__all__ = ["Delegate", "Leftover", "Partitioned", "group", "is_element", "partition", "shows_all"]
+__all__ = ["Delegate", "Leftover", "Partitioned", "is_element", "partition", "shows_all"]
 
 _getitem: Any = operator.getitem
 

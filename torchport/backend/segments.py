@@ -162,17 +162,24 @@ class _Segments:
 
     def dissolve_islands(self, groups: Sequence[Group]) -> bool:
         """Give the host what is cheap and lies between two of its groups; whether there was something."""
-        found = [nodes for colour, nodes in groups if colour not in (None, HOST) and self._is_island(nodes)]
+        found = [self._island(nodes) for colour, nodes in groups if colour not in (None, HOST)]
         for nodes in found:
             self.colour.update(dict.fromkeys(nodes, HOST))
-        return bool(found)
+        return any(found)
 
-    def _is_island(self, nodes: Sequence[fx.Node]) -> bool:
-        members = set(nodes)
-        before = {self.colour.get(n) for node in nodes for n in node.all_input_nodes if n not in members}
-        after = {self.colour.get(n) for node in nodes for n in node.users if n not in members}
-        # Two calls are saved: the island's, and that of one of the two groups, which become one.
-        return HOST in before and HOST in after and host_seconds(nodes) < 2 * CALL
+    def _island(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
+        """The operators of a group that lie on a way from the host to the host, if they are cheap there."""
+        after: set[fx.Node] = set()
+        for node in nodes:
+            if any(n in after or self.colour.get(n) is HOST for n in node.all_input_nodes):
+                after.add(node)
+        between: set[fx.Node] = set()
+        for node in reversed(nodes):
+            if node in after and any(n in between or self.colour.get(n) is HOST for n in node.users):
+                between.add(node)
+        # Two segments of the host's become one; where nothing is left of the group, its call is saved, too.
+        saved = CALL if any(node not in between and not self._is_free_view(node) for node in nodes) else 2 * CALL
+        return [node for node in nodes if node in between] if host_seconds(list(between)) < saved else []
 
     def with_own_views(self, groups: Sequence[Group]) -> list[Group]:
         """The groups, where each takes the views that it uses by itself, of what it gets from others."""
