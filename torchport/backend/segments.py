@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from .builder import REFUSAL, is_factory
 from .grouping import HOST, group
@@ -42,10 +43,12 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 def _flops(node: fx.Node) -> int:
     from torch.utils.flop_counter import flop_registry  # on demand: it takes a while, and most graphs are not split
 
-    count = flop_registry.get(getattr(node.target, "_overloadpacket", None))
+    namespace, _, name = str(node.target).partition(".")
+    packet = getattr(getattr(torch.ops, namespace), name.partition(".")[0], None)
+    count = None if packet is None else flop_registry.get(packet)
     if count is None:
         return 0
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     return int(count(*args, **kwargs, out_val=node.meta["val"]))
 
 

@@ -137,7 +137,9 @@ class _TraceBuilder:
                 self.packs[name] = self.b.placeholder(name, spec), places
         unused = fx.GraphModule(torch.nn.Module(), fx.Graph())
         ordered = {"leaves": leaves, "singles": singles, "doubles": doubles, "random_keys": keys}
-        return TraceGraph(module=unused, **{name: tuple(sorted(positions)) for name, positions in ordered.items()})
+        return TraceGraph(
+            module=unused, refusals=(), **{name: tuple(sorted(positions)) for name, positions in ordered.items()}
+        )
 
     def _is_wide(self, node: Node) -> bool:
         """Whether the node computes in double precision, so that its scalar inputs must come as float64."""
