@@ -29,6 +29,8 @@ from .models import MODELS, Example, inference
 __all__ = ["main"]
 
 Step = Callable[[], object]
+WARMUP = 20
+"""Steps before the clock starts: ``openvino`` makes constants of weights once that has paid."""
 
 
 class FiveOperators(ReferenceBackend):
@@ -115,7 +117,7 @@ def measure(model: str, backend: str, rounds: int) -> None:
     """Print the table of one model."""
     steps = _steps(model, backend)
     for step in steps.values():
-        for _ in range(3):
+        for _ in range(WARMUP):
             step()
     counts = {name: _counted(step) for name, step in steps.items()}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
