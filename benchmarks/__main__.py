@@ -20,6 +20,7 @@ BENCHMARKS = (
     "memory",
     "compile_door",
     "recurrent",
+    "partial",
     "jax_limit",
     "aot",
 )

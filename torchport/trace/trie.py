@@ -144,6 +144,7 @@ class Node:
         "plans",
         "ready",
         "records",
+        "refused",
         "source",
         "specs",
         "templates",
@@ -166,6 +167,7 @@ class Node:
         self.records: object = None  # what ``native/follow.cpp`` knows of the calls that led to children
         self.is_factory = False
         self.fits = False  # whether results are known to be like what an in-place form writes to
+        self.refused = False  # whether the backend does not take it, so that the host runs it
         self.source: str | None = None
         self.barrier: Callable[..., Any] | None = None
         self.first_id = 0 if parent is None else parent.end_id
@@ -211,5 +213,5 @@ def single_op(node: Node, position_of: dict[Any, int]) -> Node:
     copy = Node(Node.root(), node.key, node.op)
     copy.args, copy.kwargs = tree_map(relocate, (list(node.args), dict(node.kwargs)), is_leaf=is_template)
     copy.specs, copy.container, copy.is_factory = node.specs, node.container, node.is_factory
-    copy.source, copy.end_id = node.source, len(node.specs)
+    copy.source, copy.end_id, copy.refused = node.source, len(node.specs), node.refused
     return copy
