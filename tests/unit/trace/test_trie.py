@@ -133,14 +133,19 @@ def test_the_first_sight_of_a_call_is_interpreted_and_the_second_recorded() -> N
     assert recording.ops() == ["aten::neg"]
 
 
-def test_an_operator_that_the_backend_refuses_runs_at_once() -> None:
+def test_an_operator_that_the_backend_refuses_is_recorded_and_marked() -> None:
     recording = Recording(FakeRunner(AddsOnly()))
-    x = recording.leaf(4)
-    recording.call(aten.add.Tensor, x, x)
-    assert recording.ops() == ["aten::add.Tensor"]
-    assert recording.call(aten.sin.default, x) == ("ran at once", aten.sin.default)
+    made = recording.call(aten.sin.default, recording.call(aten.add.Tensor, recording.leaf(4), 1))
+    assert recording.ops() == ["aten::add.Tensor", "aten::sin"]
+    assert [node.refused for node in recording.trace.cursor.path()] == [False, True]
+    assert made.shape == (4,)
+
+
+def test_an_operator_whose_shape_depends_on_values_runs_at_once() -> None:
+    recording = Recording()
+    assert recording.call(aten.nonzero.default, recording.leaf(4)) == ("ran at once", aten.nonzero.default)
     (_, decision) = recording.runner.barriers[0]
-    assert "adds only" in decision.reason
+    assert "depends on values" in decision.reason
 
 
 def test_a_kernel_of_the_backend_comes_before_the_graph() -> None:
