@@ -6,7 +6,8 @@ import pytest
 import torch
 from helpers_traces import AddsOnly, FakeRunner, Recording, aten, contiguous
 
-from torchport.core.errors import DeviceMismatch
+from torchport.core.config import config
+from torchport.core.errors import DeviceMismatch, UnsupportedOp
 from torchport.trace.handle import make_template
 from torchport.trace.trie import LEAF, NONE, Leaf, Node, ScalarInput, Value, single_op
 
@@ -133,14 +134,18 @@ def test_the_first_sight_of_a_call_is_interpreted_and_the_second_recorded() -> N
     assert recording.ops() == ["aten::neg"]
 
 
-def test_an_operator_that_the_backend_refuses_runs_at_once() -> None:
+def test_an_operator_that_the_backend_refuses_is_recorded_and_marked() -> None:
     recording = Recording(FakeRunner(AddsOnly()))
     x = recording.leaf(4)
     recording.call(aten.add.Tensor, x, x)
     assert recording.ops() == ["aten::add.Tensor"]
-    assert recording.call(aten.sin.default, x) == ("ran at once", aten.sin.default)
-    (_, decision) = recording.runner.barriers[0]
-    assert "adds only" in decision.reason
+    recording.call(aten.sin.default, x)
+    assert recording.ops() == ["aten::add.Tensor", "aten::sin"]
+    assert [node.refused for node in recording.trace.cursor.path()] == [False, True]
+    with config.override(fallback="error"), pytest.raises(UnsupportedOp, match="adds only"):
+        recording.call(aten.cos.default, x)
+    assert recording.ops() == ["aten::add.Tensor", "aten::sin"]
+    assert recording.call(aten.nonzero.default, x) == ("ran at once", aten.nonzero.default)
 
 
 def test_a_kernel_of_the_backend_comes_before_the_graph() -> None:
@@ -152,8 +157,6 @@ def test_a_kernel_of_the_backend_comes_before_the_graph() -> None:
 
 
 def test_a_trie_that_has_grown_too_large_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchport.core.config import config
-
     recording = Recording()
     monkeypatch.setattr(config, "max_trace_nodes", 3)
     root = recording.trace.root
