@@ -13,7 +13,8 @@ from torchport.backend.registrar import BackendRegistrar
 from torchport.core.specs import TensorSpec
 from torchport.trace.handle import LazyTensor, make_template
 from torchport.trace.kernels import Kernel, make_kernel
-from torchport.trace.trace import Trace
+from torchport.trace.trace import Trace, owners
+from torchport.trace.trie import SPAN
 
 aten = torch.ops.aten
 
@@ -130,6 +131,7 @@ class Recording:
     def __init__(self, runner: FakeRunner | None = None) -> None:
         self.runner = runner or FakeRunner()
         self.trace = Trace(self.runner)  # type: ignore[arg-type]
+        owners.pop(self.trace.base // SPAN)  # nobody else is to find it: its runner computes nothing
         self.kernels: dict[Any, Kernel] = {}
 
     def kernel(self, op: Any) -> Kernel:

@@ -23,6 +23,7 @@ class _Computation:
     def __init__(self, results: tuple[TensorSpec, ...]) -> None:
         self.results = results
         self.users: set[Any] = set()
+        self.segments: tuple[Any, ...] = ()
 
 
 def _plan(value_ids: tuple[int, ...]) -> ExecutionPlan:
