@@ -16,8 +16,9 @@ from torch import nn
 
 import torchport
 from torchport import metrics
+from torchport.backend import infer
 from torchport.core.config import config
-from torchport.run import tiers
+from torchport.run import device_runtime, tiers
 from torchport.trace.threads import threads
 
 
@@ -42,6 +43,11 @@ def _forget() -> None:
 def _often(monkeypatch: pytest.MonkeyPatch, worth: Callable[[], bool]) -> None:
     """Compile an interpreted plan when ``worth`` says so."""
     monkeypatch.setattr(tiers.costs, "expected", lambda backend, operators: 0.0 if worth() else float("inf"))
+
+
+def _record(monkeypatch: pytest.MonkeyPatch, after: int = 1) -> None:
+    """Record a path once it was computed at once so many times, whatever that has cost."""
+    monkeypatch.setattr(device_runtime, "is_worth_recording", lambda backend, sights: sights.times >= after)
 
 
 def _net() -> nn.Module:
@@ -73,6 +79,7 @@ def _equal(one: list[Any], other: list[Any]) -> bool:
 # -- values ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 7, 11])
 def test_the_compiled_step_takes_over_at_any_step(monkeypatch: pytest.MonkeyPatch, backend: str, at: int) -> None:
+    _record(monkeypatch, after=min(at, 3))
     with config.override(tiers="off"):
         wanted = _train(12)
     _forget()
@@ -92,6 +99,7 @@ def test_without_compiling_a_run_is_the_compiled_one_bit_by_bit(monkeypatch: pyt
         wanted = _train(5)
     _forget()
     _often(monkeypatch, lambda: False)
+    _record(monkeypatch)
     compiled = metrics.counter("UncachedCompile")
     found = _train(5)
     assert metrics.counter("UncachedCompile") == compiled
@@ -129,7 +137,10 @@ PROGRAMS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS.keys())
 @pytest.mark.parametrize("mode", ["lazy", "eager"])
-def test_values_strides_and_dtypes_are_the_same_each_time(backend: str, mode: Any, program: Callable[..., Any]) -> None:
+def test_values_strides_and_dtypes_are_the_same_each_time(
+    monkeypatch: pytest.MonkeyPatch, backend: str, mode: Any, program: Callable[..., Any]
+) -> None:
+    _record(monkeypatch)
     host = torch.arange(24.0).reshape(4, 6).sub(11).div(3)
 
     def run() -> list[torch.Tensor]:
@@ -142,7 +153,7 @@ def test_values_strides_and_dtypes_are_the_same_each_time(backend: str, mode: An
         wanted = run()
     _forget()
     with torchport.mode(mode):
-        for _ in range(4):  # interpreted, recorded, interpreted from its path, and the same again
+        for _ in range(5):  # at once, the same again and observed, recorded, interpreted from its path, the same again
             found = run()
             for a, b in zip(found, wanted, strict=True):
                 assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
@@ -158,6 +169,29 @@ def test_a_shape_that_depends_on_values_is_not_remembered(backend: str) -> None:
         x[:count] = 1
         assert x.to("port").nonzero().shape == (count, 1)
         assert x.to("port")[x.to("port") > 0].shape == (count,)
+
+
+def test_what_was_computed_at_once_is_not_inferred_again(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    asked: list[str] = []
+    confirmed = infer._confirmed
+    monkeypatch.setattr(infer, "_confirmed", lambda op, *rest: (asked.append(str(op)), confirmed(op, *rest))[1])
+    _record(monkeypatch)
+    before = metrics.counter("TracedOps")
+    _train(3, lambda step: asked.clear())
+    assert metrics.counter("TracedOps") > before + 50
+    assert asked == []
+
+
+def test_what_was_seen_under_another_default_dtype_is_not_remembered(
+    monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    _record(monkeypatch)
+    try:
+        for dtype in (torch.float32, torch.float64, torch.float64, torch.float32, torch.float32):
+            torch.set_default_dtype(dtype)
+            assert (torch.ones(7, 2, device="port") * 3).cpu().dtype is dtype
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------
@@ -211,6 +245,25 @@ def test_a_computation_that_does_not_compile_stays_interpreted(
 
 
 # -- what is compiled and what is kept -------------------------------------------------------------------------------
+def test_a_path_is_recorded_once_its_runs_have_cost_enough(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    wanted: list[bool] = []
+    asked = tiers.is_worth_recording
+
+    def ask(backend: Any, sights: Any) -> bool:
+        wanted.append(asked(backend, sights))
+        return wanted[-1]
+
+    monkeypatch.setattr(device_runtime, "is_worth_recording", ask)
+    monkeypatch.setattr(tiers.costs, "expected", lambda backend, operators: 0.002 * operators)
+    x = torch.rand(16, 16)
+    for _ in range(200):
+        torch.testing.assert_close((x.to("port").tan() @ x.to("port")).cpu(), x.tan() @ x)
+        if wanted and wanted[-1]:
+            break
+    assert wanted[0] is False  # not at first sight
+    assert wanted[-1] is True
+
+
 def test_what_comes_once_is_not_compiled(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     _often(monkeypatch, lambda: False)
     compiled = metrics.counter("UncachedCompile")

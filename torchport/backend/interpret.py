@@ -82,10 +82,11 @@ class How:
 
     ``call`` is the operator to call on the tensors as they are, or ``None`` where its lowering has more to say.
     ``varying``: floats in places of numbers become tensors, because the graph's do. ``shares``: results may share
-    memory with arguments. ``shapes_hold``: a call with arguments like these always gives results like these.
+    memory with arguments. ``rule``: what shape inference is asked for calls of it, if a call with arguments like these
+    always gives results like these; else ``None``.
     """
 
-    __slots__ = ("call", "draws", "is_factory", "op", "scalars", "shapes_hold", "shares", "varying")
+    __slots__ = ("call", "draws", "is_factory", "op", "rule", "scalars", "shares", "varying")
 
     def __init__(self, op: Any) -> None:
         self.op = op
@@ -95,7 +96,7 @@ class How:
         self.call = None if lowered else view_form(op)
         self.varying = scalar_role(op) == "scalar" and _EXACT.get(op) != "scalar"
         self.scalars = scalar_places(op)
-        self.shapes_hold = self.call is not None and not depends_on_values(op)
+        self.rule = None if depends_on_values(op) else DECOMPOSE.get(op) or view_form(op)
         self.shares = op in LOWER or op in DECOMPOSE or is_view(view_form(op))
 
 

@@ -11,6 +11,7 @@ attribute              environment variable        meaning
 ``mode``               ``TORCHPORT_MODE``          ``lazy`` | ``eager``: what threads start in (``torchport.mode``)
 ``execution``          ``TORCHPORT_EXECUTION``     ``auto`` | ``inline`` | ``worker``: which thread computations run on
 ``native``             ``TORCHPORT_NATIVE``        build and use torchport's own small C++ libraries
+``tiers``              ``TORCHPORT_TIERS``         ``off`` | ``auto``: interpret at first what is new, compile it once it is worth it
 ``compile_workers``    ``TORCHPORT_COMPILE_WORKERS`` processes that compile beside the program; 0: none
 ``compile_timeout``    ``TORCHPORT_COMPILE_TIMEOUT`` seconds that one computation may compile there
 ``compile_nice``       ``TORCHPORT_COMPILE_NICE``  how far those processes stand back for the program, 0 to 19

@@ -108,7 +108,7 @@ def _other_plan(
     if whole and (larger := next((p for p in compiled if wanted.issubset(p.value_ids)), None)) is not None:
         return larger
     if known is None and tiered:
-        return first_plan(runtime, node.path(), value_ids, specs())
+        return first_plan(runtime, node.path(), value_ids, specs(), trace.spent)
     reason = explain_compile(trace, node, value_ids, cause)
     before = metrics.counter("UncachedCompile")
     try:

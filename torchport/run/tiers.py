@@ -24,10 +24,11 @@ from .interpreted import InterpretedPlan, make_interpreted
 from .plans import ExecutionPlan, make_plan, plan_of
 
 if TYPE_CHECKING:
-    from ..trace.trie import Node
+    from ..backend.interface import Backend
+    from ..trace.trie import Node, Sights
     from .device_runtime import DeviceRuntime
 
-__all__ = ["CompileCosts", "Progress", "costs", "first_plan", "next_plan"]
+__all__ = ["CompileCosts", "Progress", "costs", "first_plan", "is_worth_recording", "next_plan"]
 
 
 class CompileCosts:
@@ -83,12 +84,28 @@ class Progress:
         """Called when something is compiled: writes down why."""
 
 
+def is_worth_recording(backend: Backend, sights: Sights) -> bool:
+    """Whether a path that was computed at once so far has cost so much that the compiler's process is to have it.
+
+    To record a path costs several times what it costs to compute it at once, and gains nothing but that.
+    """
+    if sights.times == 0:
+        return False
+    return sights.seconds >= WORTH_A_PROCESS * costs.expected(backend.name, max(sights.ops, 1))
+
+
 def first_plan(
-    runtime: DeviceRuntime, path: Sequence[Node], value_ids: tuple[int, ...], leaf_specs: Sequence[TensorSpec]
+    runtime: DeviceRuntime,
+    path: Sequence[Node],
+    value_ids: tuple[int, ...],
+    leaf_specs: Sequence[TensorSpec],
+    spent: float = 0.0,
 ) -> InterpretedPlan:
-    """The plan of values that nobody has wanted here before."""
+    """The plan of values that nobody has wanted here before; ``spent``: seconds that its path has cost already."""
     metrics.count("InterpretedPlan")
-    return make_interpreted(runtime, path, value_ids, leaf_specs)
+    plan = make_interpreted(runtime, path, value_ids, leaf_specs)
+    plan.seconds = spent
+    return plan
 
 
 def next_plan(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
