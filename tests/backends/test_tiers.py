@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,6 +96,24 @@ def test_the_compiled_step_takes_over_at_any_step(monkeypatch: pytest.MonkeyPatc
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
+def test_the_compiled_step_takes_over_at_each_of_fifty_steps(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    _record(monkeypatch)
+    with config.override(tiers="off"):
+        wanted = _train(53)
+    now = [False]
+    _often(monkeypatch, lambda: now[0])
+    for at in range(1, 51):
+        _forget()
+        taken = metrics.counter("TakenOver")
+        found = _train(53, lambda step, at=at: now.__setitem__(0, step >= at))
+        assert metrics.counter("TakenOver") > taken, at
+        if backend == "reference":
+            assert _equal(found, wanted), at
+        else:
+            torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+
+
 def test_without_compiling_a_run_is_the_compiled_one_bit_by_bit(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     with config.override(tiers="off"):
         wanted = _train(5)
@@ -114,6 +134,8 @@ PROGRAMS: dict[str, Callable[[torch.Tensor], Any]] = {
     "view of a view": lambda x: x.t()[1:].t().reshape(-1)[::3] * 2,
     "writes": lambda x: [x.clone().add_(1).t().mul_(2), x.clone().fill_(3)],
     "a write through a view": lambda x: (y := x.clone(), y[1].zero_(), y[:, 0].add_(y[:, 1]), y)[-1],
+    "a write through a complex view": lambda x: (
+        y := torch.complex(x, x), y.unsqueeze(-1).movedim(0, -1).real.mul_(2), y.flatten().add_(1), y)[-1],
     "scalars": lambda x: [x + 0.3, x * 2, torch.add(x, x, alpha=0.7), torch.addcmul(x, x, x, value=0.1), x**2, 1 / x],
     "of two dtypes": lambda x: [x.to(torch.bfloat16) * 0.3, x.double() + 0.1, x > 0, x.int() // 2, x.half().sum()],
     "complex": lambda x: [torch.complex(x, x).conj().abs(), torch.complex(x, x).conj() + 1, torch.complex(x, x).imag],
@@ -367,13 +389,93 @@ def test_a_first_step_in_a_process_of_its_own(backend: str, native: str) -> None
 def test_the_compilers_process_brings_what_takes_over(backend: str) -> None:
     from torchport.worker.service import service
 
-    with config.override(compile_workers=1):
+    with config.override(compile_workers=1), tiers.costs.ignored():
         x = torch.rand(7, 13)
         taken = metrics.counter("TakenOver")
-        for _ in range(400):
+        for _ in range(40):
             torch.testing.assert_close((x.to("port").cosh() * 3 + x.sum().item()).cpu(), x.cosh() * 3 + x.sum())
             if service.pending():
                 assert service.wait(300)
             if metrics.counter("TakenOver") > taken:
                 return
     pytest.fail("nothing was taken over")
+
+
+# -- for people ------------------------------------------------------------------------------------------------------
+def test_warm_has_everything_compiled_whatever_it_costs(backend: str) -> None:
+    x = torch.rand(5, 7)
+
+    def forward() -> torch.Tensor:
+        return (x.to("port").tan() * 2).sum(0).cpu()
+
+    torch.testing.assert_close(torchport.warm(forward), (x.tan() * 2).sum(0))
+    assert torchport.compiled(wait=True)
+    names = ("InterpretedOps", "InterpretedRun", "UncachedCompile", "Execute")
+    before = [metrics.counter(name) for name in names]
+    torch.testing.assert_close(forward(), (x.tan() * 2).sum(0))
+    assert [metrics.counter(name) for name in names] == [*before[:3], before[3] + 1]
+
+
+def test_a_swap_that_is_verified_goes_through_where_the_values_agree(
+    capfd: pytest.CaptureFixture[str], backend: str
+) -> None:
+    with config.override(tiers="off"):
+        wanted = _train(14)
+    _forget()
+    checked = metrics.counter("VerifiedSwap")
+    with config.override(verify_swap=3), tiers.costs.ignored():
+        found = _train(14)
+    assert metrics.counter("VerifiedSwap") >= checked + 3
+    assert "the largest difference in 3 runs was" in capfd.readouterr().err
+    if backend == "reference":
+        assert _equal(found, wanted)
+    else:
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_a_compiled_graph_that_is_wrong_is_dropped_and_written_down(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, backend: str
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    made = tiers.make_plan
+
+    def wrong_plan(runtime: Any, path: Any, value_ids: Any, specs: Any, **more: Any) -> Any:
+        plan: Any = made(runtime, path, value_ids, specs, **more)
+        right: Any = plan.computation.backend
+
+        class Wrong(type(right)):  # pyright: ignore[reportUntypedBaseClass]
+            def execute(self, handle: Any, args: Any, context: Any) -> Any:
+                first, *rest = right.execute(handle, args, context)
+                first.tensor = first.tensor + 1
+                return [first, *rest]
+
+        plan.computation.backend = object.__new__(Wrong)
+        plan.computation.backend.__dict__ |= right.__dict__
+        return plan
+
+    monkeypatch.setattr(tiers, "make_plan", wrong_plan)
+    x = torch.rand(3, 11)
+    refused = metrics.counter("RefusedSwap")
+    with config.override(verify_swap=2), tiers.costs.ignored():
+        for _ in range(8):
+            torch.testing.assert_close((x.to("port").cosh() * 5).sum().cpu(), (x.cosh() * 5).sum())
+    assert metrics.counter("RefusedSwap") == refused + 1
+    assert "is dropped, and stays interpreted" in capfd.readouterr().err
+    (written,) = tmp_path.glob("torchport-mismatch-*/*.txt")
+    assert "aten.cosh" in written.read_text()
+
+
+def test_a_dump_says_the_tier(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    _record(monkeypatch)
+    x = torch.rand(3, 5)
+    shown: list[str] = []
+    for step in range(6):
+        _often(monkeypatch, lambda step=step: step > 3)
+        y = x.to("port").sin() - 3
+        shown.append(torchport.dump(y).partition("\n")[0])
+        torch.testing.assert_close(y.cpu(), x.sin() - 3)
+    assert shown[0] == "nothing is pending"  # it was computed at once
+    assert shown[2] == "# tier: interpreted, not seen before"
+    assert shown[3] == "# tier: interpreted"
+    assert shown[5] == "# tier: compiled"
+    assert "compiled" in torchport.dump_trie()

@@ -99,7 +99,7 @@ def _other_plan(
     def note() -> None:
         history.reasons.append(explain_compile(trace, node, value_ids, cause))
 
-    if known.__class__ is InterpretedPlan and tiered:
+    if isinstance(known, InterpretedPlan) and tiered:
         with may_collect():
             return next_plan(known, Progress(runtime, node, value_ids, specs, donated, note))
     wanted = set(value_ids)

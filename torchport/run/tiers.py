@@ -9,17 +9,21 @@ program stays with the interpreter.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence, Set
+import time
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from .. import native
 from ..backend.compiler import computations
 from ..core import metrics
+from ..core.config import config
 from ..core.errors import CompileError, TorchportError
 from ..core.specs import TensorSpec
 from ..worker.paths import NotSendable
 from ..worker.request import Answer, path_request
 from ..worker.service import Cancelled, service
+from .checked_swap import CheckedPlan, make_checked
 from .interpreted import InterpretedPlan, make_interpreted
 from .plans import ExecutionPlan, make_plan, plan_of
 
@@ -41,6 +45,7 @@ class CompileCosts:
 
     def __init__(self) -> None:
         self._per_operator: dict[str, float] = {}
+        self._ignored = 0
 
     def note(self, backend: str, operators: int, seconds: float) -> None:
         """A graph of so many operators took so long."""
@@ -48,8 +53,19 @@ class CompileCosts:
         known = self._per_operator.get(backend)
         self._per_operator[backend] = seen if known is None else self.MEMORY * known + (1 - self.MEMORY) * seen
 
+    @contextmanager
+    def ignored(self) -> Iterator[None]:
+        """Inside of the block, everything is worth compiling."""
+        self._ignored += 1
+        try:
+            yield
+        finally:
+            self._ignored -= 1
+
     def expected(self, backend: str, operators: int) -> float:
         """Seconds that a graph of so many operators may take."""
+        if self._ignored:
+            return 0.0
         return self._per_operator.get(backend, self.FIRST_GUESS) * operators
 
 
@@ -112,6 +128,9 @@ def next_plan(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
     """Note another run of an interpreted plan; what to run: the same, or the compiled one once it is there."""
     computation = plan.computation
     assert computation is not None
+    if isinstance(plan, CheckedPlan):
+        return plan.settled()
+    metrics.count("InterpretedRun")
     if plan.ticket is not None:
         return _taken_over(plan, progress) if plan.ticket.done() else plan
     if plan.stays:
@@ -168,8 +187,8 @@ def _taken_over(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
     except TorchportError as error:
         _give_up(plan, error)
         return plan
-    metrics.count("TakenOver")
-    return plan_of(computation, progress.node.path(), progress.value_ids, answer.sources)
+    made = plan_of(computation, progress.node.path(), progress.value_ids, answer.sources)
+    return _successor(plan, progress, made)
 
 
 def _compiled_here(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
@@ -183,7 +202,15 @@ def _compiled_here(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
         return plan
     assert made.computation is not None
     costs.note(runtime.backend.name, made.computation.graph_ops, made.computation.compile_seconds)
+    return _successor(plan, progress, made)
+
+
+def _successor(plan: InterpretedPlan, progress: Progress, made: ExecutionPlan) -> ExecutionPlan:
+    """What takes an interpreted plan's place: the compiled one, with the interpreter beside it if that is wanted."""
     metrics.count("TakenOver")
+    metrics.metrics.add_time("TakeOverTime", time.monotonic() - plan.since)
+    if config.verify_swap:
+        return make_checked(progress.runtime, progress.node, progress.leaf_specs(), plan, made)
     return made
 
 

@@ -51,7 +51,7 @@ def record(trace: Trace, kernel: Kernel, key: tuple[Any, ...], args: Sequence[An
             _Mark(trace, key, is_random(kernel.op)).undo()
             trace.runtime.begin_direct(trace, sights)
             return trace.runtime.run_direct(trace, kernel, args, kwargs)
-        del trace.cursor.missed[key]  # it becomes a child
+        trace.cursor.missed.pop(key)  # type: ignore[union-attr]  # it becomes a child
         trace.recording = True
         trace.spent = sights.seconds
     if isinstance(trace, EagerTrace):

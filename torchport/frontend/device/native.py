@@ -114,9 +114,9 @@ def _use_direct(library: ctypes.PyDLL, kernels: Sequence[Kernel]) -> None:
     direct.restype = ctypes.py_object
     for kernel in kernels:
         manner = how(kernel.op)
-        if letters(kernel) is None or manner.call is None:
+        if letters(kernel) is None or manner.at_once is None:
             continue
-        schema = manner.call._schema
+        schema = manner.at_once._schema
         keywords = tuple(a.name if a.kwarg_only else "" for a in kernel.arguments)
         kinds = "".join(_IN_CPP.get(argument.kind, "?") for argument in kernel.arguments)
         observed_kinds = b"" if manner.rule is None or "?" in kinds else kinds.encode()
