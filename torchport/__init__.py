@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from .frontend.device.api import device, donate, get_backend, list_backends, mode, register, sync, use
     from .run.reasons import CompileReason
     from .run.step_closures import step_closure
+    from .run.warming import compiled, warm
 
 _HOMES = {
     "torchport.backend.execution": "Computation",
@@ -100,6 +101,7 @@ _HOMES = {
     "torchport.frontend.device.api": "device donate get_backend list_backends mode register sync use",
     "torchport.run.step_closures": "step_closure",
     "torchport.run.reasons": "CompileReason",
+    "torchport.run.warming": "compiled warm",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 _MODULES = {

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +18,9 @@ from torch import nn
 
 import torchport
 from torchport import metrics
+from torchport.backend import infer
 from torchport.core.config import config
-from torchport.run import tiers
+from torchport.run import device_runtime, tiers
 from torchport.trace.threads import threads
 
 
@@ -42,6 +45,11 @@ def _forget() -> None:
 def _often(monkeypatch: pytest.MonkeyPatch, worth: Callable[[], bool]) -> None:
     """Compile an interpreted plan when ``worth`` says so."""
     monkeypatch.setattr(tiers.costs, "expected", lambda backend, operators: 0.0 if worth() else float("inf"))
+
+
+def _record(monkeypatch: pytest.MonkeyPatch, after: int = 1) -> None:
+    """Record a path once it was computed at once so many times, whatever that has cost."""
+    monkeypatch.setattr(device_runtime, "is_worth_recording", lambda backend, sights: sights.times >= after)
 
 
 def _net() -> nn.Module:
@@ -73,6 +81,7 @@ def _equal(one: list[Any], other: list[Any]) -> bool:
 # -- values ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 7, 11])
 def test_the_compiled_step_takes_over_at_any_step(monkeypatch: pytest.MonkeyPatch, backend: str, at: int) -> None:
+    _record(monkeypatch, after=min(at, 3))
     with config.override(tiers="off"):
         wanted = _train(12)
     _forget()
@@ -87,11 +96,30 @@ def test_the_compiled_step_takes_over_at_any_step(monkeypatch: pytest.MonkeyPatc
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
+def test_the_compiled_step_takes_over_at_each_of_fifty_steps(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    _record(monkeypatch)
+    with config.override(tiers="off"):
+        wanted = _train(53)
+    now = [False]
+    _often(monkeypatch, lambda: now[0])
+    for at in range(1, 51):
+        _forget()
+        taken = metrics.counter("TakenOver")
+        found = _train(53, lambda step, at=at: now.__setitem__(0, step >= at))
+        assert metrics.counter("TakenOver") > taken, at
+        if backend == "reference":
+            assert _equal(found, wanted), at
+        else:
+            torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+
+
 def test_without_compiling_a_run_is_the_compiled_one_bit_by_bit(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     with config.override(tiers="off"):
         wanted = _train(5)
     _forget()
     _often(monkeypatch, lambda: False)
+    _record(monkeypatch)
     compiled = metrics.counter("UncachedCompile")
     found = _train(5)
     assert metrics.counter("UncachedCompile") == compiled
@@ -106,6 +134,8 @@ PROGRAMS: dict[str, Callable[[torch.Tensor], Any]] = {
     "view of a view": lambda x: x.t()[1:].t().reshape(-1)[::3] * 2,
     "writes": lambda x: [x.clone().add_(1).t().mul_(2), x.clone().fill_(3)],
     "a write through a view": lambda x: (y := x.clone(), y[1].zero_(), y[:, 0].add_(y[:, 1]), y)[-1],
+    "a write through a complex view": lambda x: (
+        y := torch.complex(x, x), y.unsqueeze(-1).movedim(0, -1).real.mul_(2), y.flatten().add_(1), y)[-1],
     "scalars": lambda x: [x + 0.3, x * 2, torch.add(x, x, alpha=0.7), torch.addcmul(x, x, x, value=0.1), x**2, 1 / x],
     "of two dtypes": lambda x: [x.to(torch.bfloat16) * 0.3, x.double() + 0.1, x > 0, x.int() // 2, x.half().sum()],
     "complex": lambda x: [torch.complex(x, x).conj().abs(), torch.complex(x, x).conj() + 1, torch.complex(x, x).imag],
@@ -129,7 +159,10 @@ PROGRAMS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS.keys())
 @pytest.mark.parametrize("mode", ["lazy", "eager"])
-def test_values_strides_and_dtypes_are_the_same_each_time(backend: str, mode: Any, program: Callable[..., Any]) -> None:
+def test_values_strides_and_dtypes_are_the_same_each_time(
+    monkeypatch: pytest.MonkeyPatch, backend: str, mode: Any, program: Callable[..., Any]
+) -> None:
+    _record(monkeypatch)
     host = torch.arange(24.0).reshape(4, 6).sub(11).div(3)
 
     def run() -> list[torch.Tensor]:
@@ -142,7 +175,7 @@ def test_values_strides_and_dtypes_are_the_same_each_time(backend: str, mode: An
         wanted = run()
     _forget()
     with torchport.mode(mode):
-        for _ in range(4):  # interpreted, recorded, interpreted from its path, and the same again
+        for _ in range(5):  # at once, the same again and observed, recorded, interpreted from its path, the same again
             found = run()
             for a, b in zip(found, wanted, strict=True):
                 assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
@@ -158,6 +191,29 @@ def test_a_shape_that_depends_on_values_is_not_remembered(backend: str) -> None:
         x[:count] = 1
         assert x.to("port").nonzero().shape == (count, 1)
         assert x.to("port")[x.to("port") > 0].shape == (count,)
+
+
+def test_what_was_computed_at_once_is_not_inferred_again(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    asked: list[str] = []
+    confirmed = infer._confirmed
+    monkeypatch.setattr(infer, "_confirmed", lambda op, *rest: (asked.append(str(op)), confirmed(op, *rest))[1])
+    _record(monkeypatch)
+    before = metrics.counter("TracedOps")
+    _train(3, lambda step: asked.clear())
+    assert metrics.counter("TracedOps") > before + 50
+    assert asked == []
+
+
+def test_what_was_seen_under_another_default_dtype_is_not_remembered(
+    monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    _record(monkeypatch)
+    try:
+        for dtype in (torch.float32, torch.float64, torch.float64, torch.float32, torch.float32):
+            torch.set_default_dtype(dtype)
+            assert (torch.ones(7, 2, device="port") * 3).cpu().dtype is dtype
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------
@@ -211,6 +267,25 @@ def test_a_computation_that_does_not_compile_stays_interpreted(
 
 
 # -- what is compiled and what is kept -------------------------------------------------------------------------------
+def test_a_path_is_recorded_once_its_runs_have_cost_enough(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    wanted: list[bool] = []
+    asked = tiers.is_worth_recording
+
+    def ask(backend: Any, sights: Any) -> bool:
+        wanted.append(asked(backend, sights))
+        return wanted[-1]
+
+    monkeypatch.setattr(device_runtime, "is_worth_recording", ask)
+    monkeypatch.setattr(tiers.costs, "expected", lambda backend, operators: 0.002 * operators)
+    x = torch.rand(16, 16)
+    for _ in range(200):
+        torch.testing.assert_close((x.to("port").tan() @ x.to("port")).cpu(), x.tan() @ x)
+        if wanted and wanted[-1]:
+            break
+    assert wanted[0] is False  # not at first sight
+    assert wanted[-1] is True
+
+
 def test_what_comes_once_is_not_compiled(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     _often(monkeypatch, lambda: False)
     compiled = metrics.counter("UncachedCompile")
@@ -314,13 +389,93 @@ def test_a_first_step_in_a_process_of_its_own(backend: str, native: str) -> None
 def test_the_compilers_process_brings_what_takes_over(backend: str) -> None:
     from torchport.worker.service import service
 
-    with config.override(compile_workers=1):
+    with config.override(compile_workers=1), tiers.costs.ignored():
         x = torch.rand(7, 13)
         taken = metrics.counter("TakenOver")
-        for _ in range(400):
+        for _ in range(40):
             torch.testing.assert_close((x.to("port").cosh() * 3 + x.sum().item()).cpu(), x.cosh() * 3 + x.sum())
             if service.pending():
                 assert service.wait(300)
             if metrics.counter("TakenOver") > taken:
                 return
     pytest.fail("nothing was taken over")
+
+
+# -- for people ------------------------------------------------------------------------------------------------------
+def test_warm_has_everything_compiled_whatever_it_costs(backend: str) -> None:
+    x = torch.rand(5, 7)
+
+    def forward() -> torch.Tensor:
+        return (x.to("port").tan() * 2).sum(0).cpu()
+
+    torch.testing.assert_close(torchport.warm(forward), (x.tan() * 2).sum(0))
+    assert torchport.compiled(wait=True)
+    names = ("InterpretedOps", "InterpretedRun", "UncachedCompile", "Execute")
+    before = [metrics.counter(name) for name in names]
+    torch.testing.assert_close(forward(), (x.tan() * 2).sum(0))
+    assert [metrics.counter(name) for name in names] == [*before[:3], before[3] + 1]
+
+
+def test_a_swap_that_is_verified_goes_through_where_the_values_agree(
+    capfd: pytest.CaptureFixture[str], backend: str
+) -> None:
+    with config.override(tiers="off"):
+        wanted = _train(14)
+    _forget()
+    checked = metrics.counter("VerifiedSwap")
+    with config.override(verify_swap=3), tiers.costs.ignored():
+        found = _train(14)
+    assert metrics.counter("VerifiedSwap") >= checked + 3
+    assert "the largest difference in 3 runs was" in capfd.readouterr().err
+    if backend == "reference":
+        assert _equal(found, wanted)
+    else:
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_a_compiled_graph_that_is_wrong_is_dropped_and_written_down(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, backend: str
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    made = tiers.make_plan
+
+    def wrong_plan(runtime: Any, path: Any, value_ids: Any, specs: Any, **more: Any) -> Any:
+        plan: Any = made(runtime, path, value_ids, specs, **more)
+        right: Any = plan.computation.backend
+
+        class Wrong(type(right)):  # pyright: ignore[reportUntypedBaseClass]
+            def execute(self, handle: Any, args: Any, context: Any) -> Any:
+                first, *rest = right.execute(handle, args, context)
+                first.tensor = first.tensor + 1
+                return [first, *rest]
+
+        plan.computation.backend = object.__new__(Wrong)
+        plan.computation.backend.__dict__ |= right.__dict__
+        return plan
+
+    monkeypatch.setattr(tiers, "make_plan", wrong_plan)
+    x = torch.rand(3, 11)
+    refused = metrics.counter("RefusedSwap")
+    with config.override(verify_swap=2), tiers.costs.ignored():
+        for _ in range(8):
+            torch.testing.assert_close((x.to("port").cosh() * 5).sum().cpu(), (x.cosh() * 5).sum())
+    assert metrics.counter("RefusedSwap") == refused + 1
+    assert "is dropped, and stays interpreted" in capfd.readouterr().err
+    (written,) = tmp_path.glob("torchport-mismatch-*/*.txt")
+    assert "aten.cosh" in written.read_text()
+
+
+def test_a_dump_says_the_tier(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    _record(monkeypatch)
+    x = torch.rand(3, 5)
+    shown: list[str] = []
+    for step in range(6):
+        _often(monkeypatch, lambda step=step: step > 3)
+        y = x.to("port").sin() - 3
+        shown.append(torchport.dump(y).partition("\n")[0])
+        torch.testing.assert_close(y.cpu(), x.sin() - 3)
+    assert shown[0] == "nothing is pending"  # it was computed at once
+    assert shown[2] == "# tier: interpreted, not seen before"
+    assert shown[3] == "# tier: interpreted"
+    assert shown[5] == "# tier: compiled"
+    assert "compiled" in torchport.dump_trie()

@@ -6,6 +6,7 @@ whose shape or value depends on data.
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import warnings
@@ -19,6 +20,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..core.specs import TensorSpec
+from .lowering import scalar_role
 from .probe import cpu_result
 
 __all__ = [
@@ -114,6 +116,29 @@ def _key(value: Any) -> Any:
     return value
 
 
+_SMALL: Final = 127.0
+"""Numbers up to this fit every dtype that floats can become; of larger ones the CPU refuses some."""
+
+
+def _key_of_varying(value: Any) -> Any:
+    """The same for an operator to which it makes no difference which small float it is given."""
+    if value.__class__ is float and -_SMALL <= value <= _SMALL:
+        return float
+    return tuple([_key_of_varying(item) for item in value]) if value.__class__ in (list, tuple) else _key(value)
+
+
+@functools.lru_cache(maxsize=4_096)
+def _takes_any_float(op: Any) -> bool:
+    return isinstance(op, torch._ops.OpOverload) and scalar_role(op) != "constant"
+
+
+def _key_of(op: Any, default: torch.dtype, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a call's inferred results are remembered by. Raises ``TypeError`` for what cannot be."""
+    key = _key_of_varying if _takes_any_float(op) else _key
+    named = [(name, key(value)) for name, value in kwargs.items() if value is not None and name != "pin_memory"]
+    return op, default, key(args), tuple(named)
+
+
 def _bound_fake_cache() -> None:
     """PyTorch's fake tensors remember every operator with every shape, without a bound."""
     mode = type(fake_mode())
@@ -134,7 +159,7 @@ def infer_as_on_cpu(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     return _recall(_remembered_as_on_cpu, _confirmed, op, args, kwargs)
 
 
-observed: Final[deque[tuple[Any, Any, Any, Any]]] = deque(maxlen=1 << 16)
+observed: Final[deque[tuple[Any, Any, Any, Any, Any]]] = deque(maxlen=1 << 16)
 """What :func:`observe` noted and nothing has looked at yet."""
 
 
@@ -144,20 +169,18 @@ def observe(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ``args`` and ``kwargs`` hold specs where the operator has tensors; ``result`` is its spec, or a list or tuple of
     specs. Noting takes little, because most calls never come again; remembering is left to the next inference.
     """
-    observed.append((op, args, kwargs, result))
+    observed.append((op, args, kwargs, result, torch.get_default_dtype()))
 
 
 def learn() -> None:
     """Remember what was observed; to be called before inferring for calls of a program."""
-    default = torch.get_default_dtype()
     while observed:
         try:
-            op, args, kwargs, result = observed.pop()
+            op, args, kwargs, result, default = observed.pop()
         except IndexError:  # another thread has taken the last
             return
         try:
-            given = tuple((name, _key(value)) for name, value in kwargs.items() if value is not None)
-            key = (op, default, _key(args), given)
+            key = _key_of(op, default, args, kwargs)
         except TypeError:  # a real tensor stands for a number
             continue
         several = isinstance(result, (list, tuple))
@@ -174,9 +197,8 @@ def _recall(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Inferred:
-    default = torch.get_default_dtype()
     try:
-        key = (op, default, _key(args), tuple((name, _key(value)) for name, value in kwargs.items()))
+        key = _key_of(op, torch.get_default_dtype(), args, kwargs)
         found = table.get(key)
     except TypeError:  # something unhashable among the arguments
         return make(op, args, kwargs)

@@ -81,22 +81,27 @@ class How:
     """How one operator is interpreted; settled once per operator.
 
     ``call`` is the operator to call on the tensors as they are, or ``None`` where its lowering has more to say.
+    ``at_once`` is the same for tensors with the strides that the program sees, which a view can go by; a graph's values
+    may have others, so that lowerings copy first.
     ``varying``: floats in places of numbers become tensors, because the graph's do. ``shares``: results may share
-    memory with arguments. ``shapes_hold``: a call with arguments like these always gives results like these.
+    memory with arguments. ``rule``: what shape inference is asked for calls of it, if a call with arguments like these
+    always gives results like these; else ``None``.
     """
 
-    __slots__ = ("call", "draws", "is_factory", "op", "scalars", "shapes_hold", "shares", "varying")
+    __slots__ = ("at_once", "call", "draws", "is_factory", "op", "rule", "scalars", "shares", "varying")
 
     def __init__(self, op: Any) -> None:
         self.op = op
         self.draws = op in RANDOM
         self.is_factory = is_factory(op)
         lowered = self.draws or op in LOWER or op in DECOMPOSE or (foreach_target(op) is not None and op not in _EXACT)
-        self.call = None if lowered else view_form(op)
+        form = view_form(op)
+        self.call = None if lowered else form
+        self.at_once = form if is_view(form) or op is aten._unsafe_view.default else self.call
         self.varying = scalar_role(op) == "scalar" and _EXACT.get(op) != "scalar"
         self.scalars = scalar_places(op)
-        self.shapes_hold = self.call is not None and not depends_on_values(op)
-        self.shares = op in LOWER or op in DECOMPOSE or is_view(view_form(op))
+        self.rule = None if depends_on_values(op) else DECOMPOSE.get(op) or form
+        self.shares = op in LOWER or op in DECOMPOSE or is_view(form)
 
 
 @functools.cache
@@ -117,7 +122,7 @@ def interpret(
     ``kwargs`` has a ``device`` only if it is the CPU. ``random_key``: what a random operator draws with. ``specs``:
     those of its results, where they are known.
     """
-    call = how.call
+    call = how.at_once if specs is None else how.call
     if call is not None and not (how.varying and _has_float(how, args, kwargs)):
         if specs is None or call is not aten.view.default:
             return call(*args, **kwargs)
@@ -178,7 +183,7 @@ _BLANK: Final = frozenset(
 """Operators whose results are zeros on every backend, because nobody may rely on what they are."""
 
 
-_AS_IT_IS: Final = frozenset({aten.copy.default, aten._to_copy.default, aten._reshape_alias_copy.default})
+_AS_IT_IS: Final = frozenset({aten.copy.default, aten._to_copy.default})
 _OF_COPIES: Final = frozenset({"dtype", "memory_format"})
 
 

@@ -11,6 +11,8 @@ attribute              environment variable        meaning
 ``mode``               ``TORCHPORT_MODE``          ``lazy`` | ``eager``: what threads start in (``torchport.mode``)
 ``execution``          ``TORCHPORT_EXECUTION``     ``auto`` | ``inline`` | ``worker``: which thread computations run on
 ``native``             ``TORCHPORT_NATIVE``        build and use torchport's own small C++ libraries
+``tiers``              ``TORCHPORT_TIERS``         ``off`` | ``auto``: interpret what is new, compile it later
+``verify_swap``        ``TORCHPORT_VERIFY_SWAP``   runs of a computation that takes over to compare with the interpreter
 ``compile_workers``    ``TORCHPORT_COMPILE_WORKERS`` processes that compile beside the program; 0: none
 ``compile_timeout``    ``TORCHPORT_COMPILE_TIMEOUT`` seconds that one computation may compile there
 ``compile_nice``       ``TORCHPORT_COMPILE_NICE``  how far those processes stand back for the program, 0 to 19
@@ -81,6 +83,7 @@ _FIELDS: Final[dict[str, tuple[Callable[[object], Any], Any]]] = {
     "execution": (_choice("auto", "inline", "worker"), "auto"),
     "native": (_flag, True),
     "tiers": (_choice("off", "auto"), "off"),
+    "verify_swap": (_count(0), 0),
     "compile_workers": (_count(0), 1),
     "compile_timeout": (_count(1), 600),
     "compile_nice": (_count(0, 19), 10),
@@ -101,6 +104,7 @@ class Config:
     execution: str
     native: bool
     tiers: str
+    verify_swap: int
     compile_workers: int
     compile_timeout: int
     compile_nice: int

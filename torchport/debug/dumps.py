@@ -17,10 +17,11 @@ from ..core.specs import TensorSpec
 from ..frontend.device import module
 from ..run.device_runtime import runtimes
 from ..run.flush import by_value_id
+from ..run.plans import ExecutionPlan
 from ..trace.graph import build_graph
 from ..trace.handle import LazyTensor
 from ..trace.threads import threads
-from ..trace.trace import lock
+from ..trace.trace import Trace, lock
 from ..trace.wrapping import unwrap
 
 __all__ = ["FORMATS", "dump", "dump_trie"]
@@ -33,19 +34,32 @@ def dump(value: Any = None, format: str = "text") -> str:
 
     ``value``: a tensor, or a nest of them, whose pending graph is wanted; an ``fx.GraphModule``; nothing for everything
     the calling thread has pending. ``format``: ``text`` (one line per operator, with specs and the user's lines),
-    ``fx`` (Python), ``dot`` (Graphviz) or ``backend`` (the backend's code; the graph is compiled for it). Nothing is
-    computed. Raises :class:`ConfigError` for another format, :class:`UnsupportedOp` for tensors of other devices.
+    ``fx`` (Python), ``dot`` (Graphviz) or ``backend`` (the backend's code; the graph is compiled for it). With tiers
+    on, the text begins with the tier in which the values would be computed. Nothing is computed. Raises
+    :class:`ConfigError` for another format, :class:`UnsupportedOp` for tensors of other devices.
     """
     if format not in FORMATS:
         raise ConfigError(f"there is no format {format!r}; there are {', '.join(FORMATS)}")
     if isinstance(value, fx.GraphModule):
         return _render(value, format, None)
-    parts = [_render(module, format, runtime) for runtime, module in _pending(value)]
+    parts = [_with_tier(_render(graph, format, runtime), format, tier) for runtime, graph, tier in _pending(value)]
     return "\n".join(parts) if parts else "nothing is pending"
 
 
-def _pending(value: Any) -> Iterable[tuple[Any, fx.GraphModule]]:
-    """Device by device, the graph of the pending values among these, or of all of the thread's."""
+def _with_tier(text: str, format: str, tier: str) -> str:
+    return f"# tier: {tier}\n{text}" if tier and format == "text" else text
+
+
+def _tier(trace: Trace, value_ids: tuple[int, ...]) -> str:
+    """How these pending values would be computed, where they are not compiled at once."""
+    if not trace.runtime.interprets:
+        return ""
+    plan = (trace.cursor.plans or {}).get(value_ids)
+    return plan.tier if isinstance(plan, ExecutionPlan) else "interpreted, not seen before"
+
+
+def _pending(value: Any) -> Iterable[tuple[Any, fx.GraphModule, str]]:
+    """Device by device, the graph of the pending values among these, or of all of the thread's, and its tier."""
     module.init()
     wanted: list[Any] | None = None
     if value is not None:
@@ -61,7 +75,8 @@ def _pending(value: Any) -> Iterable[tuple[Any, fx.GraphModule]]:
             value_ids = tuple(by_value_id(handles))
             if value_ids:
                 specs = [leaf.spec or TensorSpec.of(leaf) for leaf in trace.leaves]
-                yield trace.runtime, build_graph(trace.cursor.path(), value_ids, specs, trace.runtime.capture).module
+                built = build_graph(trace.cursor.path(), value_ids, specs, trace.runtime.capture)
+                yield trace.runtime, built.module, _tier(trace, value_ids)
 
 
 def _render(module: fx.GraphModule, format: str, runtime: Any) -> str:
@@ -149,7 +164,8 @@ def dump_trie(device: Any = None, limit: int = 2_000) -> str:
             if count > limit:
                 break
             rings = ", peripheries=2" if child.plans else ""
-            label = "\n".join(part for part in (str(child.op), child.source) if part)
+            tiers = [plan.tier for plan in (child.plans or {}).values() if isinstance(plan, ExecutionPlan)]
+            label = "\n".join(part for part in (str(child.op), child.source, *dict.fromkeys(tiers)) if part)
             lines.append(f"  n{count} [label={_quoted(label)}{rings}];")
             lines.append(f"  n{at} -> n{count};")
             queue.append((child, count))

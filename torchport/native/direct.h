@@ -6,6 +6,7 @@
 #include "calls.h"
 
 #include <array>
+#include <unordered_map>
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -14,13 +15,14 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/utils/tensor_memoryformats.h>
 
 namespace {
 
 // -- Python's side ----------------------------------------------------------------------------------------------
 PyTypeObject* host_data; // interface.TensorData
 PyTypeObject* spec_type; // specs.TensorSpec
-Slot direct_of; // of a trace
+Slot direct_of, observing_of; // of a trace
 Slot data_device, data_spec, data_tensor; // of a TensorData
 Slot spec_shape, spec_dtype, spec_strides; // of a TensorSpec
 PyObject *n_by_index, *n_device, *n_manners; // names
@@ -68,8 +70,38 @@ PyObject* whole_numbers(c10::ArrayRef<int64_t> values, bool list) {
   return made.release();
 }
 
+struct SpecKey {
+  c10::ScalarType dtype;
+  c10::SmallVector<int64_t, 10> sizes_and_strides;
+
+  bool operator==(const SpecKey& other) const {
+    return dtype == other.dtype && sizes_and_strides == other.sizes_and_strides;
+  }
+};
+
+struct SpecHash {
+  size_t operator()(const SpecKey& key) const {
+    size_t made = static_cast<size_t>(key.dtype);
+    for (const int64_t value : key.sizes_and_strides) {
+      made = (made ^ static_cast<size_t>(value)) * 0x9E3779B97F4A7C15ull;
+      made ^= made >> 29;
+    }
+    return made;
+  }
+};
+
+constexpr size_t kMostSpecs = 4096; // kept; a loop whose sizes grow makes some in each round
+
+// A new reference. Equal ones are one object, most often: each is three for the garbage collector to look at.
 // Twin of ``core.specs.TensorSpec.of``.
 PyObject* spec_of(const at::Tensor& tensor) {
+  static auto& known = *new std::unordered_map<SpecKey, THPObjectPtr, SpecHash>();
+  SpecKey key{tensor.scalar_type(), {}};
+  key.sizes_and_strides.append(tensor.sizes().begin(), tensor.sizes().end());
+  key.sizes_and_strides.append(tensor.strides().begin(), tensor.strides().end());
+  if (const auto found = known.find(key); found != known.end()) {
+    return Py_NewRef(found->second.get());
+  }
   THPObjectPtr made(spec_type->tp_alloc(spec_type, 0));
   if (!made) {
     return nullptr;
@@ -79,13 +111,31 @@ PyObject* spec_of(const at::Tensor& tensor) {
   spec_dtype.of(made.get()) = dtype;
   spec_shape.of(made.get()) = whole_numbers(tensor.sizes(), false);
   spec_strides.of(made.get()) = whole_numbers(tensor.strides(), false);
-  return spec_shape.of(made.get()) && spec_strides.of(made.get()) ? made.release() : nullptr;
+  if (!spec_shape.of(made.get()) || !spec_strides.of(made.get())) {
+    return nullptr;
+  }
+  if (known.size() >= kMostSpecs) {
+    known.clear();
+  }
+  Py_INCREF(made.get());
+  known.emplace(std::move(key), made.get());
+  return made.release();
 }
 
 // An argument that is no tensor, as Python's kernel gets it; null without an error where that is not so simple.
-PyObject* plain(const c10::IValue& value) {
+// ``kind``: d(type), m(emory format), or what the value itself tells.
+PyObject* plain(const c10::IValue& value, char kind) {
   if (value.isNone()) {
     Py_RETURN_NONE;
+  }
+  if (kind == 'd' || kind == 'm') {
+    if (!value.isInt()) {
+      return nullptr;
+    }
+    const auto code = static_cast<int8_t>(value.toInt());
+    return Py_NewRef(
+        kind == 'd' ? reinterpret_cast<PyObject*>(torch::getTHPDtype(static_cast<c10::ScalarType>(code)))
+                    : torch::utils::getTHPMemoryFormat(static_cast<c10::MemoryFormat>(code)));
   }
   if (value.isBool()) {
     return PyBool_FromLong(value.toBool());
@@ -99,6 +149,15 @@ PyObject* plain(const c10::IValue& value) {
   if (value.isIntList()) {
     return whole_numbers(value.toIntVector(), true);
   }
+  if (value.isBoolList()) {
+    THPObjectPtr made(PyList_New(0));
+    for (const bool item : value.toBoolList()) {
+      if (!made || PyList_Append(made.get(), item ? Py_True : Py_False) != 0) {
+        return nullptr;
+      }
+    }
+    return made.release();
+  }
   return nullptr;
 }
 
@@ -107,10 +166,10 @@ struct Direct {
   c10::OperatorHandle callee; // what is called on CPU tensors
   bool shares; // results may share memory with arguments
   bool varying; // finite floats in places of numbers are inputs of a graph: its lowering has more to say
-  PyObject* op; // the callee in Python
+  PyObject* rule; // what shape inference is asked for calls of it
   PyObject* serial; // the kernel's, by which a runtime knows how it is interpreted
   std::vector<std::string> keywords; // names of the arguments that are given by keyword; empty for others
-  bool observable; // every argument that is no tensor is the same in Python as here
+  std::string kinds; // of each argument, as ``plain`` knows them; empty where calls cannot be observed
 };
 
 struct DirectCall {
@@ -120,21 +179,23 @@ struct DirectCall {
   std::vector<c10::IValue> stack;
   std::vector<THPObjectPtr> used; // the values of arguments
   THPObjectPtr args, kwargs; // as observed
-  bool noted = true;
+  bool noted; // for shape inference: whether all of the call can be, and is wanted
 
   // The CPU tensor of an argument; undefined where Python has to look at it.
   at::Tensor real(const at::Tensor& tensor, PyObject*& spec) {
     if (!tensor.is_privateuseone()) {
-      noted = false;
       if (tensor.dim() != 0 || !tensor.is_cpu()) {
         return {};
       }
+      if (!noted) {
+        return tensor;
+      }
       if (tensor.unsafeGetTensorImpl()->is_wrapped_number() && tensor.scalar_type() == at::kDouble) {
-        noted = true;
         spec = PyFloat_FromDouble(*tensor.const_data_ptr<double>());
       } else if (tensor.unsafeGetTensorImpl()->is_wrapped_number() && tensor.scalar_type() == at::kLong) {
-        noted = true;
         spec = PyLong_FromLongLong(*tensor.const_data_ptr<int64_t>());
+      } else {
+        noted = false;
       }
       return tensor;
     }
@@ -159,7 +220,8 @@ struct DirectCall {
     return THPVariable_Unpack(held);
   }
 
-  bool add(const c10::IValue& given, char letter, const std::string& keyword) {
+  bool add(const c10::IValue& given, size_t at, char letter) {
+    const std::string& keyword = direct.keywords[at];
     THPObjectPtr described;
     switch (letter) {
       case 'g':
@@ -191,15 +253,20 @@ struct DirectCall {
         const Values items = given.toListRef();
         c10::List<at::Tensor> list;
         list.reserve(items.size());
-        described = PyList_New(0);
+        if (noted) {
+          described = PyList_New(0);
+          if (!described) {
+            return false;
+          }
+        }
         for (const c10::IValue& item : items) {
           PyObject* spec = nullptr;
           at::Tensor found = item.toTensor().defined() ? real(item.toTensor(), spec) : at::Tensor();
           THPObjectPtr of_item(spec);
-          if (!found.defined() || !described) {
+          if (!found.defined()) {
             return false;
           }
-          if (spec != nullptr && PyList_Append(described.get(), spec) != 0) {
+          if (described && spec != nullptr && PyList_Append(described.get(), spec) != 0) {
             return false;
           }
           list.push_back(std::move(found));
@@ -216,12 +283,11 @@ struct DirectCall {
       default:
         stack.push_back(given);
     }
-    if (!noted || !direct.observable) {
-      noted = false;
+    if (!noted) {
       return true;
     }
     if (!described) {
-      described = plain(given);
+      described = plain(given, direct.kinds[at]);
       if (!described) {
         PyErr_Clear();
         noted = false;
@@ -290,12 +356,21 @@ bool run_direct(const Direct& direct, const std::string& letters, torch::jit::St
     PyErr_Clear();
     return false;
   }
-  DirectCall call{direct, trace.get(), runtime, {}, {}, THPObjectPtr(PyList_New(0)), THPObjectPtr(PyDict_New())};
+  const bool noted = observing_of.of(trace.get()) == Py_True && !direct.kinds.empty();
+  DirectCall call{direct, trace.get(), runtime, {}, {}, THPObjectPtr(), THPObjectPtr(), noted};
+  if (noted) {
+    call.args = PyList_New(0);
+    call.kwargs = PyDict_New();
+    if (!call.args || !call.kwargs) {
+      PyErr_Clear();
+      return false;
+    }
+  }
   const size_t count = letters.size();
   const size_t first = stack.size() - count;
   call.stack.reserve(count);
   for (size_t at = 0; at < count; ++at) {
-    if (!call.add(stack[first + at], letters[at], direct.keywords[at])) {
+    if (!call.add(stack[first + at], at, letters[at])) {
       PyErr_Clear();
       return false;
     }
@@ -333,7 +408,13 @@ bool run_direct(const Direct& direct, const std::string& letters, torch::jit::St
     }
   }
   const bool several = one_list || values.size() != 1;
-  THPObjectPtr specs(one_list ? PyList_New(values.size()) : PyTuple_New(values.size()));
+  THPObjectPtr specs;
+  if (call.noted) {
+    specs = one_list ? PyList_New(values.size()) : PyTuple_New(values.size());
+    if (!specs) {
+      throw python_error();
+    }
+  }
   std::vector<at::Tensor> results;
   for (size_t at = 0; at < values.size(); ++at) {
     THPObjectPtr spec;
@@ -341,12 +422,16 @@ bool run_direct(const Direct& direct, const std::string& letters, torch::jit::St
     if (PyErr_Occurred()) {
       throw python_error();
     }
+    if (!specs) {
+      continue;
+    }
     PyObject* described = spec ? spec.release() : Py_NewRef(Py_None);
     one_list ? PyList_SET_ITEM(specs.get(), at, described) : PyTuple_SET_ITEM(specs.get(), at, described);
   }
   if (call.noted) {
     PyObject* result = several ? specs.get() : PyTuple_GET_ITEM(specs.get(), 0);
-    THPObjectPtr note(PyTuple_Pack(4, direct.op, call.args.get(), call.kwargs.get(), result));
+    PyObject* dtype = reinterpret_cast<PyObject*>(torch::getTHPDtype(at::get_default_dtype_as_scalartype()));
+    THPObjectPtr note(PyTuple_Pack(5, direct.rule, call.args.get(), call.kwargs.get(), result, dtype));
     THPObjectPtr done(note ? PyObject_CallOneArg(observed, note.get()) : nullptr);
     PyErr_Clear();
   }

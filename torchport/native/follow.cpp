@@ -489,9 +489,9 @@ extern "C" PyObject* torchport_direct_start(
     PyObject* data, PyObject* spec, PyObject* trace, PyObject* manner, PyObject* of_dtype, PyObject* observe) {
   HANDLE_TH_ERRORS
   const std::vector<std::tuple<PyObject*, const char*, Slot*>> slots = {
-      {trace, "direct", &direct_of},   {data, "device", &data_device},  {data, "spec", &data_spec},
-      {data, "tensor", &data_tensor},  {spec, "shape", &spec_shape},    {spec, "dtype", &spec_dtype},
-      {spec, "strides", &spec_strides}};
+      {trace, "direct", &direct_of}, {trace, "observing", &observing_of}, {data, "device", &data_device},
+      {data, "spec", &data_spec},    {data, "tensor", &data_tensor},      {spec, "shape", &spec_shape},
+      {spec, "dtype", &spec_dtype},  {spec, "strides", &spec_strides}};
   for (const auto& [type, name, slot] : slots) {
     if (!find_slot(type, name, *slot)) {
       return nullptr;
@@ -514,11 +514,11 @@ extern "C" PyObject* torchport_direct_start(
 }
 
 // How an operator that was put before is interpreted: by which of the CPU's. ``keywords``: a name for each argument that
-// is given by keyword, "" for others.
+// is given by keyword, "" for others. ``kinds``: a letter for each, none where calls are not to be observed.
 // Twin of ``run.direct.run``.
 extern "C" PyObject* torchport_direct(
-    PyObject* serial, PyObject* op, const char* name, const char* overload, PyObject* keywords, int shares, int varying,
-    int observable) {
+    PyObject* serial, PyObject* rule, const char* name, const char* overload, PyObject* keywords, int shares,
+    int varying, const char* kinds) {
   HANDLE_TH_ERRORS
   Kernel& kernel = *kernels().at(integer(serial));
   const c10::OperatorHandle callee = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
@@ -529,10 +529,10 @@ extern "C" PyObject* torchport_direct(
   for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(keywords); ++at) {
     names.emplace_back(PyUnicode_AsUTF8(PyTuple_GET_ITEM(keywords, at)));
   }
-  Py_INCREF(op);
+  Py_INCREF(rule);
   Py_INCREF(serial);
   kernel.direct = std::unique_ptr<Direct>(
-      new Direct{callee, shares != 0, varying != 0, op, serial, std::move(names), observable != 0});
+      new Direct{callee, shares != 0, varying != 0, rule, serial, std::move(names), kinds});
   Py_RETURN_TRUE;
   END_HANDLE_TH_ERRORS
 }

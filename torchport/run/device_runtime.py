@@ -24,13 +24,14 @@ from ..trace.decide import AtOnce
 from ..trace.handle import LazyTensor
 from ..trace.threads import ThreadTraces, every_trace, threads
 from ..trace.trace import Trace, lock
-from ..trace.trie import Node
+from ..trace.trie import Node, Sights
 from . import direct, step_closures
 from .barriers import make_barrier
 from .flush import flush, is_known
 from .jobs import Job
 from .queue import queue_of, queues
 from .replay import replay
+from .tiers import is_worth_recording
 from .values import settle
 
 if TYPE_CHECKING:
@@ -106,9 +107,13 @@ class DeviceRuntime:
         # Else an operator that the backend does not take is to be warned about, or refused.
         return self.capture.takes_all or self.kernels.boxed is not None or config.fallback == "allow"
 
-    def begin_direct(self, trace: Trace) -> None:
+    def is_worth_recording(self, sights: Sights) -> bool:
+        """Whether what was seen so often, without being recorded, is to become part of the trie."""
+        return is_worth_recording(self.backend, sights)
+
+    def begin_direct(self, trace: Trace, sights: Sights) -> None:
         """Compute what is pending, and interpret the operators that follow at once, until the next flush."""
-        direct.begin(trace)
+        direct.begin(trace, sights)
 
     def run_direct(self, trace: Trace, kernel: Kernel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Interpret an operator at once; its results have values. Raises what the CPU raises."""

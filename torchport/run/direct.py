@@ -2,12 +2,13 @@
 
 A path that the trie does not know may never come back: an initialisation, a length in ``generate``, a notebook's cell.
 So from its first unknown operator to the next flush a trace is *direct*: each operator is computed on CPU tensors
-(:mod:`..backend.interpret`), its result is a handle with a value, and nothing is recorded, inferred or compiled. The
-second time, the path is recorded.
+(:mod:`..backend.interpret`), its result is a handle with a value, and nothing is recorded, inferred or compiled. A path
+is recorded once its runs have cost enough for it to be compiled (:func:`.tiers.is_worth_recording`).
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -32,6 +33,7 @@ from .values import value_of
 
 if TYPE_CHECKING:
     from ..trace.kernels import Kernel
+    from ..trace.trie import Sights
     from .device_runtime import DeviceRuntime
 
 __all__ = ["begin", "holds_host_tensors", "run"]
@@ -56,10 +58,13 @@ def holds_host_tensors(backend: Backend, device: BackendDevice) -> bool:
     return value.__class__ is TensorData and value.tensor is tensor  # type: ignore[attr-defined]
 
 
-def begin(trace: Trace) -> None:
+def begin(trace: Trace, sights: Sights) -> None:
     """Compute what is pending in a trace of the calling thread, and interpret what follows."""
     flush(trace, "new operator")
     trace.direct = 1
+    sights.times += 1
+    sights.ops = 0
+    trace.sights, trace.observing, trace.began = sights, sights.observed, time.thread_time()
     threads.hide(trace)
 
 
@@ -111,6 +116,7 @@ def _recorded(trace: Trace, kernel: Kernel, args: Sequence[Any], kwargs: Mapping
     finally:
         trace.direct = was_direct
         if was_direct:
+            trace.began = time.thread_time()
             threads.hide(trace)
 
 
@@ -156,13 +162,13 @@ def _run(trace: Trace, runtime: DeviceRuntime, manner: How, args: Sequence[Any],
             data.exported = True
     if result.__class__ is torch.Tensor:
         handle = _handle(trace, runtime, result, shares)
-        if manner.shapes_hold:
-            observe(manner.call, specs, kwargs, handle.value.spec)  # type: ignore[union-attr]
+        if trace.observing and manner.rule is not None:
+            observe(manner.rule, specs, kwargs, handle.value.spec)  # type: ignore[union-attr]
         return handle
     made = [None if one is None else _handle(trace, runtime, one, shares) for one in result]
-    if manner.shapes_hold:
+    if trace.observing and manner.rule is not None:
         described = [None if one is None else one.value.spec for one in made]  # type: ignore[union-attr]
-        observe(manner.call, specs, kwargs, described if isinstance(result, list) else tuple(described))
+        observe(manner.rule, specs, kwargs, described if isinstance(result, list) else tuple(described))
     return made if isinstance(result, list) else tuple(made)
 
 

@@ -99,7 +99,7 @@ def _other_plan(
     def note() -> None:
         history.reasons.append(explain_compile(trace, node, value_ids, cause))
 
-    if known.__class__ is InterpretedPlan and tiered:
+    if isinstance(known, InterpretedPlan) and tiered:
         with may_collect():
             return next_plan(known, Progress(runtime, node, value_ids, specs, donated, note))
     wanted = set(value_ids)
@@ -108,7 +108,7 @@ def _other_plan(
     if whole and (larger := next((p for p in compiled if wanted.issubset(p.value_ids)), None)) is not None:
         return larger
     if known is None and tiered:
-        return first_plan(runtime, node.path(), value_ids, specs())
+        return first_plan(runtime, node.path(), value_ids, specs(), trace.spent)
     reason = explain_compile(trace, node, value_ids, cause)
     before = metrics.counter("UncachedCompile")
     try:

@@ -6,8 +6,9 @@ that the one can take the other's place at any flush and no trace that follows s
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -35,14 +36,22 @@ _CPU: Final = torch.device("cpu")
 class InterpretedPlan(ExecutionPlan):
     """A plan that interprets its path.
 
-    ``seconds``: what its runs have cost so far. ``ticket``: the compile service's, of what is to take its place.
-    ``here``: no other process can compile it. ``stays``: it does not compile.
+    ``since``: when it was made. ``seconds``: what its runs have cost so far. ``ticket``: the compile service's, of what
+    is to take its place. ``here``: no other process can compile it. ``stays``: it does not compile.
     """
 
     seconds: float = 0.0
     ticket: Any = None
     here: bool = False
     stays: bool = False
+    since: float = field(default_factory=time.monotonic)
+
+    @property
+    def tier(self) -> str:
+        """Where it stands, in words."""
+        if self.stays:
+            return "interpreted, and stays so: it does not compile"
+        return "interpreted" if self.ticket is None else "interpreted, and being compiled"
 
 
 def make_interpreted(

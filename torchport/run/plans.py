@@ -48,6 +48,11 @@ class ExecutionPlan:
     contexts: dict[frozenset[int], ExecutionContext] = field(default_factory=dict[frozenset[int], ExecutionContext])
     """One context per set of donated arguments."""
 
+    @property
+    def tier(self) -> str:
+        """Where it stands on its way to be compiled, in words."""
+        return "compiled"
+
     def select(self, wanted: tuple[int, ...], results: Sequence[Any]) -> Sequence[Any]:
         """Of one thing per value of the plan, those of the values wanted, in their order."""
         if wanted == self.value_ids:

@@ -114,7 +114,7 @@ def _at_node(node: Node, value_ids: Sequence[int]) -> dict[str, Any] | None:
     wanted = set(value_ids)
     nearest = max(node.plans, key=lambda known: len(wanted & set(known)) - len(wanted ^ set(known)))
     new = sorted(wanted - set(nearest))
-    if not new and node.plans[nearest].__class__ is InterpretedPlan:
+    if not new and isinstance(node.plans[nearest], InterpretedPlan):
         changed = "it has come back so often that interpreting it costs more than compiling it is worth"
         return {"kind": "often", "changed": changed, "shared": node.depth}
     if not new:

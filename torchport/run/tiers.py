@@ -9,25 +9,30 @@ program stays with the interpreter.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence, Set
+import time
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from .. import native
 from ..backend.compiler import computations
 from ..core import metrics
+from ..core.config import config
 from ..core.errors import CompileError, TorchportError
 from ..core.specs import TensorSpec
 from ..worker.paths import NotSendable
 from ..worker.request import Answer, path_request
 from ..worker.service import Cancelled, service
+from .checked_swap import CheckedPlan, make_checked
 from .interpreted import InterpretedPlan, make_interpreted
 from .plans import ExecutionPlan, make_plan, plan_of
 
 if TYPE_CHECKING:
-    from ..trace.trie import Node
+    from ..backend.interface import Backend
+    from ..trace.trie import Node, Sights
     from .device_runtime import DeviceRuntime
 
-__all__ = ["CompileCosts", "Progress", "costs", "first_plan", "next_plan"]
+__all__ = ["CompileCosts", "Progress", "costs", "first_plan", "is_worth_recording", "next_plan"]
 
 
 class CompileCosts:
@@ -40,6 +45,7 @@ class CompileCosts:
 
     def __init__(self) -> None:
         self._per_operator: dict[str, float] = {}
+        self._ignored = 0
 
     def note(self, backend: str, operators: int, seconds: float) -> None:
         """A graph of so many operators took so long."""
@@ -47,8 +53,19 @@ class CompileCosts:
         known = self._per_operator.get(backend)
         self._per_operator[backend] = seen if known is None else self.MEMORY * known + (1 - self.MEMORY) * seen
 
+    @contextmanager
+    def ignored(self) -> Iterator[None]:
+        """Inside of the block, everything is worth compiling."""
+        self._ignored += 1
+        try:
+            yield
+        finally:
+            self._ignored -= 1
+
     def expected(self, backend: str, operators: int) -> float:
         """Seconds that a graph of so many operators may take."""
+        if self._ignored:
+            return 0.0
         return self._per_operator.get(backend, self.FIRST_GUESS) * operators
 
 
@@ -83,18 +100,37 @@ class Progress:
         """Called when something is compiled: writes down why."""
 
 
+def is_worth_recording(backend: Backend, sights: Sights) -> bool:
+    """Whether a path that was computed at once so far has cost so much that the compiler's process is to have it.
+
+    To record a path costs several times what it costs to compute it at once, and gains nothing but that.
+    """
+    if sights.times == 0:
+        return False
+    return sights.seconds >= WORTH_A_PROCESS * costs.expected(backend.name, max(sights.ops, 1))
+
+
 def first_plan(
-    runtime: DeviceRuntime, path: Sequence[Node], value_ids: tuple[int, ...], leaf_specs: Sequence[TensorSpec]
+    runtime: DeviceRuntime,
+    path: Sequence[Node],
+    value_ids: tuple[int, ...],
+    leaf_specs: Sequence[TensorSpec],
+    spent: float = 0.0,
 ) -> InterpretedPlan:
-    """The plan of values that nobody has wanted here before."""
+    """The plan of values that nobody has wanted here before; ``spent``: seconds that its path has cost already."""
     metrics.count("InterpretedPlan")
-    return make_interpreted(runtime, path, value_ids, leaf_specs)
+    plan = make_interpreted(runtime, path, value_ids, leaf_specs)
+    plan.seconds = spent
+    return plan
 
 
 def next_plan(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
     """Note another run of an interpreted plan; what to run: the same, or the compiled one once it is there."""
     computation = plan.computation
     assert computation is not None
+    if isinstance(plan, CheckedPlan):
+        return plan.settled()
+    metrics.count("InterpretedRun")
     if plan.ticket is not None:
         return _taken_over(plan, progress) if plan.ticket.done() else plan
     if plan.stays:
@@ -151,8 +187,8 @@ def _taken_over(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
     except TorchportError as error:
         _give_up(plan, error)
         return plan
-    metrics.count("TakenOver")
-    return plan_of(computation, progress.node.path(), progress.value_ids, answer.sources)
+    made = plan_of(computation, progress.node.path(), progress.value_ids, answer.sources)
+    return _successor(plan, progress, made)
 
 
 def _compiled_here(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
@@ -166,7 +202,15 @@ def _compiled_here(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
         return plan
     assert made.computation is not None
     costs.note(runtime.backend.name, made.computation.graph_ops, made.computation.compile_seconds)
+    return _successor(plan, progress, made)
+
+
+def _successor(plan: InterpretedPlan, progress: Progress, made: ExecutionPlan) -> ExecutionPlan:
+    """What takes an interpreted plan's place: the compiled one, with the interpreter beside it if that is wanted."""
     metrics.count("TakenOver")
+    metrics.metrics.add_time("TakeOverTime", time.monotonic() - plan.since)
+    if config.verify_swap:
+        return make_checked(progress.runtime, progress.node, progress.leaf_specs(), plan, made)
     return made
 
 

@@ -22,7 +22,7 @@ from .keys import leaf
 from .layouts import kind_of, refusal
 from .pool import fill_pool, new_handle
 from .trace import CHECKPOINT_EVERY, Trace, lock
-from .trie import FOREIGN_DEVICE, LEAF, NONE, HostScalar, Leaf, Node, RandomKey, ScalarInput, Value, Varying
+from .trie import FOREIGN_DEVICE, LEAF, NONE, HostScalar, Leaf, Node, RandomKey, ScalarInput, Sights, Value, Varying
 from .wrapping import unwrap, wrap
 
 if TYPE_CHECKING:
@@ -44,11 +44,16 @@ def record(trace: Trace, kernel: Kernel, key: tuple[Any, ...], args: Sequence[An
         _Mark(trace, key, is_random(kernel.op)).undo()
         return kernel.indexed(kernel.trace_of(index), *args, **kwargs)
     if not trace.recording and trace.runtime.interprets:
-        if _is_first_sight(trace, key):
+        sights = _sights(trace.cursor, key)
+        worth = trace.runtime.is_worth_recording(sights)
+        if not worth or not sights.observed:
+            sights.observed = worth  # computed at once a last time, so that nothing has to be inferred
             _Mark(trace, key, is_random(kernel.op)).undo()
-            trace.runtime.begin_direct(trace)
+            trace.runtime.begin_direct(trace, sights)
             return trace.runtime.run_direct(trace, kernel, args, kwargs)
+        trace.cursor.missed.pop(key)  # type: ignore[union-attr]  # it becomes a child
         trace.recording = True
+        trace.spent = sights.seconds
     if isinstance(trace, EagerTrace):
         return trace.at_once(
             key, lambda node: emit(trace, node, args, kwargs), lambda: _record(trace, kernel, key, args, kwargs)
@@ -56,22 +61,21 @@ def record(trace: Trace, kernel: Kernel, key: tuple[Any, ...], args: Sequence[An
     return _record(trace, kernel, key, args, kwargs)
 
 
-def _is_first_sight(trace: Trace, key: tuple[Any, ...]) -> bool:
-    """Whether an operator was never seen at the cursor. Only what comes back is worth a place in the trie."""
-    node = trace.cursor
-    if node.missed is None:
-        node.missed = set()
-    if key in node.missed:
-        node.missed.remove(key)  # it becomes a child
-        return False
-    if len(node.missed) >= _MISSED_AT_MOST:
-        node.missed.clear()
-    node.missed.add(key)
-    return True
+def _sights(node: Node, key: tuple[Any, ...]) -> Sights:
+    """How often an operator that is no child of a node was seen there, and what that has cost."""
+    sights = node.missed.pop(key, None) if node.missed else None
+    if sights is None:
+        sights = Sights()
+        if node.missed is None:
+            node.missed = {}
+        elif len(node.missed) >= _MISSED_AT_MOST:
+            del node.missed[next(iter(node.missed))]
+    node.missed[key] = sights  # type: ignore[index]  # the last in order is the one that was seen last
+    return sights
 
 
 _MISSED_AT_MOST: Final = 4_096
-"""Keys remembered at one place of a trie that were seen there once: a loop whose sizes grow adds one in each round."""
+"""Keys remembered at one place of a trie that are not recorded: a loop whose sizes grow adds one in each round."""
 
 
 def _index_of_wrapper(args: Sequence[Any]) -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -23,7 +24,7 @@ from ..core import metrics
 from ..core.config import config
 from ..native.twins import twins
 from .handle import LazyTensor
-from .trie import NONE, SPAN, Node
+from .trie import NONE, SPAN, Node, Sights
 
 if TYPE_CHECKING:
     from ..backend.builder import Capture
@@ -63,7 +64,11 @@ class Runner(Protocol):
         """Whether operators seen for the first time are to be interpreted at once, rather than recorded."""
         ...
 
-    def begin_direct(self, trace: Trace) -> None:
+    def is_worth_recording(self, sights: Sights) -> bool:
+        """Whether what was seen so often, without being recorded, is to become part of the trie."""
+        ...
+
+    def begin_direct(self, trace: Trace, sights: Sights) -> None:
         """Compute what is pending, and interpret the operators that follow at once, until the next flush."""
         ...
 
@@ -100,7 +105,9 @@ class Trace:
     values the trace starts from in order of first use, ``scalar_inputs`` and ``random_keys`` in
     order. ``fresh`` tells whether one of the leaves came from the host for this trace, ``copies`` how many copies from
     the host came after that leaf was used. ``direct`` is above 0 while operators are interpreted at once and nothing is
-    recorded: one more than how many were. ``recording``: what is new to the trie becomes part of it, until a flush.
+    recorded: one more than how many were; ``sights`` says what is known of those, ``began`` when they did.
+    ``observing``: what they give is noted for when they are recorded. ``recording``: what is new to the trie becomes
+    part of it, until a flush; before, it has cost ``spent`` seconds.
     """
 
     eager = False
@@ -109,6 +116,7 @@ class Trace:
     __slots__ = (
         "__weakref__",
         "base",
+        "began",
         "computed",
         "copies",
         "cursor",
@@ -121,11 +129,14 @@ class Trace:
         "leaves",
         "made",
         "nodes",
+        "observing",
         "random_keys",
         "recording",
         "root",
         "runtime",
         "scalar_inputs",
+        "sights",
+        "spent",
         "swept",
     )
 
@@ -148,6 +159,10 @@ class Trace:
         self.copies = 0
         self.direct = 0
         self.recording = False
+        self.spent = 0.0
+        self.sights: Sights | None = None
+        self.began = 0.0
+        self.observing = False
         owners[epoch] = self
 
     def restart(self) -> None:
@@ -171,12 +186,18 @@ class Trace:
         self.fresh = False
         self.copies = 0
         self.recording = False
+        self.spent = 0.0
         self.made.clear()
 
     def end_direct(self) -> None:
         """Record again from the next operator on."""
         if self.direct > 1:
             metrics.count("InterpretedOps", self.direct - 1)
+        if self.sights is not None:
+            now = time.thread_time()
+            self.sights.ops += max(self.direct - 1, 0)
+            self.sights.seconds += now - self.began
+            self.began = now
         self.direct = 1 if self.eager and self.runtime.interprets else 0
 
     def holds(self, value_id: int) -> bool:

@@ -28,6 +28,7 @@ __all__ = [
     "Node",
     "RandomKey",
     "ScalarInput",
+    "Sights",
     "Value",
     "Varying",
     "is_template",
@@ -122,6 +123,21 @@ class RandomKey(_Positioned):
     __slots__ = ()
 
 
+class Sights:
+    """What is known of a path that is not recorded: how often it came, what that has cost, and how long it was last.
+
+    ``observed``: what its operators gave the last time is known to shape inference.
+    """
+
+    __slots__ = ("observed", "ops", "seconds", "times")
+
+    def __init__(self) -> None:
+        self.times = 0
+        self.seconds = 0.0
+        self.ops = 0
+        self.observed = False
+
+
 class Node:
     """An operator call at one place of the trie: its parent is the call before it, its children the calls after it."""
 
@@ -155,7 +171,7 @@ class Node:
         self.key = key
         self.op = op
         self.children: dict[Any, Node] = {}
-        self.missed: set[Any] | None = None  # keys that were seen here once, and not recorded
+        self.missed: dict[Any, Sights] | None = None  # keys that were seen here and not recorded
         self.plans: dict[tuple[int, ...], Any] | None = None  # the runner's, by the ids of the values wanted
         self.apart: dict[tuple[tuple[int, ...], int], tuple[tuple[int, ...], ...]] | None = None
         self.args: Sequence[Any] = ()

@@ -24,6 +24,7 @@ from ..core.config import config
 from ..core.errors import CompileError
 from ..core.forks import guarded_rlock
 from .process import Worker
+from .progress import ProgressLine
 from .protocol import BrokenMessage
 from .request import Answer, Request, answer_of
 
@@ -195,6 +196,8 @@ class Service:
         state.running.append(None)
         if place == 0:
             atexit.register(self._exit)
+            if sys.stderr is not None:
+                ProgressLine(self.pending, sys.stderr).start()
         name = f"torchport compile service {place}"
         threading.Thread(target=self._carry, args=(state, place), name=name, daemon=True).start()
 

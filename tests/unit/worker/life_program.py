@@ -16,7 +16,26 @@ from worker_engines import Troubled
 from worker_support import a_trace, family, wait_until
 
 import torchport
+from torchport.run.tiers import costs
 from torchport.worker.service import service
+
+
+def train(seconds: float) -> None:
+    """Train for so long with computations that are interpreted at first, each compiled beside the program at once."""
+    torchport.config.tiers = "auto"
+    torchport.use("reference")
+    end = time.monotonic() + seconds
+    with costs.ignored():
+        while time.monotonic() < end:
+            for size in range(1, 6):
+                net = torch.nn.Sequential(torch.nn.Linear(4, size), torch.nn.GELU(), torch.nn.Linear(size, 1)).to(
+                    "port"
+                )
+                optimizer = torch.optim.Adam(net.parameters())
+                for _ in range(4):
+                    net(torch.ones(3, 4).to("port")).sum().backward()
+                    optimizer.step()
+
 
 HOW, FILE = sys.argv[1], Path(sys.argv[2])
 
@@ -32,6 +51,14 @@ def say(*words: object) -> None:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
     torchport.config.compile_nice = 0
+    if HOW.startswith("train"):
+        train(0.2)
+        wait_until(service.pids)
+        say(*family(service.pids()[0]))
+        train(float(HOW.split()[1]))
+        if HOW.endswith("_exit"):
+            os._exit(0)
+        sys.exit(0)
     torchport.register(Troubled)
     torch.manual_seed(0)
     ticket = service.submit(

@@ -26,6 +26,7 @@ class Program:
     """``life_program.py`` in a process and session of its own."""
 
     def __init__(self, how: str, file: Path) -> None:
+        self.how = how
         self.file = file
         path = os.pathsep.join([str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")])
         self.process = subprocess.Popen(
@@ -86,6 +87,21 @@ def test_a_program_that_ends_while_something_compiles_leaves_nothing(begun: Any,
     assert code == (1 if how == "raise" else 0)
     assert errors == "" if how != "raise" else errors.endswith("ValueError: the program fails\n")
     assert gone(workers) == []
+
+
+@pytest.mark.slow
+def test_programs_that_end_while_their_steps_are_compiled_leave_nothing(begun: Any) -> None:
+    draw = random.Random(4)
+    for _ in range(MANY_ENDS):
+        program = begun(f"train {draw.uniform(0, 6):.2f} {draw.choice(['exit', '_exit', 'killed'])}")
+        workers = program.workers()
+        if program.how.endswith("killed"):
+            time.sleep(draw.uniform(0, 6))
+            program.process.kill()
+            program.end()
+        else:
+            assert program.end() == (0, "")
+        assert gone(workers) == []
 
 
 def test_a_program_that_is_killed_leaves_nothing(begun: Any) -> None:

@@ -109,30 +109,36 @@ def _use_direct(library: ctypes.PyDLL, kernels: Sequence[Kernel]) -> None:
     direct = library.torchport_direct
     direct.argtypes = [
         ctypes.py_object, ctypes.py_object, ctypes.c_char_p, ctypes.c_char_p, ctypes.py_object,
-        ctypes.c_int, ctypes.c_int, ctypes.c_int,
+        ctypes.c_int, ctypes.c_int, ctypes.c_char_p,
     ]  # fmt: skip
     direct.restype = ctypes.py_object
     for kernel in kernels:
         manner = how(kernel.op)
-        if letters(kernel) is None or manner.call is None:
+        if letters(kernel) is None or manner.at_once is None:
             continue
-        schema = manner.call._schema
+        schema = manner.at_once._schema
         keywords = tuple(a.name if a.kwarg_only else "" for a in kernel.arguments)
-        # Other kinds, such as dtypes, are numbers in C++.
-        observable = manner.shapes_hold and all(a.kind in _SAME_IN_PYTHON for a in kernel.arguments)
+        kinds = "".join(_IN_CPP.get(argument.kind, "?") for argument in kernel.arguments)
+        observed_kinds = b"" if manner.rule is None or "?" in kinds else kinds.encode()
         name, overload = schema.name.encode(), schema.overload_name.encode()
-        direct(kernel.serial, manner.call, name, overload, keywords, manner.shares, manner.varying, observable)
+        direct(kernel.serial, manner.rule, name, overload, keywords, manner.shares, manner.varying, observed_kinds)
 
 
 def _template_of(dtype: torch.dtype) -> torch.Tensor:
     return make_template(TensorSpec((), dtype, ()))
 
 
-_SAME_IN_PYTHON: Final = frozenset(
-    {"Tensor", "Optional[Tensor]", "List[Tensor]", "int", "Optional[int]", "bool", "Optional[bool]", "float", "number",
-     "Optional[number]", "SymInt", "Optional[SymInt]", "List[int]", "List[SymInt]", "Device", "Optional[Device]"}
+_SAME_IN_PYTHON: Final = (
+    "Tensor", "Optional[Tensor]", "List[Tensor]", "int", "Optional[int]", "bool", "Optional[bool]", "float", "number",
+    "Optional[number]", "SymInt", "Optional[SymInt]", "List[int]", "List[SymInt]", "Optional[List[int]]",
+    "Optional[List[SymInt]]", "List[bool]", "Device", "Optional[Device]", "Optional[float]",
 )  # fmt: skip
-"""Kinds of arguments that C++ sees as Python does."""
+_IN_CPP: Final = {
+    **dict.fromkeys(_SAME_IN_PYTHON, "p"),
+    **dict.fromkeys(("ScalarType", "Optional[ScalarType]"), "d"),
+    **dict.fromkeys(("MemoryFormat", "Optional[MemoryFormat]"), "m"),
+}
+"""Kinds of arguments of which C++ knows what they are in Python: the same, or, where they are numbers there, which."""
 
 
 def install(kernels: Sequence[Kernel], forms: Mapping[Any, Any], checked: Sequence[Checked]) -> None:

@@ -1,0 +1,187 @@
+"""``config.verify_swap``: the first runs of a compiled computation beside the interpreter, on the same values.
+
+Where the two differ beyond what the dtypes allow, the compiled computation is dropped, the program goes on with the
+interpreter's values, and the operators that the wrong value needs are written to a file.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import fx
+
+from ..backend.execution import Computation, execute
+from ..backend.interface import Backend, BackendData, ExecutionContext, Processed
+from ..core import metrics
+from ..core.config import config
+from ..core.errors import TorchportError
+from ..core.specs import CompileSpecs, TensorSpec
+from ..trace.graph import build_graph
+from .interpreted import InterpretedPlan
+from .plans import ExecutionPlan
+
+if TYPE_CHECKING:
+    from ..trace.trie import Node
+    from .device_runtime import DeviceRuntime
+
+__all__ = ["CheckedPlan", "make_checked"]
+
+_TOLERANCES: Final = {
+    torch.float64: (1e-7, 1e-7),
+    torch.complex128: (1e-7, 1e-7),
+    torch.bfloat16: (1.6e-2, 1e-2),
+    torch.float16: (2e-3, 2e-3),
+}
+_SINGLE: Final = (1e-4, 1e-4)
+"""(rtol, atol) of float32 and complex64: sums of a whole training step, in another order."""
+
+
+@dataclass(slots=True, eq=False)
+class CheckedPlan(InterpretedPlan):
+    """A plan that runs both, and gives the compiled computation's values as long as they are right.
+
+    ``interpreted`` and ``compiled`` are the plans that it compares, ``left`` how many runs are still to be compared,
+    ``largest`` the largest difference so far.
+    """
+
+    interpreted: InterpretedPlan | None = None
+    compiled: ExecutionPlan | None = None
+    left: int = 0
+    largest: float = 0.0
+    wrong: str = ""
+
+    def settled(self) -> ExecutionPlan:
+        """What is to run from now on: this while there are runs to compare, then one of the two."""
+        assert self.interpreted is not None
+        assert self.compiled is not None
+        if self.wrong:
+            self.interpreted.stays = True
+            return self.interpreted
+        if self.left > 0:
+            return self
+        operators = self.compiled.computation.graph_ops if self.compiled.computation is not None else 0
+        print(
+            f"torchport: a compiled graph of {operators} operators agrees with the interpreter: the largest "
+            f"difference in {config.verify_swap} runs was {self.largest:.3g}",
+            file=sys.stderr,
+        )
+        return self.compiled
+
+
+def make_checked(
+    runtime: DeviceRuntime,
+    node: Node,
+    leaf_specs: Sequence[TensorSpec],
+    interpreted: InterpretedPlan,
+    compiled: ExecutionPlan,
+) -> CheckedPlan:
+    """A plan that compares these two, which bring the same values, in its first runs."""
+    known = interpreted.computation
+    assert known is not None
+    checker = _Checker(runtime, node, tuple(leaf_specs), interpreted, compiled)
+    context = ExecutionContext(known.device, known.results)
+    computation = Computation(
+        checker, known.device, known.parameters, (), known.results, None, context, graph_ops=known.graph_ops
+    )
+    plan = CheckedPlan(
+        computation, interpreted.leaves, (), interpreted.doubles, interpreted.random_keys, interpreted.value_ids,
+        interpreted.specs, interpreted=interpreted, compiled=compiled, left=config.verify_swap,
+    )  # fmt: skip
+    checker.plan = plan
+    computation.users.add(plan)
+    return plan
+
+
+class _Checker(Backend):
+    """Runs both plans of a :class:`CheckedPlan` on the values that the interpreter is given."""
+
+    def __init__(
+        self,
+        runtime: DeviceRuntime,
+        node: Node,
+        leaf_specs: tuple[TensorSpec, ...],
+        interpreted: InterpretedPlan,
+        compiled: ExecutionPlan,
+    ) -> None:
+        self.name = runtime.backend.name  # type: ignore[misc]  # errors are told of it
+        self.runtime = runtime
+        self.node = node
+        self.leaf_specs = leaf_specs
+        self.interpreted = interpreted
+        self.compiled = compiled
+        self.plan: CheckedPlan | None = None
+
+    def preprocess(self, graph: fx.GraphModule, specs: CompileSpecs) -> Processed:
+        raise NotImplementedError("both plans are there already")
+
+    def execute(self, handle: None, args: Sequence[BackendData], context: ExecutionContext) -> list[BackendData]:
+        plan, backend = self.plan, self.runtime.backend
+        assert plan is not None
+        assert self.interpreted.computation is not None
+        assert self.compiled.computation is not None
+        wanted = list(execute(self.interpreted.computation, args))
+        plan.left -= 1
+        try:
+            found = list(execute(self.compiled.computation, self._compiled_args(args)))
+        except TorchportError as error:
+            self._refuse(0, str(error))
+            return wanted
+        metrics.count("VerifiedSwap")
+        for at, (got, want) in enumerate(zip(found, wanted, strict=True)):
+            a, b = backend.from_device(got), backend.from_device(want)
+            rtol, atol = _TOLERANCES.get(b.dtype, _SINGLE)
+            try:
+                torch.testing.assert_close(a, b, rtol=rtol, atol=atol, equal_nan=True)
+            except AssertionError as error:
+                self._refuse(at, str(error))
+                return wanted
+            if b.numel() and b.dtype.is_floating_point:
+                gap = (a.double() - b.double()).abs().nan_to_num(0.0, 0.0).max().item()
+                plan.largest = max(plan.largest, gap)
+        return found
+
+    def _compiled_args(self, args: Sequence[BackendData]) -> list[Any]:
+        """What the compiled computation is given, from what the interpreter was."""
+        backend, device = self.runtime.backend, self.runtime.device
+        mine, theirs = self.interpreted, self.compiled
+        leaves = dict(zip(mine.leaves, args, strict=False))
+        rest = [backend.from_device(value) for value in args[len(mine.leaves) :]]
+        numbers = dict(zip(mine.doubles, rest.pop(0).tolist(), strict=True)) if mine.doubles else {}
+        keys = dict(zip(mine.random_keys, rest.pop(0).tolist(), strict=True)) if mine.random_keys else {}
+        given: list[Any] = [leaves[at] for at in theirs.leaves]
+        for places, source, dtype in (
+            (theirs.singles, numbers, torch.float32),
+            (theirs.doubles, numbers, torch.float64),
+            (theirs.random_keys, keys, torch.int64),
+        ):
+            if places:
+                given.append(backend.to_device(torch.tensor([source[at] for at in places], dtype=dtype), device))
+        return given
+
+    def _refuse(self, at: int, why: str) -> None:
+        """The compiled computation is wrong in the result at this position: say so, and write down what it needs."""
+        assert self.plan is not None
+        self.plan.wrong = why
+        metrics.count("RefusedSwap")
+        value_id = self.plan.value_ids[at]
+        graph = build_graph(self.node.path(), (value_id,), self.leaf_specs, self.runtime.capture).module
+        text = f"{why}\n\n{graph.print_readable(print_output=False)}\n"
+        try:
+            folder = Path(tempfile.mkdtemp(prefix="torchport-mismatch-"))
+            place = folder / f"{os.getpid()}.txt"
+            place.write_text(text, encoding="utf-8")
+            where = f"the operators that the value needs are in {place}"
+        except OSError as error:
+            where = f"its graph could not be written to a file: {error}"
+        print(
+            f"torchport: a compiled graph is dropped, and stays interpreted: on {self.runtime!r} a result differs "
+            f"from the interpreter's: {why.splitlines()[0]}; {where}",
+            file=sys.stderr,
+        )
