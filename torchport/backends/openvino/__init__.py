@@ -22,11 +22,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from torchport.backend.arrays import AS_INTEGERS
+from torchport.backend.engine_files import libraries_of
 from torchport.backend.forked import abandon
 from torchport.backend.interface import (
     ArrayData,
     Backend,
     BackendData,
+    BackendDevice,
     Capabilities,
     ExecutionContext,
     FreeableBuffer,
@@ -120,6 +122,12 @@ class OpenVinoBackend(Backend):
             return ""
         abandon(_core, *(compiled.request for compiled in _every_compiled))
         return "OpenVINO was used before the fork, and its threads stayed in the parent"
+
+    def engine_files(self) -> Sequence[str]:
+        return libraries_of("openvino", "libs/libopenvino.*", "libs/*_cpu_plugin.*", "libs/*_ir_frontend.*")
+
+    def cache_key(self, device: BackendDevice) -> Mapping[str, str]:
+        return {}
 
     def supports(self, node: fx.Node) -> Support:
         from .translate import supports  # on demand: compiling needs it, running does not
