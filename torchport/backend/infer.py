@@ -1,7 +1,7 @@
 """Shape inference of a first-time op, with fake tensors: shapes, dtypes and strides as CPU eager would give them.
 
-Private torch APIs used here: ``torch._subclasses.fake_tensor.FakeTensorMode`` and its two exceptions for results
-whose shape or value depends on data.
+Private torch APIs used here: ``torch._subclasses.fake_tensor.FakeTensor`` and its module's two exceptions for results
+whose shape or value depends on data; the mode is made in :mod:`.fake_mode`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..core.specs import TensorSpec
+from .fake_mode import make_fake_mode
 from .probe import cpu_result
 
 __all__ = [
@@ -65,16 +66,19 @@ def fake_mode() -> Any:
     A mode notes on itself that it is inside of a kernel, so two threads cannot use one.
     """
     if _here.mode is None:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
-        _here.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        _here.mode = make_fake_mode()
     return _here.mode
 
 
 def fake_tensor(spec: TensorSpec) -> torch.Tensor:
     """A fake CPU tensor with this spec."""
-    with fake_mode():
-        return torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device="cpu")
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    # As the factory function under the mode would make it, but without a dispatch through Python.
+    mode = fake_mode()
+    with torch.utils._python_dispatch._disable_current_modes():
+        memory = torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device="meta")
+        return FakeTensor(mode, memory, torch.device("cpu"))
 
 
 def _describe(result: Any) -> Inferred:

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from ..core import metrics
 from .digests import Digests
@@ -95,27 +95,35 @@ class CacheFolder:
     def read(self, key: str) -> Entry | None:
         """The entry of that key, whole and unchanged; ``None``, and a line that says why, for anything else."""
         try:
-            fd = os.open(self._file(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            with self._opened(key) as file:
+                if self._kills(key):
+                    return None
+                entry = decode(file.read(), key)
+                if self.writable:
+                    with contextlib.suppress(OSError):
+                        os.utime(file.fileno())
+                return entry
         except FileNotFoundError:
             return None
         except OSError as error:
             return self._unread(key, error.strerror or str(error))
-        with os.fdopen(fd, "rb") as file:
+        except Damaged as error:
+            return self._unread(key, str(error))
+
+    @contextmanager
+    def _opened(self, key: str) -> Iterator[BinaryIO]:
+        """An entry's file, open. Raises ``OSError``, or :class:`Damaged` for what is no file or may be another's."""
+        fd = os.open(self._file(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode):
-                return self._unread(key, "it is no file")
+                raise Damaged("it is no file")
             if others := _others_may_write(found):
-                return self._unread(key, others)
-            if self._kills(key):
-                return None
-            try:
-                entry = decode(file.read(), key)
-            except (OSError, Damaged) as error:
-                return self._unread(key, str(error))
-            if self.writable:
-                with contextlib.suppress(OSError):
-                    os.utime(fd)
-        return entry
+                raise Damaged(others)
+            with os.fdopen(fd, "rb", closefd=False) as file:
+                yield file
+        finally:
+            os.close(fd)
 
     def _unread(self, key: str, why: str) -> None:
         metrics.count("DiskCacheDamaged")
@@ -124,8 +132,7 @@ class CacheFolder:
     def description(self, key: str) -> Description | None:
         """What an entry says of itself; ``None`` where there is none or it is damaged."""
         try:
-            fd = os.open(self._file(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-            with os.fdopen(fd, "rb") as file:
+            with self._opened(key) as file:
                 found = read_description(file)
         except (OSError, Damaged):
             return None
@@ -216,10 +223,12 @@ class CacheFolder:
         private = f"{self.path}/.{key}.{secrets.token_hex(8)}.tmp"
         try:
             fd = os.open(private, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            with os.fdopen(fd, "wb", buffering=0) as file:
+            try:
                 rest = memoryview(data)
                 while rest:
-                    rest = rest[file.write(rest) :]
+                    rest = rest[os.write(fd, rest) :]
+            finally:
+                os.close(fd)
             os.rename(private, self._file(key))
         except OSError as error:
             with contextlib.suppress(OSError):

@@ -32,6 +32,7 @@ from .reasons import APART, explain_compile
 from .replay import replay
 from .split import parts_to_compute
 from .tiers import Progress, first_plan, next_plan
+from .warming import warming
 
 if TYPE_CHECKING:
     from .device_runtime import DeviceRuntime
@@ -106,6 +107,12 @@ def _other_plan(
         return larger
     if known is None and tiered:
         return first_plan(runtime, node.path(), value_ids, specs())
+    if warming.active and not trace.eager:
+        if known.__class__ is InterpretedPlan:
+            return known
+        handed_in = warming.plan(runtime, node, value_ids, specs(), donated())
+        if handed_in is not None:
+            return handed_in
     reason = explain_compile(trace, node, value_ids, cause)
     before = metrics.counter("UncachedCompile")
     try:
