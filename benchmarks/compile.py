@@ -34,7 +34,7 @@ import json, resource, sys, time
 import torch
 torch.set_num_threads(1)
 from benchmarks import models
-example = models.{model}()
+example = models.MODELS[{model!r}]()
 model = example.model.eval()
 loaded = time.process_time()
 if {backend!r}:

@@ -25,9 +25,9 @@ from ..core.specs import CompileSpecs, TensorSpec
 from .control_flow import inner_graph
 from .interface import Backend
 from .optional import optional_of
-from .registry import registry
+from .registry import recipe_of
 
-__all__ = ["Uncacheable", "machine", "manifest_of"]
+__all__ = ["Uncacheable", "machine", "manifest_of", "own_code", "torch_build"]
 
 _PACKAGE: Final = Path(__file__).parents[1]
 _OWN_CODE: Final = ("backend", "core", "dispatch", "native")
@@ -61,7 +61,8 @@ def machine() -> str:
 
 
 @functools.cache
-def _torch_build() -> str:
+def torch_build() -> str:
+    """PyTorch's version, commit and options of its build."""
     return f"{torch.__version__} {torch.version.git_version} {_short(torch.__config__.show())}"
 
 
@@ -74,6 +75,11 @@ def _settings() -> str:
         f"threads={torch.get_num_threads()}",
         f"onednn={torch.backends.mkldnn.enabled:d}",  # pyright: ignore[reportAttributeAccessIssue]
     ])  # fmt: skip
+
+
+def own_code(digests: Digests) -> str:
+    """A hash of torchport's sources that decide what a backend is given. Raises ``OSError``."""
+    return _short([digests.sources(str(_PACKAGE / folder)) for folder in _OWN_CODE])
 
 
 # -- the backend -------------------------------------------------------------------------------------------------------
@@ -90,7 +96,7 @@ def _code_of(backend: Backend, digests: Digests) -> str:
 
 
 def _recipe(backend: Backend) -> str:
-    recipe = registry.recipe(backend)
+    recipe = recipe_of(backend)
     if recipe is None:
         raise Uncacheable(
             f"backend {backend.name!r} is known in this process only: what it gives is kept where it has an entry "
@@ -114,8 +120,8 @@ def _identity(backend: Backend, digests: Digests) -> dict[str, str]:
         "backend": f"{backend.name} {backend.version} {_recipe(backend)}",
         "backend's code": _code_of(backend, digests),
         "engine": "" if engine is None else digests.files(engine.engine_files()),
-        "torchport": _short([digests.sources(str(_PACKAGE / folder)) for folder in _OWN_CODE]),
-        "torch": _torch_build(),
+        "torchport": own_code(digests),
+        "torch": torch_build(),
         "machine": machine(),
     }
     digests.save()

@@ -34,6 +34,7 @@ __all__ = [
     "learn",
     "observe",
     "observed",
+    "remembered",
 ]
 
 
@@ -105,6 +106,12 @@ def _spec(value: Any) -> TensorSpec | None:
 _remembered: Final[OrderedDict[Any, Inferred]] = OrderedDict()
 _remembered_as_on_cpu: Final[OrderedDict[Any, Inferred]] = OrderedDict()
 _REMEMBER: Final = 16_384
+
+
+def remembered() -> tuple[OrderedDict[Any, Inferred], ...]:
+    """What :func:`infer` and :func:`infer_as_on_cpu` remember, by call."""
+    return _remembered, _remembered_as_on_cpu
+
 
 
 def _key(value: Any) -> Any:
