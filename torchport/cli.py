@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from . import __version__
+from .cache import command as cache
 from .core.errors import TorchportError
 
 __all__ = ["main"]
@@ -87,11 +88,10 @@ def _parser() -> argparse.ArgumentParser:
     warm.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
     warm.set_defaults(run=_warm)
 
-    from .cache import command as cache  # on demand: a command pays for what it uses
-    from .testing import command as testing
+    from .testing.command import add_commands  # on demand: a command pays for what it uses
 
     cache.add_commands(commands)
-    testing.add_commands(commands)
+    add_commands(commands)
     return parser
 
 

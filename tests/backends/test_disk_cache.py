@@ -208,9 +208,7 @@ def test_reference_is_not_cached(engine: Kept) -> None:
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
-def test_what_the_engine_refuses_is_counted_and_compiled_again(
-    engine: Kept, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_the_engine_refuses_is_counted_and_compiled_again(engine: Kept, capfd: pytest.CaptureFixture[str]) -> None:
     _next_process()
     _step()
     built = len(compiled())
@@ -261,7 +259,7 @@ def test_debug_mode_finds_a_backend_that_changes_the_graph(engine: Kept) -> None
     torchport.register(Changes)
     try:
         changes = registry.get("changes")
-        with config.override(verify_graphs=True), pytest.raises(GraphError, match="changed what it was given .graph"):
+        with config.override(verify_graphs=True), pytest.raises(GraphError, match=r"changed what it was given \(graph"):
             kept.find_or_prepare(changes, CompileSpecs(), graph, fingerprint(graph))
         assert _compiled_once() == 0
     finally:
@@ -428,7 +426,9 @@ torchport.register(cache_engine.Kept)
 torchport.use("kept")
 {body}
 counts = torchport.metrics.snapshot()["counters"]
-print(*(int(counts.get(name, 0)) for name in ("DiskCacheHit", "DiskCacheMiss", "UncachedCompile")))
+compilers = any(name.partition(".")[2].partition(".")[0] in ("_inductor", "_dynamo") for name in sys.modules)
+names = ("DiskCacheHit", "DiskCacheMiss", "UncachedCompile")
+print(*(int(counts.get(name, 0)) for name in names), int(compilers or "sympy" in sys.modules))
 """
 
 MODEL = """
@@ -485,10 +485,10 @@ def test_keys_do_not_depend_on_the_process(tmp_path: Path) -> None:
     other = MODEL.format(index=1, names=NAMES.format(a="zweites", b="a_first"))
     value, counts = _ended(_start(first, tmp_path, PYTHONHASHSEED="1"))
     again, found = _ended(_start(other, tmp_path, PYTHONHASHSEED="2", PWD=str(tmp_path / "elsewhere")))
-    _, misses, built = map(int, counts.split())
+    _, misses, built, _ = map(int, counts.split())
     assert misses == built > 0
     assert again == value
-    assert [int(one) for one in found.split()] == [built, 0, 0]
+    assert [int(one) for one in found.split()] == [built, 0, 0, 0], "a hit imports no compiler"
 
 
 @pytest.mark.slow
@@ -546,7 +546,13 @@ def test_warm_fills_it_for_a_script(tmp_path: Path) -> None:
 
     def run(*command: str) -> list[str]:
         done = subprocess.run(
-            [sys.executable, *command], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+            [sys.executable, *command],
+            env=environ,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()
@@ -556,5 +562,35 @@ def test_warm_fills_it_for_a_script(tmp_path: Path) -> None:
     assert told.startswith(f"{entries} compiled, 0 known already")
     again, counts = run(str(script))
     assert again == value
-    assert [int(one) for one in counts.split()] == [entries, 0, 0]
+    assert [int(one) for one in counts.split()] == [entries, 0, 0, 0]
     assert f"0 compiled, {entries} known already" in run("-m", "torchport.cli", "warm", str(script))[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["inductor", "xla", "openvino"])
+def test_a_hit_imports_no_compiler(tmp_path: Path, name: str) -> None:
+    if registry.get_optional(name) is None:
+        pytest.skip(f"{name} is not installed")
+    body = f"""
+        torchport.use("{name}")
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 4), nn.LayerNorm(4))
+        with torch.no_grad():
+            print(model.to("port")(torch.ones(2, 3, 4, 4, device="port")).sum().item())
+        print(*sorted(m for m in sys.modules if m in ("jax.export", "jax._src.export._export", "{UNNEEDED[name]}")))
+        """
+    value, _, counts = _ended(_start(body, tmp_path))
+    again, imported, found = _ended(_start(body, tmp_path))
+    assert again == value
+    assert imported == ""
+    built = int(counts.split()[2])
+    assert built > 0
+    assert [int(one) for one in found.split()] == [built, 0, 0, 0]
+
+
+UNNEEDED = {
+    "inductor": "torchport.backends.inductor.build",
+    "xla": "torchport.backends.xla.lowering",
+    "openvino": "torchport.backends.openvino.translate",
+}
+"""What only compiling needs."""

@@ -160,8 +160,8 @@ def manifest_of(
 
     ``mark``: the graph's fingerprint.
     """
-    if not backend.capabilities.cacheable:
-        raise Uncacheable(f"backend {backend.name!r} makes its bytes as fast as they could be read")
+    if backend.capabilities.skips_cache:
+        raise Uncacheable(f"backend {backend.name!r} skips the disk cache")
     device = next(iter(backend.devices()))
     able = optional_of(backend)
     try:

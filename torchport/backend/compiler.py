@@ -1,8 +1,8 @@
 """Compiling: ``init(preprocess(graph))``, and the computations that are kept in memory.
 
 It has two halves: :func:`.prepare` makes bytes of a graph, in whichever process, and :func:`finish` makes a computation
-of them. In between the bytes may have been on disk (:mod:`.kept`). Every door comes through :class:`Computations`, so equal graphs for one device share a computation whichever
-door they came by and wherever they were prepared.
+of them. In between the bytes may have been on disk (:mod:`.kept`). Every door comes through :class:`Computations`, so
+equal graphs for one device share a computation whichever door they came by and wherever they were prepared.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from .kept import find_or_prepare
 from .prepare import Prepared, failure_of, prepare
 from .serialize import fingerprint
 
-__all__ = ["Computations", "Refused", "compile_graph", "computations", "finish"]
+__all__ = ["Computations", "EntryRefused", "compile_graph", "computations", "finish"]
 
 
-class Refused(CompileError):
+class EntryRefused(CompileError):
     """The engine does not take what the disk cache has. The entry is gone: to be compiled anew."""
 
 
@@ -70,7 +70,7 @@ class Computations:
         return found
 
     def take(self, backend: Backend, device: BackendDevice, specs: CompileSpecs, prepared: Prepared) -> Computation:
-        """The computation of a graph that was prepared elsewhere. Raises :class:`CompileError`, or :class:`Refused`."""
+        """The computation of a graph prepared elsewhere. Raises :class:`CompileError`, :class:`EntryRefused`."""
         found = self.find(backend, device, specs, prepared.mark)
         return found or self._keep(finish(backend, device, specs, prepared), specs)
 
@@ -123,7 +123,7 @@ def compile_graph(
 def finish(backend: Backend, device: BackendDevice, specs: CompileSpecs, prepared: Prepared) -> Computation:
     """The second half, ``init``, where it will run. Raises :class:`CompileError`, the backend's own chained.
 
-    Raises :class:`Refused` for bytes from the disk cache that the engine does not take.
+    Raises :class:`EntryRefused` for bytes from the disk cache that the engine does not take.
     """
     if prepared.missed:
         metrics.count("DiskCacheMiss")
@@ -137,7 +137,7 @@ def finish(backend: Backend, device: BackendDevice, specs: CompileSpecs, prepare
         failed = failure_of(backend, error, prepared.label, prepared.source)
         if prepared.kept:
             _refuse(folder, prepared, failed.message)
-            raise Refused(failed.message, op=failed.op, source=failed.source) from error
+            raise EntryRefused(failed.message, op=failed.op, source=failed.source) from error
         raise failed from error
     seconds = prepared.seconds + perf_counter() - start
     if not prepared.kept:
@@ -178,7 +178,7 @@ def _load_or_compile(
     prepared = find_or_prepare(backend, specs, graph, mark, source)
     try:
         return finish(backend, device, specs, prepared)
-    except Refused:
+    except EntryRefused:
         if config.cache == "cache-only":
             raise
         return finish(backend, device, specs, find_or_prepare(backend, specs, graph, mark, source))

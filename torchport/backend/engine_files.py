@@ -17,7 +17,12 @@ def libraries_of(package: str, *patterns: str) -> list[str]:
     except (ImportError, ValueError):
         return []
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
-    return sorted(path for folder in folders for pattern in patterns for path in glob(os.path.join(folder, pattern), recursive=True))
+    return sorted(
+        path
+        for folder in folders
+        for pattern in patterns
+        for path in glob(os.path.join(folder, pattern), recursive=True)
+    )
 
 
 def environment(wanted: Callable[[str], bool]) -> Mapping[str, str]:

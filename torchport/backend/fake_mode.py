@@ -1,8 +1,8 @@
 """PyTorch's fake tensor mode, made without importing ``torch._dynamo``.
 
 ``FakeTensorMode.__init__`` reads one flag of ``torch._dynamo.config`` and so imports Dynamo, Inductor's settings and
-``torch.distributed.tensor``: more than a second at the start of every process, also of one that compiles nothing. Here the
-mode's attributes are set as that constructor sets them; a test compares them with a mode that it has made.
+``torch.distributed.tensor``: more than a second at the start of every process, also of one that compiles nothing. Here
+the mode's attributes are set as that constructor sets them; a test compares them with a mode that it has made.
 
 Private torch APIs used here: ``torch._subclasses.fake_tensor.FakeTensorMode``, ``FakeTensorConverter``,
 ``torch._functorch.config``, ``torch._C._TorchDispatchModeKey.FAKE``.

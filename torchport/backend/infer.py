@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..core.specs import TensorSpec
@@ -77,7 +78,7 @@ def fake_tensor(spec: TensorSpec) -> torch.Tensor:
 
     # As the factory function under the mode would make it, but without a dispatch through Python.
     mode = fake_mode()
-    with torch.utils._python_dispatch._disable_current_modes():
+    with _disable_current_modes():
         memory = torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device="meta")
         return FakeTensor(mode, memory, torch.device("cpu"))
 
@@ -111,7 +112,6 @@ _REMEMBER: Final = 16_384
 def remembered() -> tuple[OrderedDict[Any, Inferred], ...]:
     """What :func:`infer` and :func:`infer_as_on_cpu` remember, by call."""
     return _remembered, _remembered_as_on_cpu
-
 
 
 def _key(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """What shape inference has found, in the disk cache: a process that compiles nothing need not infer either.
 
-Fake tensors import Dynamo, Inductor's settings and SymPy, which takes longer than all else that a process does before its
-first step where everything is found on disk.
+Fake tensors import Dynamo, Inductor's settings and SymPy, which takes longer than all else that a process does before
+its first step where everything is found on disk.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 
 from ..cache.current import disk_cache
-from ..cache.entry import Entry, key_of
+from ..cache.entry import CacheEntry, key_of
 from ..cache.folder import CacheFolder
 from ..core.specs import TensorSpec
 from .compile_key import own_code, torch_build
@@ -35,7 +35,7 @@ _read: Final[set[Path]] = set()
 """Folders of which that is known."""
 
 
-class _Pickler(pickle.Pickler):
+class _CallPickler(pickle.Pickler):
     """Refuses (``PicklingError``) what is not an argument of an operator of PyTorch's own."""
 
     def persistent_id(self, obj: Any) -> Any:
@@ -54,8 +54,8 @@ class _Pickler(pickle.Pickler):
         return None
 
 
-class _Unpickler(pickle.Unpickler):
-    """Reads what :class:`_Pickler` wrote, and makes nothing else."""
+class _CallUnpickler(pickle.Unpickler):
+    """Reads what :class:`_CallPickler` wrote, and makes nothing else."""
 
     def persistent_load(self, pid: Any) -> Any:
         kind, *rest = pid
@@ -76,7 +76,7 @@ class _Unpickler(pickle.Unpickler):
 
 def _written(items: Any) -> bytes:
     file = io.BytesIO()
-    _Pickler(file, protocol=5).dump(items)
+    _CallPickler(file, protocol=5).dump(items)
     return file.getvalue()
 
 
@@ -97,7 +97,7 @@ def recall_inferences() -> None:
     if entry is None:
         return
     try:
-        tables = _Unpickler(io.BytesIO(entry.data)).load()
+        tables = _CallUnpickler(io.BytesIO(entry.data)).load()
     except Exception:  # written by the same code: what it cannot read is inferred
         return
     for table, read in zip(remembered(), tables, strict=True):
@@ -128,4 +128,4 @@ def _keep() -> None:
     manifest = _manifest(folder)
     about = {"backend": "(shapes)", "operators": sum(map(len, tables))}
     with folder.compiling(key_of(manifest), 1.0):
-        folder.write(Entry(manifest, _written(tables), about))
+        folder.write(CacheEntry(manifest, _written(tables), about))

@@ -324,9 +324,9 @@ class Capabilities:
     torch_free: bool = False
     """``init``, ``execute`` and ``destroy`` need no PyTorch: in a program they get :class:`ArrayData`, and specs with
     dtype names (``"float32"``) where PyTorch is not loaded."""
-    cacheable: bool = True
-    """What ``preprocess`` returns is all that ``init`` needs, in any process on such a machine, and worth keeping: it
-    is looked for in the disk cache first. Not where it is made as fast as it is read."""
+    skips_cache: bool = False
+    """What ``preprocess`` returns is not kept in the disk cache: it is made as fast as it could be read, or it is not
+    all that ``init`` of another process needs."""
 
     def __post_init__(self) -> None:
         if self.restores_donated and not self.donation:

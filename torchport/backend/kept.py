@@ -10,7 +10,7 @@ from typing import Final
 from torch import fx
 
 from ..cache.current import disk_cache
-from ..cache.entry import Entry, key_of
+from ..cache.entry import CacheEntry, key_of
 from ..cache.folder import CacheFolder
 from ..core import metrics
 from ..core.config import config
@@ -78,7 +78,7 @@ def _keep(folder: CacheFolder, backend: Backend, manifest: dict[str, str], made:
             "seconds": round(made.seconds, 3),
             "written": time(),
         }
-        folder.write(Entry(manifest, bytes(made.data), about))
+        folder.write(CacheEntry(manifest, bytes(made.data), about))
 
 
 def _differences(one: dict[str, str], other: dict[str, str]) -> list[str]:

@@ -78,7 +78,14 @@ def _row(one: Listed, found: Description | None) -> Sequence[str]:
         return (one.key[:12], "damaged", "", _shown(one.size), "", _when(one.used))
     about = found.about
     operators, seconds = about.get("operators", ""), about.get("seconds", "")
-    return (one.key[:12], str(about.get("backend", "")), f"{operators}", _shown(one.size), f"{seconds}", _when(one.used))
+    return (
+        one.key[:12],
+        str(about.get("backend", "")),
+        f"{operators}",
+        _shown(one.size),
+        f"{seconds}",
+        _when(one.used),
+    )
 
 
 def _list(arguments: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
 """What files hold, as hashes that are computed once per change of a file and not at each start.
 
-A hash is remembered with the path, size and time of change that the file had. What is remembered lies in one file of the
-cache's folder; without it everything is read again.
+A hash is remembered with the path, size and time of change that the file had. What is remembered lies in one file of
+the cache's folder; without it everything is read again.
 """
 
 from __future__ import annotations

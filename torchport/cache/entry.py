@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Final
 
-__all__ = ["Damaged", "Description", "Entry", "decode", "encode", "key_of", "read_description"]
+__all__ = ["CacheEntry", "Damaged", "Description", "decode", "encode", "key_of", "read_description"]
 
 _HEADER: Final = struct.Struct("<8sQQ32s32s")
 _MAGIC: Final = b"TPCACHE1"
@@ -42,7 +42,7 @@ class Description:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CacheEntry:
     """What was compiled, and what it depends on."""
 
     manifest: Mapping[str, str]
@@ -64,7 +64,7 @@ def _json(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
-def encode(entry: Entry) -> bytes:
+def encode(entry: CacheEntry) -> bytes:
     """The entry as a file's bytes."""
     text = _json({"manifest": dict(entry.manifest), "about": dict(entry.about)})
     digests = hashlib.sha256(text).digest(), hashlib.sha256(entry.data).digest()
@@ -90,7 +90,7 @@ def _described(text: bytes, digest: bytes, size: int) -> Description:
     return Description(document["manifest"], document["about"], size)
 
 
-def decode(data: bytes, key: str) -> Entry:
+def decode(data: bytes, key: str) -> CacheEntry:
     """The entry of that key. Raises :class:`Damaged` for any bytes but those that :func:`encode` gave for it."""
     length, size, digest, data_digest = _parts(data)
     start = _HEADER.size + length
@@ -102,7 +102,7 @@ def decode(data: bytes, key: str) -> Entry:
         raise Damaged("its data does not have the checksum that its header says")
     if found.key != key:
         raise Damaged(f"it is the entry {found.key}")
-    return Entry(found.manifest, content, found.about)
+    return CacheEntry(found.manifest, content, found.about)
 
 
 def read_description(file: BinaryIO) -> Description:

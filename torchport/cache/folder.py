@@ -2,8 +2,8 @@
 
 A file per entry, ``KEY.entry``. It is written beside under a private name and renamed, so it is there as a whole or not
 at all. Beside it, for as long as they are needed: ``KEY.lock``, held by who compiles it; ``KEY.loading``, held by who
-loads it, which stays behind when that kills the process; ``KEY.crashes``, as long as that has happened often. Entries are code that
-will run in this process: a folder or a file that somebody else could have written is not read.
+loads it, which stays behind when that kills the process; ``KEY.crashes``, which counts that. Entries are code that will
+run in this process: a folder or a file that somebody else could have written is not read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import BinaryIO, Final
 
 from ..core import metrics
 from .digests import Digests
-from .entry import Damaged, Description, Entry, decode, encode, read_description
+from .entry import CacheEntry, Damaged, Description, decode, encode, read_description
 from .locks import hold, release, try_lock
 
 __all__ = ["CacheFolder", "Listed", "say", "trouble_with"]
@@ -92,7 +92,7 @@ class CacheFolder:
         return f"{self.path}/{key}.{kind}"
 
     # -- reading -----------------------------------------------------------------------------------------------------
-    def read(self, key: str) -> Entry | None:
+    def read(self, key: str) -> CacheEntry | None:
         """The entry of that key, whole and unchanged; ``None``, and a line that says why, for anything else."""
         try:
             with self._opened(key) as file:
@@ -207,7 +207,7 @@ class CacheFolder:
                     stack.enter_context(hold(self._file(key, "lock"), longest_wait))
             yield
 
-    def write(self, entry: Entry) -> bool:
+    def write(self, entry: CacheEntry) -> bool:
         """Keep an entry, and the folder within its size. Where that is not possible a line says why.
 
         Nothing is forced to the disk: a file that a power failure has left empty or half written has another checksum

@@ -1,9 +1,9 @@
 """Locks between processes that end with the process that holds them (``flock(2)``).
 
 A lock is a file. Whoever holds it alone removes it when done, and whoever opens it makes sure, once it has the lock,
-that the file is still the one of that name: so no files pile up, and nobody holds a lock that others do not see. Where a
-file system has no such locks, everybody gets them: work is then done twice, and files that are renamed into place stay
-whole.
+that the file is still the one of that name: so no files pile up, and nobody holds a lock that others do not see. Where
+a file system has no such locks, everybody gets them: work is then done twice, and files that are renamed into place
+stay whole.
 """
 
 from __future__ import annotations

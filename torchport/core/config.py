@@ -14,8 +14,8 @@ attribute              environment variable        meaning
 ``compile_workers``    ``TORCHPORT_COMPILE_WORKERS`` processes that compile beside the program; 0: none
 ``compile_timeout``    ``TORCHPORT_COMPILE_TIMEOUT`` seconds that one computation may compile there
 ``compile_nice``       ``TORCHPORT_COMPILE_NICE``  how far those processes stand back for the program, 0 to 19
-``cache``              ``TORCHPORT_CACHE``         ``on`` | ``read-only`` | ``cache-only`` | ``off``: compiled computations on
-                                                   disk; with ``cache-only`` what is not there is an error
+``cache``              ``TORCHPORT_CACHE``         ``on`` | ``read-only`` | ``cache-only`` | ``off``: what is compiled,
+                                                   on disk; with ``cache-only`` what is not there is an error
 ``cache_dir``          ``TORCHPORT_CACHE_DIR``     where they are; empty: in the user's cache folder
 ``cache_size``         ``TORCHPORT_CACHE_SIZE``    bytes they may take, such as ``5G``
 """

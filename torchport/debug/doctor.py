@@ -93,7 +93,10 @@ def _disk_cache() -> Rows:
         yield "folder", f"{path}, not used: {trouble}"
         return
     entries = CacheFolder(path, config.cache_size).list()
-    yield "folder", f"{path}: {len(entries)} entries, {sum(one.size for one in entries):,} of {config.cache_size:,} bytes"
+    yield (
+        "folder",
+        f"{path}: {len(entries)} entries, {sum(one.size for one in entries):,} of {config.cache_size:,} bytes",
+    )
 
 
 def _patches() -> Rows:

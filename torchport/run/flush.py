@@ -108,7 +108,7 @@ def _other_plan(
     if known is None and tiered:
         return first_plan(runtime, node.path(), value_ids, specs())
     if warming.active and not trace.eager:
-        if known.__class__ is InterpretedPlan:
+        if isinstance(known, InterpretedPlan):
             return known
         handed_in = warming.plan(runtime, node, value_ids, specs(), donated())
         if handed_in is not None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence, Set
 from typing import TYPE_CHECKING, Final
 
 from .. import native
-from ..backend.compiler import Refused, computations
+from ..backend.compiler import EntryRefused, computations
 from ..core import metrics
 from ..core.errors import CompileError, TorchportError
 from ..core.specs import TensorSpec
@@ -146,7 +146,7 @@ def _taken_over(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
     except NotSendable:
         plan.here = True
         return plan
-    except (Cancelled, Refused):
+    except (Cancelled, EntryRefused):
         plan.seconds = 0.0  # it is asked for again when it has cost as much again
         return plan
     except TorchportError as error:

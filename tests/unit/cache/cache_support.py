@@ -13,17 +13,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torchport.cache.entry import Damaged, Entry, decode
+from torchport.cache.entry import CacheEntry, Damaged, decode
 from torchport.cache.folder import CacheFolder
 
 ROOT = Path(__file__).parents[3]
 LIMIT = 1 << 20
 
 
-def entry(number: int, size: int = 3_000) -> Entry:
+def entry(number: int, size: int = 3_000) -> CacheEntry:
     """One of many entries."""
     data = random.Random(number).randbytes(size)
-    return Entry({"graph": f"{number:064x}", "backend": "b 1"}, data, {"backend": "b", "operators": number})
+    return CacheEntry({"graph": f"{number:064x}", "backend": "b 1"}, data, {"backend": "b", "operators": number})
 
 
 def run_alone(program: str, *args: str, timeout: float = 60.0, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -57,7 +57,7 @@ def works(folder: CacheFolder, number: int) -> None:
     assert not left, left
 
 
-def one_write(folder: CacheFolder, one: Entry) -> None:
+def one_write(folder: CacheFolder, one: CacheEntry) -> None:
     """All that a process does about a computation that is not there: look, lock, look again, write, load."""
     if folder.read(one.key) is None:
         with folder.compiling(one.key, 5.0):

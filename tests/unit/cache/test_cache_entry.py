@@ -10,7 +10,7 @@ from cache_support import entry
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchport.cache.entry import Damaged, Entry, decode, encode, key_of, read_description
+from torchport.cache.entry import CacheEntry, Damaged, decode, encode, key_of, read_description
 
 GOOD = encode(entry(7, 400))
 KEY = entry(7, 400).key
@@ -21,7 +21,7 @@ manifests = st.dictionaries(names, st.text(max_size=20), min_size=1, max_size=8)
 
 @given(manifests, st.binary(max_size=300), st.dictionaries(names, st.integers() | st.text(max_size=9), max_size=3))
 def test_what_was_written_is_read(manifest: dict[str, str], data: bytes, about: dict[str, object]) -> None:
-    one = Entry(manifest, data, about)
+    one = CacheEntry(manifest, data, about)
     written = encode(one)
     assert decode(written, one.key) == one
     described = read_description(io.BytesIO(written))

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from cache_support import LIMIT, ROOT, entry, in_child, is_sound, run_alone, works
 
-from torchport.cache import current, folder as folder_module
+from torchport.cache import current
+from torchport.cache import folder as folder_module
 from torchport.cache.folder import CacheFolder, trouble_with
 from torchport.core import metrics
 from torchport.core.config import config
