@@ -22,6 +22,7 @@ from ..core.errors import CompileError
 from ..core.forks import guarded_rlock
 from ..core.specs import CompileSpecs
 from .execution import Computation
+from .inferences import keep_inferences
 from .interface import (
     Backend,
     BackendDevice,
@@ -127,6 +128,7 @@ def finish(backend: Backend, device: BackendDevice, specs: CompileSpecs, prepare
     """
     if prepared.missed:
         metrics.count("DiskCacheMiss")
+        keep_inferences()
     start = perf_counter()
     context = InitContext(device, prepared.inputs, prepared.outputs)
     folder = disk_cache() if prepared.kept else None

@@ -17,7 +17,6 @@ from ..core.config import config
 from ..core.errors import CacheMiss, GraphError
 from ..core.specs import CompileSpecs
 from .compile_key import Uncacheable, manifest_of
-from .inferences import keep_inferences
 from .interface import Backend
 from .prepare import Prepared, describe, with_bytes
 from .serialize import fingerprint
@@ -63,7 +62,6 @@ def find_or_prepare(
                         "what it gave would be kept under a wrong key: change a copy of the graph"
                     )
                 _keep(folder, backend, depends_on, made)
-                keep_inferences()
                 return replace(made, missed=True)
     return replace(about, data=entry.data, kept=key)
 

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
+from ..backend.inferences import keep_inferences
 from ..cache.current import disk_cache
 from ..core import metrics
 from ..core.config import config
@@ -37,6 +38,7 @@ def warm(script: str, args: Sequence[str] = (), workers: int | None = None) -> s
         try:
             _run(script)
             service.wait()
+            keep_inferences()
         finally:
             warming.active = False
             del sys.path[0]
