@@ -101,7 +101,7 @@ def mode_options(mode: str) -> Mapping[str, Any]:
 def changed_settings() -> Mapping[str, Any]:
     """What the program has changed in ``torch._inductor.config``: not what the environment says, which others see, too.
 
-    A setting that was patched and is as before counts as unchanged, where Inductor's own ``_is_default`` says otherwise:
+    A setting that was patched and is as before counts as unchanged, where its own ``_is_default`` says otherwise:
     Inductor patches many while it compiles, and the next process would look for another key.
     """
     from torch._inductor import config
