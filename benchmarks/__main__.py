@@ -19,6 +19,8 @@ BENCHMARKS = (
     "overlap",
     "memory",
     "compile_door",
+    "recurrent",
+    "partial",
     "jax_limit",
     "aot",
 )

@@ -5,11 +5,14 @@ What a test needs of a fresh process it gets: every other test of this folder ha
 
 from __future__ import annotations
 
+import copy
+import gc
 import json
 import os
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,8 @@ import pytest
 import torch
 from everyday_support import ON_PORT, same
 from first_uses import AS_WARM, KINDS, result_of
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchport import metrics
 
@@ -67,7 +72,9 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_first_use_is_as_any_other(name: str, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["", name, "cpu", "warm"])
     torch.manual_seed(0)
-    expected = result_of(name, "port" if name in AS_WARM else "cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch's own are no errors in the other process either
+        expected = result_of(name, "port" if name in AS_WARM else "cpu")
     done = in_a_process(first_uses.__file__, name, "port", FIRST_USES_SAVED=str(saved))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {name: alike(expected)}
@@ -80,6 +87,39 @@ def test_a_parameter_that_moves_keeps_its_weak_references_and_hooks(backend: str
 def test_a_conversion_is_called_as_often_as_without_the_package(backend: str) -> None:
     shapes, *_ = result_of("apply_counts_calls", "cpu")
     assert shapes == [[2, 4], [2]]
+
+
+def test_a_copy_of_a_fake_tensor_gives_back_no_more_than_was_taken(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.ones(1, device="port")
+    taken: list[int] = []
+    too_many: list[int] = []
+    take, give_back = StorageWeakRef.__init__, torch.UntypedStorage._free_weak_ref
+
+    def give(address: int) -> None:
+        if address in taken:
+            taken.remove(address)
+            give_back(address)
+        else:
+            too_many.append(address)  # its memory may be another's by now
+
+    def counted(self: Any, storage: Any) -> None:
+        take(self, storage)
+        taken.append(self.cdata)
+        self._free_weak_ref = give
+
+    monkeypatch.setattr(StorageWeakRef, "__init__", counted)
+    with FakeTensorMode() as mode:
+        x = torch.empty(2, 3, device="port")
+        constant = torch.tensor(1.0)  # the mode holds a weak reference to its storage
+        assert mode.fake_tensor_converter.constant_storage_mapping
+        assert len(taken) == 1
+        copied = copy.deepcopy(x)
+    assert copied.device.type == "port"
+    del x, constant, copied, mode
+    gc.collect()
+    assert (taken, too_many) == ([], [])
 
 
 TRY_AGAIN = """

@@ -167,7 +167,7 @@ def test_known_computations_give_no_reason_and_reasons_are_logged(
 # -- dumps -----------------------------------------------------------------------------------------------------------
 GOLDEN = """\
 %arg0 : float32[2, 3]
-%add_tensor = aten.add.Tensor(%arg0, 2, alpha=1) : float32[2, 3]  # LINE
+%add_tensor = aten.add.Tensor(%arg0, 2) : float32[2, 3]  # LINE
 %sum_default = aten.sum.default(%add_tensor) : float32[]  # LINE
 return %sum_default"""
 

@@ -16,6 +16,7 @@ from torch import nn
 import torchport
 from torchport import aot, runtime
 from torchport.backend.interface import BackendDevice, FreeableBuffer, InitContext
+from torchport.backends.openvino.steady import SteadyArguments
 from torchport.core.errors import CompileError, ConfigError
 from torchport.core.specs import CompileSpecs
 
@@ -68,6 +69,29 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "depthwise": (lambda x: F.conv2d(x, torch.ones(8, 1, 3, 3), None, 1, 1, 1, 4), (IMAGE,)),
     "conv1d": (lambda x: F.conv1d(x, torch.ones(2, 4, 3), torch.ones(2), dilation=2), (IMAGE[:, :, 0],)),
     "batch_norm": (lambda x: BN(x), (IMAGE,)),
+    "triangles": (lambda a: a.tril() + a.triu(1) + (a > 0).tril(-1).float(), (A,)),
+    "any and all": (lambda m: (m.any(-1), m.all((0, 1)), m.any(), m.all(1, keepdim=True)), (MASK,)),
+    "safe softmax": (
+        lambda a: torch.ops.aten._safe_softmax(a.masked_fill(a[:, :1] > 0, -torch.inf), 1), (A,)
+    ),
+    "native layer norm": (
+        lambda a: torch.ops.aten.native_layer_norm(a, [4], torch.ones(4) * 2, torch.ones(4), 1e-5), (A,)
+    ),
+    "transposed": (
+        lambda x: F.conv_transpose2d(x, torch.arange(4.0 * 3 * 4).view(4, 3, 2, 2), torch.arange(3.0), 2), (IMAGE,)
+    ),
+    "transposed in groups": (
+        lambda x: F.conv_transpose2d(x, torch.arange(4.0 * 3 * 4).view(4, 3, 2, 2), None, 1, 1, 0, 2), (IMAGE,)
+    ),
+    "flash attention": (
+        lambda q: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q * 2, q + 1),
+        (torch.randn(2, 2, 5, 8),),
+    ),
+    "causal flash attention": (
+        lambda q: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q * 2, q + 1, 0.0, True, scale=0.3),
+        (torch.randn(2, 2, 5, 8),),
+    ),
+    "pooling with indices": (lambda x: F.max_pool2d(x, 3, 2, 1, return_indices=True), (IMAGE,)),
     "pooling": (lambda x: F.max_pool2d(x, 3, 2, 1) + F.adaptive_avg_pool2d(x, 1), (IMAGE,)),
     "ceil pooling": (lambda x: F.max_pool2d(x, 2, 2, ceil_mode=True), (IMAGE,)),
 }  # fmt: skip
@@ -213,3 +237,43 @@ os.kill(os.getpid(), signal.SIGUSR1)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.split()) == (0, ["handled"]), done.stderr
+
+
+def test_weights_that_stay_become_constants() -> None:
+    """Values are told from one another as objects: a weight that was written is another value."""
+    first, last = nn.Linear(256, 256), nn.Linear(256, 256)
+    layer = nn.Sequential(first, nn.ReLU(), last).to(torchport.device("openvino"))
+    x = torch.randn(4, 256)
+
+    def agrees() -> None:
+        with torch.no_grad():
+            ours = layer(x.to(torchport.device("openvino"))).cpu()
+            hidden = F.linear(x, first.weight.cpu(), first.bias.cpu()).relu()
+            theirs = F.linear(hidden, last.weight.cpu(), last.bias.cpu())
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+    bound: list[dict[int, Any]] = []
+    init = SteadyArguments.__init__
+
+    def eager(self: Any, bind: Any, cost: float) -> None:
+        init(self, lambda constants: bound.append(dict(constants)) or bind(constants), 1e-9)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SteadyArguments, "__init__", eager)
+        for step in range(9):
+            agrees()
+            if step == 5:
+                with torch.no_grad():
+                    first.weight.mul_(2)
+    assert [len(constants) for constants in bound] == [2, 2], "the weights, and again after the write; not the input"
+
+
+def test_a_lent_weight_is_read_in_each_call() -> None:
+    """torch.compile lends a model's tensors for a call: their owner may write to them between calls."""
+    layer = nn.Linear(256, 256)
+    run = torch.compile(layer, backend="torchport", options={"backend": "openvino"})
+    x = torch.randn(4, 256)
+    with torch.no_grad():
+        for _ in range(6):
+            torch.testing.assert_close(run(x), layer(x), rtol=1e-4, atol=1e-4)
+            layer.weight.data.mul_(1.5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -49,7 +50,9 @@ def _build(library: native.NativeLibrary, folder: Path, temporary: Path) -> str:
     native._all.remove(copy)
     target = temporary / f"torchport-{os.getuid()}" / copy.path.name
     command = copy.command([str(COMPILER)], Path(sysconfig.get_paths()["include"]))
-    done = subprocess.run([*command, *FLAGS, "-o", str(target)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, *FLAGS, "-o", str(target)], capture_output=True, text=True, check=False, timeout=600
+    )
     if done.returncode == 0:
         target.chmod(0o700)
     return done.stderr
@@ -87,6 +90,7 @@ def _run(folders: dict[str, Path], sources: str, **environment: str) -> subproce
         capture_output=True,
         text=True,
         check=False,
+        timeout=600,
         env={
             **os.environ,
             **environment,
@@ -117,4 +121,5 @@ def test_a_bug_that_is_put_in_is_found(folders: dict[str, Path], planted: str, s
     done = _run(folders, "planted", **{planted: "1"})
     assert done.returncode != 0
     assert said in done.stderr
-    assert "flush" in done.stderr  # the library, or the source where the sanitizer knows it
+    # The source, or the library where that is unknown.
+    assert re.search(r"flush(\.cpp:\d|-[0-9a-f]{24}\.so)", done.stderr)

@@ -14,7 +14,11 @@ from hypothesis import strategies as st
 from torch import fx
 
 from torchport import Support, UnsupportedOp, verify_graph
-from torchport.backend.partition import Partitioned, group, partition
+from torchport.backend import segments
+from torchport.backend.builder import refusals
+from torchport.backend.grouping import group
+from torchport.backend.interpreted_graph import INTERPRETER
+from torchport.backend.partition import Partitioned, partition
 from torchport.backends.reference import ReferenceBackend
 
 
@@ -257,3 +261,98 @@ def test_views_that_lead_back_are_the_value_itself(both: bool) -> None:
     x = torch.randn(3, 3)
     for result in made.module(x):
         assert torch.equal(result, x * 2)
+
+
+# -- the interpreter's part --------------------------------------------------------------------------------------------
+@given(_programs(), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_a_graph_in_segments_computes_the_same(
+    program: tuple[fx.GraphModule, dict[fx.Node, Hashable]], islands: bool
+) -> None:
+    graph, tags = program
+    backend = _Only("some", *{str(node.target) for node in list(tags)[::2]})
+    before = graph.print_readable(print_output=False)
+    with pytest.MonkeyPatch.context() as patch:
+        if not islands:
+            patch.setattr(segments, "CALL", 0.0)
+        made = partition(graph, [backend], host=INTERPRETER)
+    assert graph.print_readable(print_output=False) == before
+    assert not made.leftovers
+    for delegate in made.delegates:
+        verify_graph(delegate.module)
+        refused = [
+            n
+            for n in delegate.module.graph.nodes
+            if n.op == "call_function" and n.target is not operator.getitem and str(n.target) not in backend.ops
+        ]
+        assert delegate.backend is INTERPRETER or not refused
+    args = [torch.randn(3), torch.randn(3)]
+    for ours, theirs in zip(made.module(*args), graph(*args), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def _inside(made: Partitioned) -> list[tuple[str, list[str]]]:
+    return [
+        (
+            delegate.backend.name,
+            [str(n.target).split(".")[1] for n in delegate.module.graph.nodes if n.op == "call_function"],
+        )
+        for delegate in made.delegates
+    ]
+
+
+def test_views_and_constants_belong_to_their_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "CALL", 0.0)
+
+    def nodes(graph: fx.Graph, args: list[fx.Node]) -> Sequence[fx.Node]:
+        flipped = graph.call_function(aten.t.default, (args[0],))
+        one = graph.call_function(aten.ones.default, ([3, 2],), {"device": torch.device("cpu")})
+        sin = graph.call_function(aten.sin.default, (flipped,))
+        total = graph.call_function(aten.add.Tensor, (sin, one))
+        back = graph.call_function(aten.t.default, (total,))
+        return [
+            graph.call_function(aten.exp.default, (back,)),
+            graph.call_function(aten.mul.Tensor, (back, args[0])),
+            graph.call_function(aten.mul.Tensor, (flipped, 2.0)),
+        ]
+
+    graph = build(nodes, [torch.randn(2, 3)])
+    some = _Only("some", "aten.t.default", "aten.ones.default", "aten.add.Tensor", "aten.mul.Tensor")
+    made = partition(graph, [some], host=INTERPRETER)
+    assert _inside(made) == [
+        ("interpreter", ["t", "sin"]),
+        ("some", ["t", "ones", "add", "t", "mul", "mul"]),
+        ("interpreter", ["t", "exp"]),
+    ]
+    outer = [len(node.args) for node in made.module.graph.find_nodes(op="call_module", target="delegate_2")]
+    assert outer == [1], "the sum crosses, and its transposition does not"
+    x = torch.randn(2, 3)
+    for ours, theirs in zip(made.module(x), graph(x), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_few_cheap_operators_between_two_host_segments() -> None:
+    some = _Only("some", "aten.exp.default", "aten.abs.default")
+    chain = (aten.exp.default, aten.sin.default, aten.abs.default, aten.cos.default, aten.exp.default)
+    assert _inside(partition(_chain(*chain), [some], host=INTERPRETER)) == [
+        ("some", ["exp"]),
+        ("interpreter", ["sin", "abs", "cos"]),
+        ("some", ["exp"]),
+    ]
+    large = build(
+        lambda graph, args: [
+            graph.call_function(
+                aten.cos.default,
+                (graph.call_function(aten.mm.default, (graph.call_function(aten.sin.default, (args[0],)), args[0])),),
+            )
+        ],
+        [torch.empty(512, 512)],
+    )
+    taken = partition(large, [_Only("some", "aten.mm.default")], host=INTERPRETER)
+    assert [name for name, _ in _inside(taken)] == ["interpreter", "some", "interpreter"]
+
+
+def test_operators_that_are_refused_are_known_by_name() -> None:
+    made = partition(_chain(aten.exp.default, aten.sin.default), [_Only("some", "aten.exp.default")], host=INTERPRETER)
+    (one,) = [found for delegate in made.delegates for found in refusals(delegate.module)]
+    assert (one.op, one.reason) == (aten.sin.default, "some: some has no aten.sin.default")

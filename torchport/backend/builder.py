@@ -7,7 +7,8 @@ import operator
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import torch
 from torch import fx
@@ -26,11 +27,30 @@ from .normal_form import alias_root
 if TYPE_CHECKING:
     from .interface import Backend, Support
 
-__all__ = ["Builder", "Capture", "GraphBuilder", "Refused", "capture_of", "is_factory", "scalar_places"]
+__all__ = [
+    "REFUSAL",
+    "REFUSED_OP",
+    "Builder",
+    "Capture",
+    "GraphBuilder",
+    "Refusal",
+    "Refused",
+    "capture_of",
+    "is_factory",
+    "refusals",
+    "scalar_places",
+]
 
 aten = torch.ops.aten
 _CPU: Final = torch.device("cpu")
 _getitem: Any = operator.getitem
+_Made = TypeVar("_Made")
+
+REFUSAL: Final = "refusal"
+"""``meta`` of a node that no backend was found for: the reason, in words."""
+REFUSED_OP: Final = "refused_op"
+"""``meta`` of the same node: the operator of the program that it is of, which was refused as a whole; ``None`` for what
+the program did not call."""
 
 
 def _spec_of_node(node: fx.Node) -> Any:
@@ -43,6 +63,26 @@ class Refused(Exception):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An operator of a program that the host runs: which, the user's line, and why."""
+
+    op: Any
+    source: str | None
+    reason: str
+
+
+def refusals(graph: fx.GraphModule) -> tuple[Refusal, ...]:
+    """The operators that a graph's nodes with :data:`REFUSAL` stand for, each once, in order."""
+    found: dict[Any, Refusal] = {}
+    for node in graph.graph.nodes:
+        reason = node.meta.get(REFUSAL)
+        op = node.meta.get(REFUSED_OP, node.target)
+        if reason is not None and op is not None and op is not _getitem:
+            found.setdefault((node.meta["debug_handle"], op), Refusal(op, node.meta.get("source"), reason))
+    return tuple(found.values())
 
 
 class Capture:
@@ -231,6 +271,58 @@ class GraphBuilder(Builder):
             return self._rewritten(op, self.capture.decompositions[op], args, kwargs)
         return self._add(op, args, kwargs)
 
+    # -- on behalf of a backend --------------------------------------------------------------------------------
+    def attempt(self, capture: Capture | None, lower: Callable[[], _Made]) -> _Made:
+        """What an operator is lowered to for a backend. Raises :class:`Refused`, and the graph is as it was."""
+        graph = self.graph
+        last = next(reversed(graph.nodes), None)
+        before = self.capture, self.strict
+        self.capture, self.strict = capture, True
+        try:
+            return lower()
+        except Refused:
+            for node in reversed(graph.nodes):
+                if node is last:
+                    break
+                graph.erase_node(node)
+            raise
+        finally:
+            self.capture, self.strict = before
+
+    def for_the_host(self, op: Any, reason: str, lower: Callable[[], _Made]) -> _Made:
+        """What an operator that no backend takes is lowered to, as nodes that say so."""
+        capture, outer = self.capture, self.origin
+        self.capture, self.origin = None, {**outer, REFUSAL: reason, REFUSED_OP: op}
+        try:
+            return lower()
+        finally:
+            self.capture, self.origin = capture, outer
+
+    def whole(self, op: Any, lower: Callable[[], _Made]) -> _Made:
+        """What an operator is lowered to: for the backend if that takes all of it, else for the host.
+
+        A ``strict`` builder raises :class:`Refused` instead.
+        """
+        if self.capture is None or self.capture.takes_all or self.strict:
+            return lower()
+        try:
+            return self.attempt(self.capture, lower)
+        except Refused as refused:
+            return self.for_the_host(op, refused.reason, lower)
+
+    def taken_out(self, node: fx.Node, position: int) -> fx.Node:
+        """An element of a 1-D input, by the backend if that takes it; else by whoever calls the backend."""
+
+        def element() -> fx.Node:
+            return self(aten.select.int, node, 0, position)
+
+        if self.capture is None or self.capture.takes_all:
+            return element()
+        try:
+            return self.attempt(self.capture, element)
+        except Refused as refused:
+            return self.for_the_host(None, refused.reason, element)
+
     # -- adding nodes ----------------------------------------------------------------------------------------
     def placeholder(self, name: str, spec: TensorSpec) -> fx.Node:
         """An input."""
@@ -251,7 +343,7 @@ class GraphBuilder(Builder):
             # A rewrite gave the input other strides than the trace saw; a contiguous copy always has a view.
             contiguous = self._add(aten.clone.default, [args[0]], {"memory_format": torch.contiguous_format})
             return self._add(op, [contiguous, *args[1:]], kwargs)
-        node = self._describe(self.graph.call_function(op, tuple(args), dict(kwargs)), value)
+        node = self._describe(self.graph.call_function(op, *_without_defaults(op, args, kwargs)), value)
         return node if self.capture is None or self.capture.takes_all else self._supported(node)
 
     def _supported(self, node: fx.Node) -> Any:
@@ -344,6 +436,40 @@ def _thawed(value: Any) -> Any:
     if isinstance(value, list):
         return [_thawed(one) for one in cast("list[Any]", value)]
     return tuple(_thawed(one) for one in cast("tuple[Any, ...]", value)) if type(value) is tuple else value
+
+
+@functools.cache
+def _defaults(op: Any) -> tuple[tuple[str, Any], ...]:
+    """Name and default of each argument; :data:`_NO_DEFAULT` where there is none."""
+    if not isinstance(op, torch._ops.OpOverload):
+        return ()
+    return tuple(
+        (argument.name, argument.default_value if argument.has_default_value() else _NO_DEFAULT)
+        for argument in op._schema.arguments
+    )
+
+
+_NO_DEFAULT: Final = object()
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return isinstance(default, list) and len(value) == len(default) and all(map(_is_default, value, default))
+    return value is default or (value.__class__ is default.__class__ and value == default)
+
+
+def _without_defaults(
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments without those that say what is so anyway: as PyTorch's dispatcher hands them to Python."""
+    defaults = _defaults(op)
+    if not defaults:
+        return tuple(args), dict(kwargs)
+    count = len(args)
+    while count and _is_default(args[count - 1], defaults[count - 1][1]):
+        count -= 1
+    by_name = dict(defaults)
+    return tuple(args[:count]), {name: one for name, one in kwargs.items() if not _is_default(one, by_name.get(name))}
 
 
 @functools.cache

@@ -65,6 +65,8 @@ class Computation:
     """The backend as the optional protocols that it satisfies."""
     released: bool = False
     """Whether the handle was given back."""
+    segments: tuple[Computation, ...] = ()
+    """The computations that it consists of, where it consists of several: they are what is counted and kept."""
 
     def __post_init__(self) -> None:
         self.optional = optional_of(self.backend)
@@ -114,8 +116,11 @@ def execute(
                 check_results(results, computation.results)
                 computation.checked = True
     except Exception as error:
+        if computation.segments and isinstance(error, TorchportError):
+            raise  # a segment's
         raise failure(computation, error) from error
-    count(computation)
+    if not computation.segments:
+        count(computation)
     return results
 
 

@@ -25,14 +25,13 @@ from torch.utils._pytree import tree_any, tree_map
 from ..core.errors import GraphError
 from ..core.frames import user_frames
 from ..core.specs import TensorSpec
-from .builder import Capture, GraphBuilder, Refused, capture_of
+from .builder import REFUSAL, REFUSED_OP, Capture, GraphBuilder, Refused, capture_of
 from .control_flow import CONTROL_FLOW, inner_graph
 from .decompositions import DECOMPOSE
 from .infer import DataDependent, Inferred, NoShapeRule, fake_tensor, infer
 from .interface import Backend
 from .lowering import view_form
 from .normal_form import alias_root
-from .partition import REFUSAL
 
 __all__ = ["Lowering", "has_symbols", "normalise", "source_line"]
 
@@ -240,23 +239,14 @@ class _Normaliser:
 
     def _attempt(self, capture: Capture | None, lower: Callable[[], Any], inferred: Inferred) -> Any:
         """The nodes of an operator on behalf of a backend; on :class:`Refused` the graph is as before."""
-        graph = self.builder.graph
-        last = next(reversed(graph.nodes), None)
-        self.builder.capture = capture
-        try:
-            made = lower()
-            if inferred.container is not None:
-                return made
-            (spec,) = inferred.specs
-            return self._checked(made, spec) if spec is not None else made
-        except Refused:
-            for node in reversed(graph.nodes):
-                if node is last:
-                    break
-                graph.erase_node(node)
-            raise
-        finally:
-            self.builder.capture = None
+        return self.builder.attempt(capture, lambda: self._lowered(lower, inferred))
+
+    def _lowered(self, lower: Callable[[], Any], inferred: Inferred) -> Any:
+        made = lower()
+        if inferred.container is not None:
+            return made
+        (spec,) = inferred.specs
+        return self._checked(made, spec) if spec is not None else made
 
     def _checked(self, made: fx.Node, spec: TensorSpec) -> fx.Node:
         value = self.builder.val(made)
@@ -271,16 +261,21 @@ class _Normaliser:
         assert self.keys is not None
         key = self.builder(aten.select.int, self.keys, 0, self.drawn)
         self.drawn += 1
-        return self._attempt(
-            self.captures[0], lambda: self.random[op](self.builder, key, inferred.specs[0], *args, **kwargs), inferred
-        )
+
+        def lower() -> Any:
+            return self.random[op](self.builder, key, inferred.specs[0], *args, **kwargs)
+
+        try:
+            return self._attempt(self.captures[0], lower, inferred)
+        except Refused as refused:  # the host draws the same numbers
+            return self.builder.for_the_host(op, refused.reason, lambda: self._lowered(lower, inferred))
 
     def _left(self, node: fx.Node, args: Any, kwargs: Any, reason: str, at_once: bool = False) -> fx.Node:
         """The operator as it was, for whoever runs the outer graph. ``at_once``: no graph of static shapes holds it."""
         made = self.builder.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
         made.meta.update(node.meta)
         made.meta.update(debug_handle=self.builder.debug_handle, source=self.builder.source)
-        made.meta.update({REFUSAL: reason, "at_once": at_once})
+        made.meta.update({REFUSAL: reason, REFUSED_OP: node.target, "at_once": at_once})
         made.meta["val"] = tree_map(_on_cpu, node.meta.get("val"))
         if isinstance(node.target, torch._ops.OpOverload):
             try:

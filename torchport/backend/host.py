@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map
 from ..core.errors import UnsupportedOp
 from ..core.specs import TensorSpec
 from .interface import BackendData, BackendDevice, KernelRegistrar, TensorData
+from .recurrent import register_recurrent_layers
 
 __all__ = ["cpu_attention", "cpu_fallback", "register_host_kernels"]
 
@@ -21,6 +22,7 @@ def register_host_kernels(registrar: KernelRegistrar) -> None:
     """What a backend gains whose values are :class:`TensorData` and whose compiler knows CPU's own operators."""
     registrar.fallback("Dense", cpu_fallback)
     registrar.impl("aten::scaled_dot_product_attention", "Autograd", cpu_attention)
+    register_recurrent_layers(registrar)
 
 
 def cpu_attention(

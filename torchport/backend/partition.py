@@ -16,16 +16,16 @@ import torch
 from torch import fx
 
 from ..core.errors import UnsupportedOp
-from .builder import GraphBuilder, capture_of
+from .builder import REFUSAL, REFUSED_OP, GraphBuilder, capture_of
 from .control_flow import inner_graph
+from .grouping import HOST, group
 from .interface import Backend
 from .normal_form import is_view, source_of
+from .segments import Group, segments
 
-__all__ = ["Delegate", "Leftover", "Partitioned", "group", "partition", "shows_all"]
+__all__ = ["Delegate", "Leftover", "Partitioned", "is_element", "partition", "shows_all"]
 
 _getitem: Any = operator.getitem
-REFUSAL: Final = "refusal"
-"""``meta`` of a node that normalisation found no backend for: the reason, in words."""
 
 
 @dataclass(slots=True)
@@ -81,126 +81,6 @@ class Partitioned:
                 op=str(first.node.target),
                 source=first.source,
             )
-
-
-# -- grouping ------------------------------------------------------------------------------------------------------
-class _Units:
-    """What cannot be taken apart: an operator with the ``getitem`` nodes of its results. Edges are dependencies."""
-
-    def __init__(self, graph: fx.Graph) -> None:
-        self.nodes: list[list[fx.Node]] = []
-        self.of: dict[fx.Node, int] = {}
-        self.before: list[set[int]] = []
-        for node in graph.nodes:
-            if node.op in ("placeholder", "get_attr", "output"):
-                continue
-            unit = self.of.get(node.args[0]) if node.target is _getitem else None  # type: ignore[arg-type]
-            if unit is None:
-                unit = len(self.nodes)
-                self.nodes.append([])
-                self.before.append(set())
-            self.nodes[unit].append(node)
-            self.of[node] = unit
-            self.before[unit].update(self.of[n] for n in node.all_input_nodes if n in self.of and self.of[n] != unit)
-
-
-def _layers(units: _Units, colours: Sequence[Hashable | None]) -> list[int]:
-    """A group number per unit. Along an edge the layer rises unless the colour stays, so groups have no cycle."""
-    layer: list[int] = []
-    groups: dict[Any, int] = {}
-    found: list[int] = []
-    for unit, colour in enumerate(colours):
-        height = max(
-            (layer[p] + (colour is None or colours[p] != colour) for p in units.before[unit]),
-            default=0,
-        )
-        layer.append(height)
-        key = ("alone", unit) if colour is None else (height, colour)
-        found.append(groups.setdefault(key, len(groups)))
-    return found
-
-
-class _Joining:
-    """Joins groups of a colour pairwise while no path leads out of the pair and back. Sets of groups are bit masks."""
-
-    def __init__(self, units: _Units, colours: Sequence[Hashable | None], groups: list[int]) -> None:
-        self.members: dict[int, list[int]] = {}
-        self.colour: dict[int, Hashable | None] = {}
-        for unit, group_of in enumerate(groups):
-            self.members.setdefault(group_of, []).append(unit)
-            self.colour[group_of] = colours[unit]
-        self.after: dict[int, set[int]] = {g: set() for g in self.members}
-        for unit, group_of in enumerate(groups):
-            for before in units.before[unit]:
-                if groups[before] != group_of:
-                    self.after[groups[before]].add(group_of)
-
-    def order(self) -> list[int]:
-        """The groups, each after those it depends on; otherwise by their first operator."""
-        waiting = dict.fromkeys(self.members, 0)
-        for following in self.after.values():
-            for g in following:
-                waiting[g] += 1
-        ready = sorted((g for g, count in waiting.items() if not count), key=lambda g: -self.members[g][0])
-        done: list[int] = []
-        while ready:
-            g = ready.pop()
-            done.append(g)
-            released = [h for h in self.after[g] if not (waiting.__setitem__(h, waiting[h] - 1) or waiting[h])]
-            ready = sorted([*ready, *released], key=lambda h: -self.members[h][0]) if released else ready
-        return done
-
-    def _beyond(self) -> dict[int, int]:
-        """For each group, the groups that a path through at least one other group leads to."""
-        reach: dict[int, int] = {}
-        beyond: dict[int, int] = {}
-        for g in reversed(self.order()):
-            beyond[g] = direct = 0
-            for h in self.after[g]:
-                direct |= 1 << h
-                beyond[g] |= reach[h]
-            reach[g] = direct | beyond[g]
-        return beyond
-
-    def _join(self, kept: int, gone: int) -> None:
-        self.members[kept] = sorted([*self.members[kept], *self.members.pop(gone)])
-        self.after[kept] = (self.after[kept] | self.after.pop(gone)) - {kept, gone}
-        del self.colour[gone]
-        for following in self.after.values():
-            if gone in following:
-                following.discard(gone)
-                following.add(kept)
-        self.after[kept].discard(kept)
-
-    def run(self) -> None:
-        """Join until no pair can be joined."""
-        beyond = self._beyond()
-        joined = True
-        while joined:
-            joined = False
-            mine = [g for g in self.order() if self.colour[g] is not None]
-            for position, g in enumerate(mine):
-                for h in mine[position + 1 :]:
-                    if h not in self.members or self.colour[h] != self.colour[g]:
-                        continue
-                    if not (beyond[g] >> h & 1 or beyond[h] >> g & 1):
-                        self._join(g, h)
-                        beyond = self._beyond()
-                        joined = True
-                if joined:
-                    break
-
-
-def group(graph: fx.Graph, colour_of: Callable[[fx.Node], Hashable | None]) -> list[tuple[Hashable, list[fx.Node]]]:
-    """The groups of a graph, in an order they can run in: ``(colour, nodes)``; colour ``None`` is one operator alone.
-
-    ``colour_of`` is asked for every call but ``getitem``, which goes with the operator whose result it takes.
-    """
-    units = _Units(graph)
-    colours = [colour_of(nodes[0]) for nodes in units.nodes]
-    joining = _Joining(units, colours, _layers(units, colours))
-    joining.run()
-    return [(joining.colour[g], [n for unit in joining.members[g] for n in units.nodes[unit]]) for g in joining.order()]
 
 
 # -- building ------------------------------------------------------------------------------------------------------
@@ -351,13 +231,15 @@ def partition(
     tags: Mapping[fx.Node, Hashable] | None = None,
     kernel: Callable[[fx.Node], str | None] | None = None,
     views_outside: bool = False,
+    host: Backend | None = None,
 ) -> Partitioned:
     """Split a graph that :func:`~torchport.backend.fx_normalise.normalise` made; ``graph`` is not changed.
 
     ``backends`` are asked in order what they support. With ``tags`` they are not asked: each tag is a group's (or,
     where one group would be a cycle, several groups') and becomes :attr:`Delegate.backend`. ``kernel(node)`` may
     say why an operator must run alone although a backend supports it. ``views_outside``: results that are views of
-    other results or of inputs are taken in the outer graph, which copies nothing; else the group copies them.
+    other results or of inputs are taken in the outer graph, which copies nothing; else the group copies them. ``host``:
+    who gets operators that no backend takes, in groups too (:mod:`.segments`), as far as a graph can hold them.
     """
     reasons: dict[fx.Node, str] = {}
 
@@ -378,7 +260,8 @@ def partition(
         reasons[node] = why
         return None
 
-    groups = group(graph.graph, colour)
+    groups = None if host is None else _with_host(graph, colour, kernel, reasons)
+    graph, groups = groups or (graph, group(graph.graph, colour))
     splitter = _Splitter(graph, views_outside)
     for node in graph.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
@@ -387,6 +270,50 @@ def partition(
         if taker is None:
             copies = [splitter.copy(node) for node in nodes]
             splitter.leftovers.append(Leftover(copies[0], reasons[nodes[0]]))
+        elif taker is HOST:
+            splitter.delegate(host, nodes)
         else:
             splitter.delegate(backends[taker] if tags is None else taker, nodes)  # type: ignore[index]
     return splitter.finish()
+
+
+def _with_host(
+    graph: fx.GraphModule,
+    colour: Callable[[fx.Node], Hashable | None],
+    kernel: Callable[[fx.Node], str | None] | None,
+    reasons: dict[fx.Node, str],
+) -> tuple[fx.GraphModule, list[Group]] | None:
+    """The graph and its groups where the interpreter gets what no backend takes; ``None`` if there is nothing for it.
+
+    ``reasons``, which ``colour`` writes, are those of the graph that is returned. Elements of inputs
+    (:func:`is_element`) stay in the outer graph.
+    """
+    colours: dict[fx.Node, Hashable | None] = {}
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and node.target is not _getitem:
+            taker = colour(node)
+            alone = (kernel is not None and kernel(node) is not None) or is_element(node)
+            colours[node] = HOST if taker is None and not alone and _can_be_interpreted(node) else taker
+    if HOST not in colours.values():
+        return None
+    made, groups, copies = segments(graph, colours)
+    for node, reason in list(reasons.items()):
+        copies[node].meta.setdefault(REFUSAL, reason)
+        reasons[copies[node]] = reason
+    return made, groups
+
+
+def is_element(node: fx.Node) -> bool:
+    """Whether a node is a number from an input's pack of them, which the backend cannot take out itself."""
+    source = node.args[0] if node.args else None
+    mine = node.meta.get(REFUSED_OP, node) is None and node.target is torch.ops.aten.select.int
+    return mine and isinstance(source, fx.Node) and source.op == "placeholder"
+
+
+def _can_be_interpreted(node: fx.Node) -> bool:
+    """Whether a node is an operator on tensors of known shapes."""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.meta.get("at_once"):
+        return False
+    value = node.meta.get("val")
+    values = [one for one in (value if isinstance(value, (list, tuple)) else [value]) if one is not None]
+    return all(isinstance(one, torch.Tensor) and all(n.__class__ is int for n in one.shape) for one in values)

@@ -75,8 +75,9 @@ def _waiting() -> list[Finding]:
             seen = f"a value is read {every} at {line}: the program waits there for the device"
             advice = "keep it as a tensor and read it every n-th step, or hand it to torchport.step_closure"
             found.append(Finding("reads", seen, advice, times, line))
-        elif kind == "host":
-            seen = f"{op} ran on the host {times} times at {line}: values go to the host and back"
+        elif kind in ("host", "segment"):
+            how = ": values go to the host and back" if kind == "segment" else ": what is pending is computed before it"
+            seen = f"{op} ran on the host {times} times at {line}{how}"
             advice = (
                 "use operators the backend takes (torchport.explain says why), or give it a kernel or decomposition"
             )

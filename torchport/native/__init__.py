@@ -1,4 +1,4 @@
-"""Small C++ libraries that do what Python does slower: built once per machine, where there is a compiler.
+"""C++ libraries in the place of slower Python functions: built once per machine, where there is a compiler.
 
 Nothing depends on them. Whoever compiles C++ anyway (the ``inductor`` backend) builds them; later processes find them.
 Each has a Python form that does the same, which is what runs on a machine without a compiler or Python's headers.

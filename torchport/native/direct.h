@@ -282,6 +282,8 @@ bool run_direct(const Direct& direct, const std::string& letters, torch::jit::St
     return false;
   }
   PyObject* runtime = py_.runtime.of(trace.get());
+  Py_INCREF(runtime); // Python's lock is let go of below: the trace may get another one meanwhile
+  const THPObjectPtr held(runtime);
   THPObjectPtr manners(PyObject_GetAttr(runtime, n_manners));
   PyObject* manner = manners ? PyDict_GetItemWithError(manners.get(), direct.serial) : nullptr;
   if (manner == nullptr || Py_TYPE(manner) != manner_type) { // not looked at yet, or a kernel of the backend's runs it

@@ -33,6 +33,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
 // Twin of ``frontend.device.register._Guard``.
 extern "C" void torchport_use_guard() {
-  static const Guard guard;
+  static const auto& guard = *new Guard(); // for as long as the process: threads may ask while it ends
   c10::impl::registerDeviceGuard(kPort, &guard);
 }

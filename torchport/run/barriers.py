@@ -15,6 +15,7 @@ from ..core.default_state import default_state
 from ..core.errors import UnsupportedOp
 from ..core.fallback import check_fallback, note_fallback
 from ..core.frames import user_line
+from ..trace.decide import AtOnce, not_taken
 from ..trace.handle import LazyTensor
 from ..trace.layouts import kind_of, refusal
 from ..trace.trace import Trace
@@ -23,7 +24,6 @@ from .flush import flush
 from .values import host_tensor, leaf_from_data, leaf_from_host, value_of
 
 if TYPE_CHECKING:
-    from ..trace.decide import AtOnce
     from ..trace.trie import Node
     from .device_runtime import DeviceRuntime
 
@@ -78,7 +78,7 @@ def seeded(barrier: Callable[..., Any]) -> Callable[..., Any]:
 
 def host(runtime: DeviceRuntime, node: Node, reason: str) -> Callable[..., Any]:
     """The barrier that runs an op on the host. Raises :class:`UnsupportedOp` where the policy forbids it."""
-    message = f"backend {runtime.backend.name!r} does not take the operator: {reason}"
+    message = not_taken(runtime.backend, reason)
     check_fallback(node.op, node.source, message)
 
     def run(trace: Trace, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

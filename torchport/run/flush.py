@@ -15,8 +15,10 @@ from ..backend.compiler import computations
 from ..core import metrics
 from ..core.default_state import default_state
 from ..core.errors import CompileError, TorchportError
+from ..core.fallback import note_fallback
 from ..core.frames import user_line
 from ..core.specs import TensorSpec
+from ..trace.decide import not_taken
 from ..trace.finalizers import may_collect, refuse_computing, without_collecting
 from ..trace.handle import LazyTensor, shown_as
 from ..trace.trace import Trace, lock
@@ -42,6 +44,7 @@ __all__ = [
     "by_value_id",
     "flush",
     "is_known",
+    "note_fallbacks",
 ]
 
 NOW: Final = frozenset({"read", "eager", "host", "kernel"})
@@ -209,11 +212,20 @@ def _job(trace: Trace, value_ids: tuple[int, ...], cause: str, whole: bool) -> J
     """A run that brings these values, which are the ``whole`` of what is pending or not. It may not compile: failed."""
     try:
         plan = _plan(trace, trace.cursor, value_ids, cause if whole else cause + APART, whole)
+        if plan.refusals:
+            note_fallbacks(trace.runtime, plan)  # type: ignore[arg-type]
     except TorchportError as error:
         job = Job.of_trace(trace, None, value_ids)
         job.fail(error)
         return job
     return Job.of_trace(trace, plan, value_ids)
+
+
+def note_fallbacks(runtime: DeviceRuntime, plan: ExecutionPlan) -> None:
+    """Count what the host runs of a plan. Raises :class:`UnsupportedOp` where the policy forbids it."""
+    for one in plan.refusals:
+        note_fallback(one.op, one.source, not_taken(runtime.backend, one.reason))
+        history.hosted(one.op, one.source)
 
 
 def _start(job: Job, owners: Sequence[Sequence[LazyTensor]], kind: str) -> TorchportError | None:

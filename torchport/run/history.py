@@ -1,4 +1,4 @@
-"""What happened, for people: why things were compiled, where the program waits for values, how often each op ran.
+"""What a program did, for its reader: why graphs were compiled, which lines wait for values, how often operators ran.
 
 Written when a trace is flushed or something rare happens; nothing here is touched per traced op. Everything is bounded.
 """
@@ -20,7 +20,8 @@ class History:
     """Compile reasons, flush sites and op counts of this process.
 
     ``reasons`` are the newest compilations, oldest first. ``sites`` counts flushes that the program waits for, by cause
-    (``read``, ``host aten.nonzero.default``, …) and the user's line.
+    (``read``, ``host aten.nonzero.default``, …) and the user's line, and what the host ran between segments of the
+    backend's (``segment aten.sin.default``).
     """
 
     REASONS: Final = 256
@@ -42,6 +43,10 @@ class History:
         """The program waits for values, because of this line."""
         if len(self.sites) < self.SITES or (cause, line) in self.sites:
             self.sites[cause, line or "line unknown"] += 1
+
+    def hosted(self, op: object, line: str | None) -> None:
+        """The host runs an operator of this line between segments of the backend's."""
+        self.waited(f"segment {op}", line)
 
     def count_ops(self) -> None:
         """Bring the counters of single operators (``lazy::add.Tensor``) up to date."""

@@ -1,4 +1,7 @@
-"""Plans: how to bring some values of a trace about. A plan belongs to a place in a trie and the values wanted there."""
+"""Plans: which computation gives the values that a flush wants, and on which inputs.
+
+A plan belongs to a node of the trie and to the ids of the values wanted there; the node remembers it.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,16 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ..backend.builder import Refusal
 from ..backend.compiler import computations
 from ..backend.execution import Computation
 from ..backend.interface import ExecutionContext
+from ..core.fallback import check_fallback
 from ..core.specs import TensorSpec
+from ..trace.decide import not_taken
 from ..trace.graph import Sources, write_graph
 from ..trace.handle import intern_spec, shown_as
+from .segmented import segmented
 from .walk import walked
 
 if TYPE_CHECKING:
@@ -23,7 +30,7 @@ __all__ = ["ExecutionPlan", "make_plan", "plan_of"]
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class ExecutionPlan:
-    """How to bring some values of a trace about: which computation, on what, and whose values come out.
+    """Which computation gives some values of a trace, what its inputs are, and whose values its results are.
 
     ``value_ids`` are the values' ids in output order; ``specs`` theirs, interned, ready for the handles. The
     computation is ``None`` once it has been dropped from memory.
@@ -36,6 +43,8 @@ class ExecutionPlan:
     random_keys: tuple[int, ...]
     value_ids: tuple[int, ...]
     specs: tuple[TensorSpec, ...]
+    refusals: tuple[Refusal, ...] = ()
+    """The operators that the backend does not take."""
     contexts: dict[frozenset[int], ExecutionContext] = field(default_factory=dict[frozenset[int], ExecutionContext])
     """One context per set of donated arguments."""
 
@@ -66,18 +75,25 @@ def make_plan(
     alone: bool = False,
     donated: Set[int] = frozenset(),
 ) -> ExecutionPlan:
-    """Build and compile the computation of these values at the end of a path. Raises :class:`CompileError`.
+    """Build and compile the computation of these values at the end of a path. Raises :class:`CompileError`, or
+    :class:`UnsupportedOp` where an operator has to run on the host and may not.
 
     ``alone``: the path is one op, which need not be compiled where the backend has a boxed kernel. ``donated``: leaves
     that are likely to be donated.
     """
     made = write_graph(path, value_ids, leaf_specs, runtime.capture, donated)
+    for one in made.refusals:
+        check_fallback(one.op, one.source, not_taken(runtime.backend, one.reason))
     boxed = runtime.kernels.boxed if alone else None
-    if boxed is not None:
+    if made.refusals:
+        computation = segmented(runtime, made.module, path[-1].source)
+    elif boxed is not None:
         computation = walked(runtime, made, boxed)
     else:
         computation = computations.get(runtime.backend, runtime.device, runtime.specs, made.module, path[-1].source)
-    return plan_of(computation, path, value_ids, made)
+    plan = plan_of(computation, path, value_ids, made)
+    plan.refusals = made.refusals
+    return plan
 
 
 def plan_of(
@@ -89,5 +105,6 @@ def plan_of(
     specs = tuple(intern_spec(shown_as(spec, seen[value_id])) for spec, value_id in pairs)
     places = (sources.leaves, sources.singles, sources.doubles, sources.random_keys)
     plan = ExecutionPlan(computation, *places, value_ids, specs)
-    computation.users.add(plan)
+    for one in computation.segments or (computation,):
+        one.users.add(plan)
     return plan

@@ -1,4 +1,4 @@
-"""What runs while the program goes on tracing: on the backend's own queue, or on a thread per device.
+"""A device's queue: jobs that run while the program goes on, on the backend's own queue or on a thread per device.
 
 A backend with a queue of its own is told to start (:class:`.SupportsStart`). Where there is none, a thread runs jobs in
 order; it never compiles and never takes the lock that recording and flushing hold.

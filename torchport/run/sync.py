@@ -1,4 +1,4 @@
-"""Having everything computed that is pending, and waiting for it."""
+"""Computing everything that a thread has pending, and waiting until it is done."""
 
 from __future__ import annotations
 

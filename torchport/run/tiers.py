@@ -110,8 +110,8 @@ def next_plan(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
 
 def _request(plan: InterpretedPlan, progress: Progress) -> None:
     """Ask the compiler's process."""
-    if service.off:
-        plan.here = True
+    if service.off or any(node.refused for node in progress.node.path()):
+        plan.here = True  # the other process compiles whole graphs, and this one is to be segments
         return
     runtime, node = progress.runtime, progress.node
     try:

@@ -1,4 +1,4 @@
-"""Values: what a handle comes to, on the device and on the host; a value that is pending is computed first."""
+"""The value of a handle: its data on a device, or as a tensor of the host. A pending value is computed first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..trace.pool import release
 from ..trace.threads import threads
 from ..trace.trace import Runner, Trace, lock, owners
 from ..trace.trie import SPAN
-from .flush import flush
+from .flush import flush, note_fallbacks
 from .future import resolve
 from .jobs import Job, on_device_thread
 from .plans import make_plan
@@ -89,6 +89,7 @@ def _compute_alone(owner: Trace, tensor: LazyTensor) -> None:
             specs = [leaf.spec or TensorSpec.of(leaf) for leaf in owner.leaves]
             runtime: DeviceRuntime = owner.runtime  # type: ignore[assignment]
             plan = make_plan(runtime, node.path(), (value_id,), specs)
+            note_fallbacks(runtime, plan)
             (result,) = Job.of_trace(owner, plan, (value_id,)).run()
         release(tensor)
         owner.computed.append(tensor)  # its id ends with the trace

@@ -1,4 +1,4 @@
-"""One operator at a time: what eager mode does with every op, and what happens to the ops of a computation that failed.
+"""Running one operator at a time: every operator of eager mode, and each operator of a computation that failed.
 
 Where the backend has a boxed kernel, the operator's graph is walked and each node handed to that kernel, so nothing is
 compiled. Elsewhere the graph is compiled like any other and the computation kept. Either way the operator means what it

@@ -1,13 +1,14 @@
-"""Who runs an op: one numbered list, at one place. The answer is remembered in the trie.
+"""Who runs an operator: one list of rules, tried in order. The node of the trie remembers the answer.
 
 1. a kernel the backend registered for the operator, as the dispatcher's table for its component says;
 2. capture into the graph, where the backend supports what the operator lowers to;
 3. (part of 2) a decomposition, the backend's own first, then PyTorch's core ATen ones, into supported operators;
 4. the backend's boxed fallback kernel, for what no graph of static shapes can hold;
-5. the host, counted, as far as ``config.fallback`` allows;
+5. the host, counted, as far as ``config.fallback`` allows: captured like any other operator where its results'
+   shapes are known, and then the plan has the interpreter run it between the backend's segments; else at once;
 6. an error that says what was tried.
 
-Here is decided, not run: 1, 4 and 5 are an :class:`AtOnce`, which the trace's runner makes a barrier of.
+Nothing is run here. What runs at once is an :class:`AtOnce`; the trace's runner makes a barrier of it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -26,20 +27,24 @@ from ..backend.infer import DataDependent, Inferred, NoShapeRule, infer_as_on_cp
 from ..backend.lowering import view_form
 from ..backend.random import is_random
 from ..core.errors import UnsupportedOp
+from ..core.fallback import check_fallback
 from ..core.frames import user_line
 from ..core.specs import TensorSpec
 from .graph import build_graph
 from .trace import Runner
 from .trie import Leaf, Node, Value, is_template, single_op
 
-__all__ = ["AtOnce", "decide", "draws_on_the_host", "refusal"]
+if TYPE_CHECKING:
+    from ..backend.interface import Backend
+
+__all__ = ["AtOnce", "decide", "draws_on_the_host", "not_taken", "refusal"]
 
 
 @dataclass(frozen=True, slots=True)
 class AtOnce:
     """The op is not captured: ``kernel``, one of the backend's, runs it at once, or the host where that is ``None``.
 
-    ``reason``: why the backend cannot have it in a graph. ``seeded``: it draws numbers, from CPU's generator, which
+    ``reason``: why no graph can have it. ``seeded``: it draws numbers, from CPU's generator, which
     gets the device's next key as its seed.
     """
 
@@ -71,7 +76,8 @@ def decide(runner: Runner, node: Node, args: Sequence[Any], kwargs: Mapping[str,
     if not runner.capture.takes_all:
         reason = refusal(runner, *_alone(node, inferred, args, kwargs))
         if reason is not None:
-            return AtOnce(reason=reason)
+            check_fallback(node.op, node.source, not_taken(runner.backend, reason))
+            node.refused = True
     return inferred
 
 
@@ -112,6 +118,11 @@ def draws_on_the_host(op: Any) -> bool:
         and not is_random(op)
         and not op.name().startswith("aten::_scaled_dot_product")
     )
+
+
+def not_taken(backend: Backend, reason: str) -> str:
+    """What is said of an operator that a backend does not take."""
+    return f"backend {backend.name!r} does not take the operator: {reason}"
 
 
 def _boxed_or_host(runner: Runner, node: Node, reason: str, seeded: bool = False) -> AtOnce:

@@ -1,7 +1,7 @@
 """Eager mode: each op is computed at once, by the machinery of the lazy trace.
 
-An eager trace has a trie of depth one. Its root's children are hidden from the kernels, so that each op comes to
-:func:`.record.record`, which hands it on here; the steady-state path of lazy tracing does not know that modes exist.
+An eager trace has a trie of depth one. The root hides its children from the kernels, so each operator comes to
+:func:`.record.record`, which calls :meth:`EagerTrace.at_once`. The kernels of lazy tracing need not know of modes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Finalizers (``__del__``) run wherever the garbage collector comes by, also in the middle of a kernel or of a flush.
 
-In a kernel they trace on traces of their own (``_ThreadTraces.set_aside``). Where this thread holds the lock
-of recording and flushing, the collector is paused; only while a graph is compiled it may run, and then a finalizer
-cannot compute.
+A finalizer that runs in the middle of a kernel records into traces of its own (:meth:`.ThreadTraces.set_aside`). While
+a thread holds the lock of recording and flushing, garbage collection is off. It is on again while a graph is compiled,
+which takes long; a finalizer that runs then cannot compute.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a path in the trie to an FX graph in normal form."""
+"""Turns a path of the trie into an FX graph in normal form."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
-from ..backend.builder import Capture, GraphBuilder
+from ..backend.builder import Capture, GraphBuilder, Refusal, refusals
 from ..backend.random import RANDOM
 from ..core import metrics
 from ..core.errors import CompileError, GraphError
@@ -41,9 +41,10 @@ class Sources:
 
 @dataclass(slots=True, kw_only=True)
 class TraceGraph(Sources):
-    """A graph, and where its inputs come from."""
+    """A graph, where its inputs come from, and the operators in it that the backend does not take."""
 
     module: fx.GraphModule
+    refusals: tuple[Refusal, ...] = ()
 
 
 def _templates(value: Any, found: list[Any]) -> None:
@@ -136,7 +137,9 @@ class _TraceBuilder:
                 self.packs[name] = self.b.placeholder(name, spec), places
         unused = fx.GraphModule(torch.nn.Module(), fx.Graph())
         ordered = {"leaves": leaves, "singles": singles, "doubles": doubles, "random_keys": keys}
-        return TraceGraph(module=unused, **{name: tuple(sorted(positions)) for name, positions in ordered.items()})
+        return TraceGraph(
+            module=unused, refusals=(), **{name: tuple(sorted(positions)) for name, positions in ordered.items()}
+        )
 
     def _is_wide(self, node: Node) -> bool:
         """Whether the node computes in double precision, so that its scalar inputs must come as float64."""
@@ -147,7 +150,7 @@ class _TraceBuilder:
     # -- one traced op ---------------------------------------------------------------------------------------
     def _packed(self, pack: str, position: int) -> fx.Node:
         node, places = self.packs[pack]
-        return self.b(aten.select.int, node, 0, places[position])
+        return self.b.taken_out(node, places[position])
 
     def _argument(self, template: Any, wide: bool) -> Any:
         if isinstance(template, Leaf):
@@ -164,17 +167,22 @@ class _TraceBuilder:
 
     def emit(self, node: Node) -> None:
         """Add one traced op to the graph."""
-        b = self.b
-        b.debug_handle, b.source = node.depth, node.source
+        self.b.debug_handle, self.b.source = node.depth, node.source
+        self.values.update(self.b.whole(node.op, lambda: self._results(node)))
+
+    def _results(self, node: Node) -> dict[int, fx.Node]:
+        """What a traced op is lowered to, by value id."""
         wide = self._is_wide(node)
         args, kwargs = tree_map(
             lambda t: self._argument(t, wide), (list(node.args), dict(node.kwargs)), is_leaf=is_template
         )
         result = self._lower(node, args, kwargs)
+        made: dict[int, fx.Node] = {}
         for offset, spec in enumerate(node.specs):
             if spec is not None:
-                one = result if node.container is None else b.item(result, offset)
-                self.values[node.first_id + offset] = self._checked(node, one, spec)
+                one = result if node.container is None else self.b.item(result, offset)
+                made[node.first_id + offset] = self._checked(node, one, spec)
+        return made
 
     def _lower(self, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
         b, op = self.b, node.op
@@ -193,6 +201,9 @@ class _TraceBuilder:
     # -- outputs ---------------------------------------------------------------------------------------------
     def outputs(self, value_ids: Sequence[int]) -> list[fx.Node]:
         """The output nodes; what would share memory with an input or another output is cloned."""
+        return self.b.whole(None, lambda: self._separate(value_ids))
+
+    def _separate(self, value_ids: Sequence[int]) -> list[fx.Node]:
         results: list[fx.Node] = []
         for value_id in value_ids:
             node = self.values[value_id]
@@ -213,7 +224,8 @@ def build_graph(
 ) -> TraceGraph:
     """The graph in normal form that computes the values with the ids ``outputs`` at the end of a trace path.
 
-    ``strict``: raise :class:`~torchport.backend.builder.Refused` for what the backend does not take in any form.
+    What the backend takes in no form is marked (``meta[REFUSAL]``); ``strict``: raise
+    :class:`~torchport.backend.builder.Refused` instead.
     ``donated``: leaves that are likely to be donated, whose placeholders get ``meta["donated"]``.
     Time and memory are linear in the path's length.
     """
@@ -228,6 +240,8 @@ def build_graph(
     output.meta["val"] = tuple(builder.val(node) for node in results)
     builder.graph.eliminate_dead_code()
     made.module = fx.GraphModule(torch.nn.Module(), builder.graph)
+    if not capture.takes_all:
+        made.refusals = refusals(made.module)
     return made
 
 

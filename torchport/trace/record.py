@@ -1,4 +1,4 @@
-"""What a first-time op costs: decide who runs it, infer what it returns, and add a node to the trie."""
+"""Recording an operator call that the trie does not have: decide who runs it, infer its results, add a node."""
 
 from __future__ import annotations
 

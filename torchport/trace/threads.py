@@ -1,4 +1,4 @@
-"""Each thread's traces: one per device index, and in eager mode others; finalizers have traces apart.
+"""The traces of each thread: one per device index and mode, and separate ones for finalizers.
 
 Finalizers (``__del__``) run wherever the garbage collector comes by, also in the middle of a kernel
 (:mod:`.finalizers`).

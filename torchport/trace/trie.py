@@ -64,15 +64,15 @@ LIMITS: Final = (
     127.0, 128.0, 255.0, 256.0, 32767.0, 32768.0, 65504.0, 65535.0, 65536.0, 2.0**31 - 1, 2.0**31, 2.0**32 - 1, 2.0**63,
     torch.finfo(torch.bfloat16).max, torch.finfo(torch.float32).max,
 )  # fmt: skip
-"""Where numbers stop to fit a dtype. The CPU refuses to fill with a number that does not fit, so numbers of different
-sizes take different paths, and what was found out for one on a path holds for all."""
+"""The largest numbers that the dtypes hold. The CPU refuses to fill a tensor with a number that its dtype cannot hold.
+So numbers between other limits have other keys, and what holds for one number of a path holds for all of them."""
 
 FLOATS: Final = (Varying("FLOAT"), *(Varying(f"FLOAT {sign} {limit:g}") for limit in LIMITS for sign in (">", "< -")))
 """By size: up to the first limit in absolute value, then above each limit, the positive ones and the negative ones."""
 FLOAT: Final = FLOATS[0]
 
 FOREIGN_DEVICE: Final = _Token("FOREIGN_DEVICE")
-"""Stands in a key for a tensor of another device; recording refuses it."""
+"""The key part of a tensor of another device. Recording refuses the call."""
 
 
 # -- argument templates: what a node remembers of the arguments it was called with ------------------------------
@@ -123,7 +123,7 @@ class RandomKey(_Positioned):
 
 
 class Node:
-    """An op at one place of a trace: its parent is the op before it, its children the ops seen after it."""
+    """An operator call at one place of the trie: its parent is the call before it, its children the calls after it."""
 
     __slots__ = (
         "apart",
@@ -144,6 +144,7 @@ class Node:
         "plans",
         "ready",
         "records",
+        "refused",
         "source",
         "specs",
         "templates",
@@ -166,6 +167,7 @@ class Node:
         self.records: object = None  # what ``native/follow.cpp`` knows of the calls that led to children
         self.is_factory = False
         self.fits = False  # whether results are known to be like what an in-place form writes to
+        self.refused = False  # whether the backend does not take it, so that the host runs it
         self.source: str | None = None
         self.barrier: Callable[..., Any] | None = None
         self.first_id = 0 if parent is None else parent.end_id
@@ -211,5 +213,5 @@ def single_op(node: Node, position_of: dict[Any, int]) -> Node:
     copy = Node(Node.root(), node.key, node.op)
     copy.args, copy.kwargs = tree_map(relocate, (list(node.args), dict(node.kwargs)), is_leaf=is_template)
     copy.specs, copy.container, copy.is_factory = node.specs, node.container, node.is_factory
-    copy.source, copy.end_id = node.source, len(node.specs)
+    copy.source, copy.end_id, copy.refused = node.source, len(node.specs), node.refused
     return copy

@@ -41,7 +41,7 @@ HEAVY = {"compiled", "compiled_over_pinned_queries", "compiled_backends", "compi
 def run(*arguments: str, **environment: str) -> dict[str, Any]:
     command = [sys.executable, str(PROCESS), *arguments]
     env = {**os.environ, "TORCHPORT_BACKEND": "reference", **environment}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=900)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

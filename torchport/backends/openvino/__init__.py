@@ -19,9 +19,10 @@ import sys
 import weakref
 import zlib
 from collections.abc import Mapping, Sequence
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 
-from torchport.backend.arrays import AS_INTEGERS
+from torchport.backend.arrays import AS_INTEGERS, tensor_to_array
 from torchport.backend.engine_files import libraries_of
 from torchport.backend.forked import abandon
 from torchport.backend.interface import (
@@ -40,7 +41,10 @@ from torchport.core.errors import CompileError, ConfigError, DelegateError, Erro
 from torchport.core.forks import guarded_lock
 from torchport.core.specs import CompileSpecs, TensorSpec
 
+from .steady import SteadyArguments
+
 if TYPE_CHECKING:
+    import torch
     from torch import fx
 
 __all__ = ["OpenVinoBackend"]
@@ -92,6 +96,9 @@ _every_compiled: Final[weakref.WeakSet[_Compiled]] = weakref.WeakSet()
 class _Compiled:
     """A compiled model with one request."""
 
+    steady: SteadyArguments | None = None
+    """Finds arguments that are worth being constants."""
+
     def __init__(self, compiled: Any, outputs: Sequence[TensorSpec], passed: Mapping[int, int], held: Any) -> None:
         self.request = compiled.create_infer_request()
         self.passed = passed
@@ -102,6 +109,12 @@ class _Compiled:
         self.outputs = list(zip(outputs, dtypes, strict=True))
         _every_compiled.add(self)
         self.copied = [at for at, spec in enumerate(outputs) if not spec.is_contiguous]
+
+
+class _Lent(ArrayData):
+    """An argument whose owner may write to it between calls."""
+
+    __slots__ = ()
 
 
 class OpenVinoBackend(Backend):
@@ -147,17 +160,45 @@ class OpenVinoBackend(Backend):
         model = _read(processed)
         held = _bind(model, context.constants)
         config = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY", **dict(context.options)}
+        device = specs.text("openvino.device", "CPU")
+        start = perf_counter()
         try:
-            compiled = _the_core().compile_model(model, specs.text("openvino.device", "CPU"), config)
+            compiled = _the_core().compile_model(model, device, config)
         except RuntimeError as error:
             raise CompileError(f"OpenVINO cannot compile this model: {error}") from error
+        seconds = perf_counter() - start
         processed.free()
         _check_types(compiled, context)
-        return _Compiled(compiled, context.outputs, _passed(model), held)
+        made = _Compiled(compiled, context.outputs, _passed(model), held)
+
+        def bind(constants: Mapping[int, BackendData]) -> _Compiled:
+            bound = model.clone()
+            held = _bind(bound, constants)
+            return _Compiled(_the_core().compile_model(bound, device, config), context.outputs, _passed(bound), held)
+
+        if not context.constants:  # a program's are constants already
+            made.steady = SteadyArguments(bind, seconds)
+        return made
+
+    def borrow(self, tensor: torch.Tensor, spec: TensorSpec, device: BackendDevice) -> BackendData:
+        """A tensor of somebody else's where it is: ``execute`` is done with it when it returns."""
+        return _Lent(device, spec, tensor_to_array(tensor.detach().resolve_conj().resolve_neg()))
 
     def execute(
         self, handle: _Compiled, args: Sequence[BackendData], context: ExecutionContext
     ) -> Sequence[BackendData]:
+        steady = handle.steady
+        if steady is None or any(arg.__class__ is _Lent for arg in args):
+            return self._run(handle, args, context)
+        bound = steady.bound(args)
+        if bound is not None:
+            return self._run(*bound, context)
+        start = perf_counter()
+        results = self._run(handle, args, context)
+        steady.ran(args, perf_counter() - start)
+        return results
+
+    def _run(self, handle: _Compiled, args: Sequence[BackendData], context: ExecutionContext) -> Sequence[BackendData]:
         numpy, ov = _modules()
         request = handle.request
         results: list[Any] = []
@@ -190,7 +231,7 @@ class OpenVinoBackend(Backend):
 
     def destroy(self, handle: _Compiled | None) -> None:
         if handle is not None:
-            handle.request = None
+            handle.request = handle.steady = None
 
     def text(self, processed: Processed) -> str:
         _, length, _, _ = _HEADER.unpack_from(processed.data)

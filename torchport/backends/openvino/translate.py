@@ -28,6 +28,9 @@ _FLOATS: Final = (torch.float32,)
 _INDEX_OPS: Final = {aten.embedding.default: 1}
 """Operators that take integers, and at which position."""
 
+_INDEX_RESULTS: Final = {(aten.max_pool2d_with_indices.default, 1)}
+"""Results that are integers, and small ones."""
+
 Check = Callable[[fx.Node], str]
 _RULES: Final[dict[Any, Callable[..., Any]]] = {}
 _CHECKS: Final[dict[Any, Check]] = {}
@@ -66,8 +69,8 @@ def supports(node: fx.Node) -> Support:
         return Support.no("there is no translation to OpenVINO")
     values = node.meta["val"]
     index_at = _INDEX_OPS.get(op)  # type: ignore[arg-type]
-    for value in values if isinstance(values, (list, tuple)) else [values]:
-        if value is not None and value.dtype not in (*_FLOATS, torch.bool):
+    for at, value in enumerate(values if isinstance(values, (list, tuple)) else [values]):
+        if value is not None and (op, at) not in _INDEX_RESULTS and value.dtype not in (*_FLOATS, torch.bool):
             return Support.no(f"OpenVINO computes {value.dtype} in fewer bits")
     for position, arg in enumerate(node.args):
         for leaf in arg if isinstance(arg, (list, tuple)) else [arg]:
@@ -292,6 +295,18 @@ def _full(w: _Writer, node: fx.Node) -> Any:
     return w.ops.constant(numpy.full(tuple(_val(node).shape), number, kind))
 
 
+@_rule(aten.tril.default, aten.triu.default)
+def _triangle(w: _Writer, node: fx.Node) -> Any:
+    import numpy
+
+    diagonal = int(_arg(node, 1, "diagonal", 0))
+    kept = (numpy.tril if node.target is aten.tril.default else numpy.triu)(
+        numpy.ones(tuple(_val(node).shape[-2:]), bool), diagonal
+    )
+    value, mask = w.value(node.args[0]), w.ops.constant(kept)
+    return w.ops.logical_and(value, mask) if _val(node).dtype is torch.bool else w.ops.select(mask, value, w.value(0.0))
+
+
 # -- shapes --------------------------------------------------------------------------------------------------------
 @_rule(
     aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim,
@@ -400,6 +415,14 @@ def _softmax(w: _Writer, node: fx.Node) -> Any:
     return w.ops.softmax(w.value(node.args[0]), int(node.args[1]) % max(_val(node).dim(), 1))  # type: ignore[arg-type]
 
 
+@_rule(aten._safe_softmax.default, check=_float_result)
+def _safe_softmax(w: _Writer, node: fx.Node) -> Any:
+    """Softmax that gives zeros where nothing is to be seen."""
+    value, axis = w.value(node.args[0]), int(node.args[1]) % max(_val(node).dim(), 1)  # type: ignore[call-overload]
+    hidden = w.ops.reduce_logical_and(w.ops.equal(value, w.value(-math.inf)), w.ints([axis]), True)
+    return w.ops.select(hidden, w.value(0.0), w.ops.softmax(value, axis))
+
+
 def _normalised(w: _Writer, node: fx.Node, epsilon: float) -> Any:
     shape: Any = node.args[1]
     value = w.value(node.args[0])
@@ -418,13 +441,41 @@ def _layer_norm(w: _Writer, node: fx.Node) -> Any:
     return _normalised(w, node, float(_arg(node, 4, "eps", 1e-5)))
 
 
+@_rule(aten.native_layer_norm.default)
+def _native_layer_norm(w: _Writer, node: fx.Node) -> Any:
+    shape: Any = node.args[1]
+    value, rank = w.value(node.args[0]), _val(node.args[0]).dim()
+    epsilon = float(_arg(node, 4, "eps"))
+    axes = w.ints(list(range(rank - len(shape), rank)))
+    mean = w.ops.reduce_mean(value, axes, True)
+    squares = w.ops.reduce_mean(w.ops.squared_difference(value, mean), axes, True)
+    scale = w.ops.divide(w.value(1.0), w.ops.sqrt(w.ops.add(squares, w.value(epsilon))))
+    return [_normalised(w, node, epsilon).output(0), mean.output(0), scale.output(0)]
+
+
+for _targets, _name in (
+    ((aten.any.default, aten.any.dim, aten.any.dims), "reduce_logical_or"),
+    ((aten.all.default, aten.all.dim, aten.all.dims), "reduce_logical_and"),
+):
+
+    @_rule(*_targets, check=lambda n: "" if _val(n.args[0]).dtype is torch.bool else "of numbers")
+    def _reduce_logical(w: _Writer, node: fx.Node, name: str = _name) -> Any:
+        rank = _val(node.args[0]).dim()
+        if rank == 0:
+            return w.value(node.args[0])
+        axes: Any = _arg(node, 1, "dim")
+        chosen = list(range(rank)) if axes is None else [axes] if isinstance(axes, int) else list(axes)
+        where = w.ints([axis % rank for axis in chosen])
+        return getattr(w.ops, name)(w.value(node.args[0]), where, bool(_arg(node, 2, "keepdim", False)))
+
+
 # -- matrices ------------------------------------------------------------------------------------------------------
 @_rule(aten.mm.default, aten.bmm.default, aten.matmul.default)
 def _matmul(w: _Writer, node: fx.Node) -> Any:
     return w.ops.matmul(w.value(node.args[0]), w.value(node.args[1]), False, False)
 
 
-@_rule(aten.addmm.default, check=lambda n: "with alpha or beta" if n.kwargs else "")
+@_rule(aten.addmm.default, check=lambda n: "with alpha or beta" if n.kwargs else "")  # 1 is left out
 def _addmm(w: _Writer, node: fx.Node) -> Any:
     bias, left, right = (w.value(arg) for arg in node.args[:3])
     return w.ops.add(w.ops.matmul(left, right, False, False), bias)
@@ -460,6 +511,41 @@ def _attention(w: _Writer, node: fx.Node) -> Any:
     return w.ops.scaled_dot_product_attention(query, key, value, given, factor, causal)
 
 
+def _flash_check(node: fx.Node) -> str:
+    if float(_arg(node, 3, "dropout_p", 0.0)):
+        return "with dropout"
+    query, key = (_val(arg) for arg in node.args[:2])
+    if query.shape[1] != key.shape[1]:
+        return "with grouped queries"
+    mask = _arg(node, 5, "attn_mask")
+    if mask is not None and _val(mask).dtype is torch.bool:
+        return "with a mask that may hide all keys"
+    return "with a causal mask and another one" if mask is not None and _arg(node, 4, "is_causal", False) else ""
+
+
+@_rule(aten._scaled_dot_product_flash_attention_for_cpu.default, check=_flash_check)
+def _flash_attention(w: _Writer, node: fx.Node) -> Any:
+    import numpy
+
+    query, key, value = (w.value(arg) for arg in node.args[:3])
+    mask, causal, scale = _arg(node, 5, "attn_mask"), bool(_arg(node, 4, "is_causal", False)), node.kwargs.get("scale")
+    factor = w.value(1 / math.sqrt(_val(node.args[0]).shape[-1]) if scale is None else scale)
+    given = None if mask is None else w.value(mask)
+    if causal:
+        rows, columns = _val(node.args[0]).shape[-2], _val(node.args[1]).shape[-2]
+        hidden = numpy.where(numpy.tril(numpy.ones((rows, columns), bool)), numpy.float32(0), numpy.float32(-math.inf))
+        given = w.ops.constant(hidden).output(0)
+    attended = [query, key, value, w.value(0.0) if given is None else given, factor]
+    made = w.ops.scaled_dot_product_attention(*attended)
+    # The second result, which only backward reads.
+    scores = w.ops.multiply(w.ops.matmul(query, key, False, True), factor)
+    scores = scores if given is None else w.ops.add(scores, given)
+    most, last = w.ops.reduce_max(scores, w.ints([3]), True), w.ints([3])
+    total = w.ops.reduce_sum(w.ops.exp(w.ops.subtract(scores, most)), last, True)
+    logsumexp = w.ops.squeeze(w.ops.add(w.ops.log(total), most), last)
+    return [made.output(0), logsumexp.output(0)]
+
+
 @_rule(aten.embedding.default)
 def _embedding(w: _Writer, node: fx.Node) -> Any:
     return w.ops.gather(w.value(node.args[0]), w.value(node.args[1]), w.ints(0))
@@ -479,10 +565,14 @@ def _convolution_check(node: fx.Node) -> str:
 
 @_rule(aten.conv1d.default, aten.conv2d.default, check=_convolution_check)
 def _convolution(w: _Writer, node: fx.Node) -> Any:
+    stride, padding, dilation = _arg(node, 3, "stride", 1), _arg(node, 4, "padding", 0), _arg(node, 5, "dilation", 1)
+    return _convolve(w, node, stride, padding, dilation, _arg(node, 6, "groups", 1))
+
+
+def _convolve(w: _Writer, node: fx.Node, stride: Any, padding: Any, dilation: Any, groups: Any) -> Any:
     weight = _val(node.args[1])
     rank = weight.dim() - 2
-    strides, pads = _pair(_arg(node, 3, "stride", 1), rank), _pair(_arg(node, 4, "padding", 0), rank)
-    dilations, groups = _pair(_arg(node, 5, "dilation", 1), rank), int(_arg(node, 6, "groups", 1))
+    strides, pads, dilations = _pair(stride, rank), _pair(padding, rank), _pair(dilation, rank)
     value, kernel = w.value(node.args[0]), w.value(node.args[1])
     if groups == 1:
         made = w.ops.convolution(value, kernel, strides, pads, pads, dilations)
@@ -490,6 +580,30 @@ def _convolution(w: _Writer, node: fx.Node) -> Any:
         kernel = w.reshape(kernel, [groups, weight.shape[0] // groups, *weight.shape[1:]])
         made = w.ops.group_convolution(value, kernel, strides, pads, pads, dilations)
     bias = _arg(node, 2, "bias")
+    return made if bias is None else w.ops.add(made, w.reshape(w.value(bias), [1, -1, *([1] * rank)]))
+
+
+def _any_convolution_check(node: fx.Node) -> str:
+    if _val(node.args[0]).dim() != _val(node.args[1]).dim():
+        return "without a batch"
+    return "that is transposed, with padding of the result" if any(_pair(node.args[7], 1)) else ""
+
+
+@_rule(aten.convolution.default, check=_any_convolution_check)
+def _any_convolution(w: _Writer, node: fx.Node) -> Any:
+    if not node.args[6]:
+        groups = node.args[8]
+        return _convolve(w, node, node.args[3], node.args[4], node.args[5], groups)
+    weight = _val(node.args[1])
+    rank, groups = weight.dim() - 2, int(node.args[8])  # type: ignore[call-overload]
+    strides, pads, dilations = (_pair(node.args[at], rank) for at in (3, 4, 5))
+    value, kernel, bias = w.value(node.args[0]), w.value(node.args[1]), node.args[2]
+    how = {"strides": strides, "pads_begin": pads, "pads_end": pads, "dilations": dilations}
+    if groups == 1:
+        made = w.ops.convolution_backprop_data(value, kernel, **how)
+    else:
+        kernel = w.reshape(kernel, [groups, weight.shape[0] // groups, *weight.shape[1:]])
+        made = w.ops.group_convolution_backprop_data(value, kernel, **how)
     return made if bias is None else w.ops.add(made, w.reshape(w.value(bias), [1, -1, *([1] * rank)]))
 
 
@@ -519,14 +633,38 @@ def _batch_norm_inference(w: _Writer, node: fx.Node) -> Any:
     return [_scaled(w, node, 3, 6).output(0), nothing, nothing]
 
 
+def _native_batch_norm_check(node: fx.Node) -> str:
+    if node.args[5]:
+        return "in training"
+    return "with statistics of the batch" if any(_val(node)[at].numel() for at in (1, 2)) else ""  # type: ignore[index]
+
+
+@_rule(aten.native_batch_norm.default, check=_native_batch_norm_check)
+def _native_batch_norm(w: _Writer, node: fx.Node) -> Any:
+    import numpy
+
+    nothing = w.ops.constant(numpy.empty(0, numpy.float32)).output(0)
+    return [_scaled(w, node, 3, 7).output(0), nothing, nothing]
+
+
 @_rule(aten.max_pool2d.default, check=lambda n: "" if _val(n.args[0]).dim() == 4 else "without a batch")
 def _max_pool(w: _Writer, node: fx.Node) -> Any:
+    return _pooled(w, node).output(0)
+
+
+@_rule(aten.max_pool2d_with_indices.default, check=lambda n: "" if _val(n.args[0]).dim() == 4 else "without a batch")
+def _max_pool_with_indices(w: _Writer, node: fx.Node) -> Any:
+    return list(_pooled(w, node).outputs())
+
+
+def _pooled(w: _Writer, node: fx.Node) -> Any:
     kernel = _pair(node.args[1], 2)
     strides, pads = _pair(_arg(node, 2, "stride") or kernel, 2), _pair(_arg(node, 3, "padding", 0), 2)
     dilations = _pair(_arg(node, 4, "dilation", 1), 2)
     rounding = "ceil_torch" if _arg(node, 5, "ceil_mode", False) else "floor"
     opset14: Any = importlib.import_module("openvino.opset14")
-    return opset14.max_pool(w.value(node.args[0]), strides, dilations, pads, pads, kernel, rounding).output(0)
+    value = w.value(node.args[0])  # indices count within an image, as PyTorch's do
+    return opset14.max_pool(value, strides, dilations, pads, pads, kernel, rounding, index_element_type="i64", axis=2)
 
 
 @_rule(

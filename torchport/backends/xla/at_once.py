@@ -1,4 +1,4 @@
-"""What runs at once instead of in a graph: operators whose result's shape depends on values."""
+"""What runs at once instead of in a graph: operators whose result's shape depends on values, and recurrent layers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_map
 
 from torchport.backend.host import cpu_fallback
 from torchport.backend.interface import BackendData, BackendDevice, KernelRegistrar, TensorData
+from torchport.backend.recurrent import register_recurrent_layers
 
 if TYPE_CHECKING:
     from . import XlaBackend
@@ -22,6 +23,7 @@ def register(backend: XlaBackend, registrar: KernelRegistrar) -> None:
     devices = {device.type for device in backend.devices()}
     if devices == {"cpu"}:
         registrar.fallback("Dense", _Boxed(backend))
+        register_recurrent_layers(registrar)
 
 
 class _Boxed:

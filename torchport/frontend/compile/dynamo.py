@@ -14,9 +14,11 @@ from torch import fx
 from ...backend.buckets import Symbols, other_size, require_products
 from ...backend.builder import capture_of
 from ...backend.compiler import computations
+from ...backend.execution import Computation
 from ...backend.fx_normalise import has_symbols, normalise
+from ...backend.interpreted_graph import INTERPRETER, interpreted_graph
 from ...backend.masking import Inexact, mask_padding
-from ...backend.partition import partition
+from ...backend.partition import Delegate, partition
 from ...backend.registrar import registrar_of
 from ...core import metrics
 from ...core.default_state import default_state, modes_are_on
@@ -120,18 +122,16 @@ class CompiledGraph:
 
     def _program(self, normal: fx.GraphModule, devices: Sequence[torch.device | None]) -> Run:
         place = self.place
-        parts = partition(normal, place.backends, kernel=_own_kernel(place), views_outside=True)
-        made = {
-            delegate.name: computations.get(
-                delegate.backend,
-                place.device_of(delegate.backend),
-                self.specs[delegate.backend.name],
-                delegate.module,
-                None,
-            )
-            for delegate in parts.delegates
-        }
+        parts = partition(normal, place.backends, kernel=_own_kernel(place), views_outside=True, host=INTERPRETER)
+        made = {delegate.name: self._computation(delegate) for delegate in parts.delegates}
         return make_program(parts, place, made, devices, self.wanted, not self.inference)
+
+    def _computation(self, delegate: Delegate) -> Computation:
+        backend = delegate.backend
+        if backend is INTERPRETER:
+            return interpreted_graph(delegate.module)
+        device, specs = self.place.device_of(backend), self.specs[backend.name]
+        return computations.get(backend, device, specs, delegate.module, None)
 
     # -- buckets ---------------------------------------------------------------------------------------------
     def _find_symbols(self) -> Symbols | None:

@@ -16,13 +16,15 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ...backend.builder import refusals
 from ...backend.execution import Computation, borrower, call_kernel
 from ...backend.interface import BackendData
+from ...backend.interpreted_graph import INTERPRETER
 from ...backend.partition import Partitioned
 from ...backend.registrar import registrar_of
 from ...core.fallback import check_fallback, note_fallback
 from ...core.specs import TensorSpec
-from .places import DataPlace
+from .places import Caller, DataPlace
 
 __all__ = ["make_program"]
 
@@ -130,7 +132,7 @@ class _Planner:
         outputs = tuple(self.slot() for _ in computation.results)
         for user in node.users:
             self.user[user] = outputs[user.args[1]]  # type: ignore[index]
-        caller = self.place.caller(computation)
+        caller = _caller(self.parts, self.place, computation, str(node.target))
 
         def call(slots: list[Any]) -> None:
             for at, result in zip(outputs, caller([slots[i] for i in inputs]), strict=True):
@@ -200,8 +202,7 @@ class _Planner:
         return None if boxed is None else lambda *args, **kwargs: boxed(op, args, kwargs)
 
     def _check_policy(self, node: fx.Node) -> None:
-        names = ", ".join(backend.name for backend in self.place.backends)
-        why = f"no backend ({names}) takes the operator: {node.meta.get('refusal')}"
+        why = _not_taken(self.place, node.meta.get("refusal"))
         check_fallback(node.target, node.meta.get("source"), why)
 
     # -- the whole -------------------------------------------------------------------------------------------
@@ -246,6 +247,28 @@ class _Planner:
 
         self.steps.append(copied)
         return _Slot(made)
+
+
+def _not_taken(place: DataPlace, reason: object) -> str:
+    return f"no backend ({', '.join(backend.name for backend in place.backends)}) takes the operator: {reason}"
+
+
+def _caller(parts: Partitioned, place: DataPlace, computation: Computation, name: str) -> Caller:
+    """How a delegate is called; what the interpreter runs in it is counted. Raises :class:`UnsupportedOp`."""
+    caller = place.caller(computation)
+    if computation.backend is not INTERPRETER:
+        return caller
+    module = next(delegate.module for delegate in parts.delegates if delegate.name == name)
+    found = [(one.op, one.source, one.reason) for one in refusals(module)]
+    for op, source, reason in found:
+        check_fallback(op, source, _not_taken(place, reason))
+
+    def counted(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        for op, source, reason in found:
+            note_fallback(op, source, reason)
+        return caller(tensors)
+
+    return counted
 
 
 def _plain_step(target: Any, template: Any, made: int) -> Step:
@@ -336,7 +359,8 @@ def _direct(parts: Partitioned, place: DataPlace, computations: Mapping[str, Com
     known = {node: (False, at) for at, node in enumerate(placeholders)}
     known |= {item: (True, item.args[1]) for item in calls[0].users}
     sources = [known[value] if isinstance(value, fx.Node) else (None, value) for value in outputs]
-    caller = place.caller(computations[str(calls[0].target)])
+    name = str(calls[0].target)
+    caller = _caller(parts, place, computations[name], name)
     order = [known[value][1] for value in calls[0].args]
     whole = order == list(range(inputs))
     plain = sources == [(True, at) for at in range(len(sources))]

@@ -15,6 +15,7 @@ import torch
 from ...trace.handle import LazyTensor
 from .layouts import COMPRESSED
 from .opaque import opaque
+from .routes import call_autograd_kernel
 
 __all__ = ["install"]
 
@@ -46,6 +47,8 @@ def install(library: torch.library.Library) -> None:
 def _apart(op: Any, whole: Any, key: Any = _IMPLICIT) -> Callable[..., Any]:
     def call(keys: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_ours(args) or _is_ours(tuple(kwargs.values())):
+            if torch.is_inference_mode_enabled():  # a backend's kernel at Autograd was skipped, too
+                return call_autograd_kernel(op, args, kwargs, lambda: op._op_dk(key, *args, **kwargs))
             return op._op_dk(key, *args, **kwargs)
         return whole.call_boxed(keys, *args, **kwargs)
 

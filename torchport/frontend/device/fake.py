@@ -4,7 +4,8 @@ Private torch APIs used here: ``torch._subclasses.meta_utils.MetaTensorDescriber
 functionalization wrapper apart except those of the devices ``xla`` and ``lazy``. A ``port`` tensor is such a wrapper,
 too, and is to be described as what the user sees: a plain strided tensor, whose storage says which tensors are views
 of one another. ``torch._functorch._aot_autograd.runtime_wrappers.HANDLED_TYPES`` are the classes of tensors that a
-compiled function's first call may meet.
+compiled function's first call may meet. ``torch.multiprocessing.reductions.StorageWeakRef`` is what fake tensors hold
+of constants' storages.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def install() -> None:
     """Make what looks into tensors know those of this device, each once: installing may be tried again."""
     _describe_as_seen()
     _no_constants()
+    _share_weak_references()
     _handle_handles_if_compiling()
 
 
@@ -99,6 +101,18 @@ def _no_constants() -> None:
     fake = "torch._subclasses.fake_tensor"
     replace(f"{fake}.FakeTensorMode.may_turn_const", may_turn_const)
     replace(f"{fake}.FakeTensorConverter.invalidate_constant_aliases", invalidate_constant_aliases)
+
+
+@functools.cache
+def _share_weak_references() -> None:
+    """Copies of a weak reference to a storage are the reference itself, as of Python's.
+
+    ``deepcopy`` of a fake tensor copies its mode, with the weak references to storages of constants in it. Each copy
+    would give back one reference that was taken once, which writes to memory that is no longer the storage's.
+    """
+    reference = "torch.multiprocessing.reductions.StorageWeakRef"
+    replace(f"{reference}.__copy__", lambda self: self)
+    replace(f"{reference}.__deepcopy__", lambda self, memo: self)
 
 
 _RUNTIME_WRAPPERS = "torch._functorch._aot_autograd.runtime_wrappers"

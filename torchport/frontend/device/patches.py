@@ -177,6 +177,16 @@ PATCHES: Final[dict[str, tuple[str, str, str]]] = {
         "the same",
         _USE,
     ),
+    "torch.multiprocessing.reductions.StorageWeakRef.__copy__": (
+        "gives the reference itself",
+        "a copy would give back a reference that it does not have; the memory may be another's by then",
+        _USE,
+    ),
+    "torch.multiprocessing.reductions.StorageWeakRef.__deepcopy__": (
+        "gives the reference itself",
+        "the same: deepcopy of a fake tensor copies its mode, which holds such references",
+        _USE,
+    ),
     "torch._functorch._aot_autograd.runtime_wrappers.HANDLED_TYPES": (
         "holds the classes of handles",
         "AOTAutograd watches a compiled function's first call and lets no operator on other classes pass",

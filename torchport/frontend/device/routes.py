@@ -22,7 +22,7 @@ from ...trace.handle import DEVICE_TYPE
 from .inplace import overriding
 from .opaque import opaque
 
-__all__ = ["install", "registrar_for", "to_stock_autograd"]
+__all__ = ["call_autograd_kernel", "install", "registrar_for", "to_stock_autograd"]
 
 _OTHER_AUTOGRAD: Final = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradPrivateUse3)
 """Added to a key set, it leads to PyTorch's own autograd kernel: that one sits at every backend's key, and the bit of a
@@ -90,19 +90,28 @@ def _is_ours(value: Any) -> bool:
 
 def _autograd_router(op: torch._ops.OpOverload) -> Callable[..., Any]:
     def router(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        running: set[Any] = _inside.__dict__.setdefault("running", set())
-        registrar = None if op in running else registrar_for(args, kwargs)
-        kernel = registrar.kernel(op, Functionality.AutogradFunctionality) if registrar is not None else None
-        if kernel is None:
-            return op.redispatch(to_stock_autograd(keys), *args, **kwargs)
-        # The kernel may call the operator itself, for its forward: that call gets PyTorch's own.
-        running.add(op)
-        try:
-            return kernel(*args, **kwargs)
-        finally:
-            running.discard(op)
+        return call_autograd_kernel(op, args, kwargs, lambda: op.redispatch(to_stock_autograd(keys), *args, **kwargs))
 
     return router
+
+
+def call_autograd_kernel(
+    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], stock: Callable[[], Any]
+) -> Any:
+    """Call the Autograd kernel of the backend that an operator's tensors live on, or ``stock`` where it has none.
+
+    The kernel may call the operator itself, for its forward: that call gets ``stock``.
+    """
+    running: set[Any] = _inside.__dict__.setdefault("running", set())
+    registrar = None if op in running else registrar_for(args, kwargs)
+    kernel = registrar.kernel(op, Functionality.AutogradFunctionality) if registrar is not None else None
+    if kernel is None:
+        return stock()
+    running.add(op)
+    try:
+        return kernel(*args, **kwargs)
+    finally:
+        running.discard(op)
 
 
 def _router(op: torch._ops.OpOverload, functionality: Functionality) -> Callable[..., Any]:
