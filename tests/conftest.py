@@ -11,6 +11,8 @@ from pathlib import Path
 
 # Before anything imports torch or transformers: no test may reach the network, and workers must not fight for cores.
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+# What one run has compiled must not be what the next one tests; tests of the disk cache have folders of their own.
+os.environ["TORCHPORT_CACHE"] = "off"
 IN_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if IN_WORKER:
     os.environ.update(OMP_NUM_THREADS="1", TORCHINDUCTOR_COMPILE_THREADS="1")

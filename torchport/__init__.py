@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .backend.optional import (
         Started,
         SupportsBorrow,
+        SupportsCacheKey,
         SupportsCompilerSettings,
         SupportsFork,
         SupportsHostExecution,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
         AmbiguousKernel,
         BackendNotFound,
         BackendUnavailable,
+        CacheMiss,
         CompileError,
         ConfigError,
         DelegateError,
@@ -84,15 +86,15 @@ _HOMES = {
     "torchport.backend.lowering_context": "Call Lowering LoweringContext LoweringTable",
     "torchport.backend.normal_form": "verify_graph",
     "torchport.backend.optional": (
-        "Started SupportsBorrow SupportsCompilerSettings SupportsFork SupportsHostExecution SupportsMemoryInfo "
-        "SupportsMethods SupportsMetrics SupportsOverlap SupportsSeed SupportsStart SupportsText"
+        "Started SupportsBorrow SupportsCacheKey SupportsCompilerSettings SupportsFork SupportsHostExecution "
+        "SupportsMemoryInfo SupportsMethods SupportsMetrics SupportsOverlap SupportsSeed SupportsStart SupportsText"
     ),
     "torchport.backend.registry": "BackendInfo Registry registry",
     "torchport.core.config": "config",
     "torchport.core.errors": (
-        "AmbiguousKernel BackendNotFound BackendUnavailable CompileError ConfigError DelegateError DeviceMismatch "
-        "DispatchError ErrorCode ExecutionError GraphError MethodError MissingKernel ProgramError StorageAccess "
-        "TorchportError UnsupportedOp"
+        "AmbiguousKernel BackendNotFound BackendUnavailable CacheMiss CompileError ConfigError DelegateError "
+        "DeviceMismatch DispatchError ErrorCode ExecutionError GraphError MethodError MissingKernel ProgramError "
+        "StorageAccess TorchportError UnsupportedOp"
     ),
     "torchport.core.specs": "CompileSpec CompileSpecs TensorSpec",
     "torchport.debug.analysis": "Finding analyze compile_reasons",

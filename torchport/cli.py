@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from . import __version__
+from .cache import command as cache
 from .core.errors import TorchportError
 
 __all__ = ["main"]
@@ -81,8 +82,15 @@ def _parser() -> argparse.ArgumentParser:
     new.add_argument("--dir", metavar="DIR", help="the folder to make (default: torchport-NAME)")
     new.set_defaults(run=_new)
 
+    warm = commands.add_parser("warm", help="run a script, and compile all it needs into the disk cache in parallel")
+    warm.add_argument("--workers", type=_positive, metavar="N", help="processes that compile (default: one per core)")
+    warm.add_argument("script", metavar="SCRIPT")
+    warm.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
+    warm.set_defaults(run=_warm)
+
     from .testing.command import add_commands  # on demand: a command pays for what it uses
 
+    cache.add_commands(commands)
     add_commands(commands)
     return parser
 
@@ -124,6 +132,13 @@ def _explain(arguments: argparse.Namespace) -> int:
     from .debug.explain import explain_cli  # on demand: a command pays for what it uses
 
     print(explain_cli(arguments.op, arguments.device))
+    return 0
+
+
+def _warm(arguments: argparse.Namespace) -> int:
+    from .run.warm_script import warm  # on demand: a command pays for what it uses
+
+    print(warm(arguments.script, arguments.args, arguments.workers))
     return 0
 
 

@@ -481,3 +481,14 @@ def test_a_write_to_all_of_a_tensor_by_a_view() -> None:
         torch.testing.assert_close(view.cpu(), expected)
         x.mul_(2)
         torch.testing.assert_close(view.cpu(), expected * 2)
+
+
+def test_settings_that_are_as_they_were_have_not_been_changed() -> None:
+    from torch._inductor import config as settings
+
+    from torchport.backends.inductor.torch_api import changed_settings
+
+    before = dict(changed_settings())
+    with settings.patch(max_autotune=True, epilogue_fusion=False):
+        assert {**before, "max_autotune": True, "epilogue_fusion": False} == changed_settings()
+    assert changed_settings() == before, "a key that depends on what was compiled before is another in the next process"

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch._library import custom_ops
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchport
 
@@ -210,6 +211,7 @@ _INSTANCES = {
     "torch._ops.OpOverload.": torch.ops.aten.add.Tensor,
     "torch._ops.OpOverloadPacket.": torch.ops.aten.add,
     "torch.nn.Module.": torch.nn.Module(),
+    "torch._subclasses.fake_tensor.FakeTensorMode.": FakeTensorMode(),
     "torch._library.custom_ops.CustomOpDef.": next(iter(custom_ops.OPDEFS.values())),
 }
 """Objects that have the attributes which their classes only promise."""

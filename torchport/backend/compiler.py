@@ -1,25 +1,28 @@
 """Compiling: ``init(preprocess(graph))``, and the computations that are kept in memory.
 
-It has two halves: :func:`prepare` makes bytes of a graph, in whichever process, and :func:`finish` makes a computation
-of them. Every door comes through :class:`Computations`, so equal graphs for one device share a computation whichever
-door they came by and wherever they were prepared.
+It has two halves: :func:`.prepare` makes bytes of a graph, in whichever process, and :func:`finish` makes a computation
+of them. In between the bytes may have been on disk (:mod:`.kept`). Every door comes through :class:`Computations`, so
+equal graphs for one device share a computation whichever door they came by and wherever they were prepared.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from contextlib import nullcontext
 from time import perf_counter
 from typing import Final
 
 from torch import fx
 
+from ..cache.current import disk_cache
+from ..cache.folder import CacheFolder, say
 from ..core import metrics
 from ..core.config import config
 from ..core.errors import CompileError
 from ..core.forks import guarded_rlock
-from ..core.specs import CompileSpecs, TensorSpec
+from ..core.specs import CompileSpecs
 from .execution import Computation
+from .inferences import keep_inferences
 from .interface import (
     Backend,
     BackendDevice,
@@ -27,29 +30,15 @@ from .interface import (
     FreeableBuffer,
     InitContext,
 )
-from .normal_form import input_specs, output_specs, verify_graph
+from .kept import find_or_prepare
+from .prepare import Prepared, failure_of, prepare
 from .serialize import fingerprint
 
-__all__ = ["Computations", "Prepared", "compile_graph", "computations", "finish", "prepare"]
+__all__ = ["Computations", "EntryRefused", "compile_graph", "computations", "finish"]
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A graph as a backend's bytes, and what is known of the graph: all that a computation is made of.
-
-    ``mark`` is the graph's fingerprint, ``ops`` how many operators it calls, ``label`` and ``source`` what an error
-    names, ``seconds`` how long the backend took.
-    """
-
-    data: bytes
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
-    names: tuple[str, ...]
-    mark: str
-    ops: int
-    label: str
-    source: str | None
-    seconds: float
+class EntryRefused(CompileError):
+    """The engine does not take what the disk cache has. The entry is gone: to be compiled anew."""
 
 
 class Computations:
@@ -68,7 +57,7 @@ class Computations:
         """
         mark = fingerprint(graph)
         found = self.find(backend, device, specs, mark)
-        return found or self._keep(compile_graph(backend, device, specs, graph, mark, source), specs)
+        return found or self._keep(_load_or_compile(backend, device, specs, graph, mark, source), specs)
 
     def find(self, backend: Backend, device: BackendDevice, specs: CompileSpecs, mark: str) -> Computation | None:
         """The computation of the graph with this fingerprint, if it is in memory."""
@@ -82,7 +71,7 @@ class Computations:
         return found
 
     def take(self, backend: Backend, device: BackendDevice, specs: CompileSpecs, prepared: Prepared) -> Computation:
-        """The computation of a graph that was prepared elsewhere. Raises :class:`CompileError`."""
+        """The computation of a graph prepared elsewhere. Raises :class:`CompileError`, :class:`EntryRefused`."""
         found = self.find(backend, device, specs, prepared.mark)
         return found or self._keep(finish(backend, device, specs, prepared), specs)
 
@@ -129,43 +118,40 @@ def compile_graph(
     mark: str = "",
     source: str | None = None,
 ) -> Computation:
-    """``init(preprocess(graph))``. Raises :class:`CompileError` with the backend's own exception chained."""
+    """``init(preprocess(graph))``, whatever the disk cache has. Raises :class:`CompileError`, the backend's chained."""
     return finish(backend, device, specs, prepare(backend, specs, graph, mark, source))
 
 
-def prepare(
-    backend: Backend, specs: CompileSpecs, graph: fx.GraphModule, mark: str = "", source: str | None = None
-) -> Prepared:
-    """The first half, ``preprocess``, which needs no device. Raises :class:`CompileError`, the backend's own chained.
-
-    ``mark``: the graph's fingerprint. ``source``: the user's line to name in an error where the graph knows none.
-    """
-    if config.verify_graphs:
-        verify_graph(graph)
-    inputs, outputs = input_specs(graph), output_specs(graph)
-    calls = [node for node in graph.graph.nodes if node.op == "call_function"]
-    names = tuple(node.name for node in graph.graph.nodes if node.op == "placeholder")
-    label = str(calls[-1].target) if len(calls) == 1 else f"a graph of {len(calls)} operators"
-    source = (calls[-1].meta.get("source") if calls else None) or source
-    start = perf_counter()
-    try:
-        data = backend.preprocess(graph, specs).data
-    except Exception as error:
-        raise _failed(backend, error, label, source) from error
-    return Prepared(data, inputs, outputs, names, mark, len(calls), label, source, perf_counter() - start)
-
-
 def finish(backend: Backend, device: BackendDevice, specs: CompileSpecs, prepared: Prepared) -> Computation:
-    """The second half, ``init``, where it will run. Raises :class:`CompileError`, the backend's own chained."""
+    """The second half, ``init``, where it will run. Raises :class:`CompileError`, the backend's own chained.
+
+    Raises :class:`EntryRefused` for bytes from the disk cache that the engine does not take.
+    """
+    if prepared.missed:
+        metrics.count("DiskCacheMiss")
+        keep_inferences()
     start = perf_counter()
+    context = InitContext(device, prepared.inputs, prepared.outputs)
+    folder = disk_cache() if prepared.kept else None
     try:
-        context = InitContext(device, prepared.inputs, prepared.outputs)
-        handle = backend.init(FreeableBuffer(prepared.data), specs, context)
+        with nullcontext() if folder is None else folder.loading(prepared.kept):
+            handle = backend.init(FreeableBuffer(prepared.data), specs, context)
     except Exception as error:
-        raise _failed(backend, error, prepared.label, prepared.source) from error
+        failed = failure_of(backend, error, prepared.label, prepared.source)
+        if prepared.kept:
+            _refuse(folder, prepared, failed.message)
+            raise EntryRefused(failed.message, op=failed.op, source=failed.source) from error
+        raise failed from error
     seconds = prepared.seconds + perf_counter() - start
-    metrics.count("UncachedCompile")
-    metrics.metrics.add_time("CompileTime", seconds)
+    if not prepared.kept:
+        metrics.count("UncachedCompile")
+        metrics.metrics.add_time("CompileTime", seconds)
+    elif context.refused:
+        _refuse(folder, prepared, context.refused)
+        metrics.count("UncachedCompile")
+        metrics.metrics.add_time("CompileTime", seconds)
+    else:
+        metrics.metrics.count_time("DiskCacheHit", "DiskCacheLoadTime", seconds)
     outputs = prepared.outputs
     return Computation(
         backend,
@@ -181,7 +167,21 @@ def finish(backend: Backend, device: BackendDevice, specs: CompileSpecs, prepare
     )
 
 
-def _failed(backend: Backend, error: Exception, label: str, source: str | None) -> CompileError:
-    return CompileError(
-        f"backend {backend.name!r} failed to compile: {type(error).__name__}: {error}", op=label, source=source
-    )
+def _refuse(folder: CacheFolder | None, prepared: Prepared, why: str) -> None:
+    """An entry is whole, but no use to the engine: found, and still to be compiled."""
+    metrics.count("DiskCacheRefused")
+    if folder is not None:
+        folder.drop(prepared.kept)
+    say(f"an entry of the disk cache was found but refused, and what it would hold is compiled again: {why}")
+
+
+def _load_or_compile(
+    backend: Backend, device: BackendDevice, specs: CompileSpecs, graph: fx.GraphModule, mark: str, source: str | None
+) -> Computation:
+    prepared = find_or_prepare(backend, specs, graph, mark, source)
+    try:
+        return finish(backend, device, specs, prepared)
+    except EntryRefused:
+        if config.cache == "cache-only":
+            raise
+        return finish(backend, device, specs, find_or_prepare(backend, specs, graph, mark, source))

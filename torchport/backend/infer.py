@@ -1,7 +1,7 @@
 """Shape inference of a first-time op, with fake tensors: shapes, dtypes and strides as CPU eager would give them.
 
-Private torch APIs used here: ``torch._subclasses.fake_tensor.FakeTensorMode`` and its two exceptions for results
-whose shape or value depends on data.
+Private torch APIs used here: ``torch._subclasses.fake_tensor.FakeTensor`` and its module's two exceptions for results
+whose shape or value depends on data; the mode is made in :mod:`.fake_mode`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..core.specs import TensorSpec
+from .fake_mode import make_fake_mode
 from .lowering import scalar_role
 from .probe import cpu_result
 
@@ -35,6 +37,7 @@ __all__ = [
     "learn",
     "observe",
     "observed",
+    "remembered",
 ]
 
 
@@ -67,16 +70,19 @@ def fake_mode() -> Any:
     A mode notes on itself that it is inside of a kernel, so two threads cannot use one.
     """
     if _here.mode is None:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
-        _here.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        _here.mode = make_fake_mode()
     return _here.mode
 
 
 def fake_tensor(spec: TensorSpec) -> torch.Tensor:
     """A fake CPU tensor with this spec."""
-    with fake_mode():
-        return torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device="cpu")
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    # As the factory function under the mode would make it, but without a dispatch through Python.
+    mode = fake_mode()
+    with _disable_current_modes():
+        memory = torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device="meta")
+        return FakeTensor(mode, memory, torch.device("cpu"))
 
 
 def _describe(result: Any) -> Inferred:
@@ -103,6 +109,11 @@ def _spec(value: Any) -> TensorSpec | None:
 _remembered: Final[OrderedDict[Any, Inferred]] = OrderedDict()
 _remembered_as_on_cpu: Final[OrderedDict[Any, Inferred]] = OrderedDict()
 _REMEMBER: Final = 16_384
+
+
+def remembered() -> tuple[OrderedDict[Any, Inferred], ...]:
+    """What :func:`infer` and :func:`infer_as_on_cpu` remember, by call."""
+    return _remembered, _remembered_as_on_cpu
 
 
 def _key(value: Any) -> Any:

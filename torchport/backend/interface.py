@@ -252,6 +252,9 @@ class InitContext:
     constants: Mapping[int, BackendData] = field(default_factory=dict[int, BackendData])
     named_data: Mapping[str, memoryview] = field(default_factory=dict[str, memoryview])
     tracer: Tracer | None = None
+    refused: str = ""
+    """Set by ``init``: why the engine did not take what the bytes hold compiled, so that it was compiled again. The
+    disk cache counts that, and drops the entry."""
 
 
 @dataclass(slots=True)
@@ -321,6 +324,9 @@ class Capabilities:
     torch_free: bool = False
     """``init``, ``execute`` and ``destroy`` need no PyTorch: in a program they get :class:`ArrayData`, and specs with
     dtype names (``"float32"``) where PyTorch is not loaded."""
+    skips_cache: bool = False
+    """What ``preprocess`` returns is not kept in the disk cache: it is made as fast as it could be read, or it is not
+    all that ``init`` of another process needs."""
 
     def __post_init__(self) -> None:
         if self.restores_donated and not self.donation:

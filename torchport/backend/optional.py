@@ -30,6 +30,7 @@ __all__ = [
     "OptionalMethods",
     "Started",
     "SupportsBorrow",
+    "SupportsCacheKey",
     "SupportsCompilerSettings",
     "SupportsFork",
     "SupportsHostExecution",
@@ -187,6 +188,27 @@ class SupportsCompilerSettings(Protocol):
 
 
 @runtime_checkable
+class SupportsCacheKey(Protocol):
+    """A backend whose bytes depend on more than the graph, the compile specs and the backend's own code.
+
+    Called before the disk cache is asked for a computation, also in processes that will not compile anything: it must
+    not import what only compiling needs. Without it nothing but the backend's name, version and sources tells one
+    engine from another.
+    """
+
+    def engine_files(self) -> Sequence[str]:
+        """Paths of the engine's shared libraries and compilers. What they hold is hashed when they have changed."""
+        ...
+
+    def cache_key(self, device: BackendDevice) -> Mapping[str, str]:
+        """What else the bytes depend on, as name → text: settings of the engine, the kind of an accelerator.
+
+        ``device`` is one of the backend's; its ordinal is not part of the key.
+        """
+        ...
+
+
+@runtime_checkable
 class SupportsFork(Protocol):
     """A backend whose engine has threads of its own, which a forked process does not have.
 
@@ -253,7 +275,7 @@ class SupportsMetrics(Protocol):
 
 PROTOCOLS: Final = (
     SupportsStart, SupportsOverlap, SupportsBorrow, SupportsHostExecution, SupportsMethods, SupportsCompilerSettings,
-    SupportsFork, SupportsSeed, SupportsMemoryInfo, SupportsText, SupportsMetrics,
+    SupportsCacheKey, SupportsFork, SupportsSeed, SupportsMemoryInfo, SupportsText, SupportsMetrics,
 )  # fmt: skip
 """Every optional protocol, in the order of the documentation."""
 
@@ -268,6 +290,7 @@ class OptionalMethods:
     host_execution: SupportsHostExecution | None
     methods: SupportsMethods | None
     compiler_settings: SupportsCompilerSettings | None
+    cache_key: SupportsCacheKey | None
     fork: SupportsFork | None
     seed: SupportsSeed | None
     memory_info: SupportsMemoryInfo | None

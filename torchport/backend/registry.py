@@ -24,7 +24,7 @@ from .forked import end_openmp_team, refuse_lost
 from .interface import Backend, BackendDevice
 from .optional import optional_of
 
-__all__ = ["BackendInfo", "Registry", "make_by_recipe", "note_used", "registry", "resolve_device"]
+__all__ = ["BackendInfo", "Registry", "make_by_recipe", "note_used", "recipe_of", "registry", "resolve_device"]
 
 ENTRY_POINT_GROUP: Final = "torchport.backends"
 
@@ -225,6 +225,14 @@ class Registry:
 
 registry: Final = Registry(ENTRY_POINT_GROUP)
 
+_recipes: Final[weakref.WeakKeyDictionary[Backend, str]] = weakref.WeakKeyDictionary()
+"""Of backends that were made by one, which are in no registry."""
+
+
+def recipe_of(backend: Backend) -> str | None:
+    """How another process makes a backend, whether it was registered here or made by a recipe itself."""
+    return registry.recipe(backend) or _recipes.get(backend)
+
 
 def make_by_recipe(recipe: str) -> Backend:
     """The backend that :meth:`Registry.recipe` described. Raises :class:`BackendUnavailable`."""
@@ -235,6 +243,7 @@ def make_by_recipe(recipe: str) -> Backend:
     for part in name.split("."):
         factory = getattr(factory, part)
     made = _Entry(name, factory, f"{module}:{name}").load()
+    _recipes[made] = recipe
     if not made.is_available():
         raise BackendUnavailable(f"backend {made.name!r} cannot run here: {made.unavailable_reason()}")
     return made

@@ -119,7 +119,7 @@ def encode(graph: fx.GraphModule) -> bytes:
 
 def fingerprint(graph: fx.GraphModule) -> str:
     """A hash that is equal for graphs that compute the same thing from the same specs in the same way."""
-    text = json.dumps(_document(graph, debug=False), separators=(",", ":"))
+    text = json.dumps(_document(graph, debug=False), separators=(",", ":"), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

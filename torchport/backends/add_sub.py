@@ -89,7 +89,7 @@ class AddSubBackend(Backend):
 
     name = "add_sub"
     version = "1"
-    capabilities = Capabilities(torch_free=True)
+    capabilities = Capabilities(torch_free=True, skips_cache=True)
 
     def supports(self, node: fx.Node) -> Support:
         name = str(node.target)

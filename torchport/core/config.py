@@ -16,18 +16,23 @@ attribute              environment variable        meaning
 ``compile_workers``    ``TORCHPORT_COMPILE_WORKERS`` processes that compile beside the program; 0: none
 ``compile_timeout``    ``TORCHPORT_COMPILE_TIMEOUT`` seconds that one computation may compile there
 ``compile_nice``       ``TORCHPORT_COMPILE_NICE``  how far those processes stand back for the program, 0 to 19
+``cache``              ``TORCHPORT_CACHE``         ``on`` | ``read-only`` | ``cache-only`` | ``off``: what is compiled,
+                                                   on disk; with ``cache-only`` what is not there is an error
+``cache_dir``          ``TORCHPORT_CACHE_DIR``     where they are; empty: in the user's cache folder
+``cache_size``         ``TORCHPORT_CACHE_SIZE``    bytes they may take, such as ``5G``
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, Final
 
 from .errors import ConfigError
 
-__all__ = ["Config", "config"]
+__all__ = ["Config", "config", "parse_size"]
 
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
@@ -62,6 +67,19 @@ def _count(minimum: int, maximum: int | None = None) -> Callable[[object], int]:
     return parse
 
 
+_UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def parse_size(raw: object) -> int:
+    """A number of bytes: a whole number, or text such as ``"512M"``. Raises ``ValueError``."""
+    if isinstance(raw, int) and not isinstance(raw, bool) and raw >= 0:
+        return raw
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", str(raw).strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueError("a number of bytes, such as 512M or 5G")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
 def _choice(*allowed: str) -> Callable[[object], str]:
     def parse(raw: object) -> str:
         if raw not in allowed:
@@ -87,6 +105,9 @@ _FIELDS: Final[dict[str, tuple[Callable[[object], Any], Any]]] = {
     "compile_workers": (_count(0), 1),
     "compile_timeout": (_count(1), 600),
     "compile_nice": (_count(0, 19), 10),
+    "cache": (_choice("on", "read-only", "cache-only", "off"), "on"),
+    "cache_dir": (_text, ""),
+    "cache_size": (parse_size, 5 << 30),
 }
 
 
@@ -108,6 +129,9 @@ class Config:
     compile_workers: int
     compile_timeout: int
     compile_nice: int
+    cache: str
+    cache_dir: str
+    cache_size: int
 
     def __init__(self, environ: dict[str, str] | None = None) -> None:
         env = os.environ if environ is None else environ

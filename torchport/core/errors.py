@@ -7,6 +7,7 @@
     ├── BackendUnavailable   it is installed, but cannot run here
     ├── UnsupportedOp        no kernel, capture, decomposition or fallback takes the op
     ├── CompileError         a backend's preprocess or init failed
+    │   └── CacheMiss        config.cache is "cache-only", and the disk cache does not have it
     ├── ExecutionError       a compiled computation failed while it ran
     ├── DeviceMismatch       tensors of different devices met in one op
     ├── GraphError           a graph is not in FX normal form
@@ -32,6 +33,7 @@ __all__ = [
     "AmbiguousKernel",
     "BackendNotFound",
     "BackendUnavailable",
+    "CacheMiss",
     "CompileError",
     "ConfigError",
     "DelegateError",
@@ -82,6 +84,10 @@ class UnsupportedOp(_AtUserLine):
 
 class CompileError(_AtUserLine):
     """A backend's ``preprocess`` or ``init`` failed; the backend's own exception is chained."""
+
+
+class CacheMiss(CompileError):
+    """``config.cache`` is ``"cache-only"``, and the disk cache does not have it; the message shows what is nearest."""
 
 
 class ExecutionError(_AtUserLine):

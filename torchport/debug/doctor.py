@@ -16,6 +16,9 @@ import torch
 
 from .. import __version__, native
 from ..backend.registry import registry
+from ..cache.current import folder_in_settings
+from ..cache.folder import CacheFolder, trouble_with
+from ..core.config import config
 from ..frontend.device.libraries import ACCELERATE, LIGHTNING
 from ..frontend.device.patches import ADDITIONS, PATCHES, TORCH
 from ..native.twins import twins
@@ -82,6 +85,20 @@ def _native() -> Rows:
     )
 
 
+def _disk_cache() -> Rows:
+    yield "TORCHPORT_CACHE", config.cache
+    path = folder_in_settings()
+    trouble = trouble_with(path, create=False)
+    if path.exists() and trouble:
+        yield "folder", f"{path}, not used: {trouble}"
+        return
+    entries = CacheFolder(path, config.cache_size).list()
+    yield (
+        "folder",
+        f"{path}: {len(entries)} entries, {sum(one.size for one in entries):,} of {config.cache_size:,} bytes",
+    )
+
+
 def _patches() -> Rows:
     for target, (what, why, when) in (PATCHES | ADDITIONS).items():
         versions = f"torch {TORCH}" if target.startswith(("torch", "*", "PrivateUse1")) else "any version"
@@ -104,6 +121,7 @@ SECTIONS: Final[list[tuple[str, Callable[[], Rows]]]] = [
     ("backends", _backends),
     ("compilers", _compilers),
     ("C++ parts", _native),
+    ("disk cache", _disk_cache),
     ("changes to PyTorch's objects, and to those of libraries", _patches),
     ("libraries with a list of devices of their own, and what to tell them", _libraries),
 ]

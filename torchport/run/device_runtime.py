@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from ..backend.builder import capture_of
+from ..backend.inferences import recall_inferences
 from ..backend.interface import Backend, BackendDevice
 from ..backend.optional import optional_of
 from ..backend.registrar import registrar_of
@@ -183,6 +184,7 @@ class Runtimes:
         return runtime
 
     def _make(self, index: int, backend: Backend, ordinal: int) -> DeviceRuntime:
+        recall_inferences()
         with default_state():  # whatever the program has on where it first uses the device
             runtime = DeviceRuntime(index, backend, resolve_device(backend, ordinal))
             runtime.seed = self._seed

@@ -25,6 +25,7 @@ from ..trace.trace import Trace, lock
 from ..trace.trie import Node
 from .donation import likely_donated
 from .future import Future
+from .handed_in import warming
 from .history import history
 from .interpreted import InterpretedPlan
 from .jobs import Job
@@ -109,6 +110,12 @@ def _other_plan(
         return larger
     if known is None and tiered:
         return first_plan(runtime, node.path(), value_ids, specs(), trace.spent)
+    if warming.active and not trace.eager:
+        if isinstance(known, InterpretedPlan):
+            return known
+        handed_in = warming.plan(runtime, node, value_ids, specs(), donated())
+        if handed_in is not None:
+            return handed_in
     reason = explain_compile(trace, node, value_ids, cause)
     before = metrics.counter("UncachedCompile")
     try:

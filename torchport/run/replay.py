@@ -8,7 +8,7 @@ from typing import Any, Final
 from ..backend.interface import BackendData
 from ..core import metrics
 from ..core.default_state import default_state
-from ..core.errors import ExecutionError, TorchportError
+from ..core.errors import CacheMiss, ExecutionError, TorchportError
 from ..core.frames import warn_user
 from ..trace.graph import inputs_of, needed
 from ..trace.trie import Node, single_op
@@ -98,6 +98,10 @@ def replay(job: Job) -> TorchportError | None:
     """
     error = job.error
     assert error is not None
+    if isinstance(error, CacheMiss):  # nothing may be compiled, so its operators may not either
+        job.state = JobState.DONE
+        job.deliver([error] * len(job.wanted))
+        return error
     metrics.count("Isolate")
     kept = needed(job.cursor.path(), job.wanted)
     with default_state():

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from .. import native
-from ..backend.compiler import computations
+from ..backend.compiler import EntryRefused, computations
 from ..core import metrics
 from ..core.config import config
 from ..core.errors import CompileError, TorchportError
@@ -175,13 +175,14 @@ def _taken_over(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
     try:
         answer: Answer = ticket.result()
         assert answer.sources is not None
-        costs.note(runtime.backend.name, answer.ops, answer.seconds)
+        if not answer.kept:
+            costs.note(runtime.backend.name, answer.ops, answer.seconds)
         native.announce()
         computation = computations.take(runtime.backend, runtime.device, runtime.specs, answer)
     except NotSendable:
         plan.here = True
         return plan
-    except Cancelled:
+    except (Cancelled, EntryRefused):
         plan.seconds = 0.0  # it is asked for again when it has cost as much again
         return plan
     except TorchportError as error:

@@ -13,9 +13,10 @@ from typing import Any, Final
 import torch
 
 from ..backend.builder import capture_of
-from ..backend.compiler import Prepared, prepare
 from ..backend.interface import Backend
+from ..backend.kept import find_or_prepare
 from ..backend.optional import optional_of
+from ..backend.prepare import Prepared
 from ..backend.registry import make_by_recipe
 from ..backend.serialize import fingerprint
 from ..core.config import config
@@ -105,7 +106,7 @@ def _compile(question: Question) -> tuple[Prepared, Sources | None]:
         _rename(graph, question.names)
     able = optional_of(backend).compiler_settings
     with nullcontext() if able is None else able.compiling_under(question.engine):
-        return prepare(backend, specs, graph, fingerprint(graph), question.source), sources
+        return find_or_prepare(backend, specs, graph, fingerprint(graph), question.source), sources
 
 
 def _rename(graph: Any, names: Sequence[str]) -> None:

@@ -16,10 +16,10 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from ..backend.compiler import Prepared
 from ..backend.infer import fake_tensor
 from ..backend.interface import Backend
 from ..backend.optional import optional_of
+from ..backend.prepare import Prepared
 from ..backend.registry import registry
 from ..core.config import config
 from ..core.errors import CompileError

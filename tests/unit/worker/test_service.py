@@ -15,8 +15,9 @@ import torch
 from worker_support import a_trace, family, gone, run, traces_of, wait_until
 
 import torchport
-from torchport.backend.compiler import computations, prepare
+from torchport.backend.compiler import computations
 from torchport.backend.interface import Backend
+from torchport.backend.prepare import prepare
 from torchport.backend.registry import registry
 from torchport.backend.serialize import fingerprint
 from torchport.core.config import config

@@ -14,16 +14,18 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import fx
 
+from torchport.backend.engine_files import libraries_of
 from torchport.backend.forked import abandon
 from torchport.backend.interface import (
     Backend,
     BackendData,
+    BackendDevice,
     Capabilities,
     ExecutionContext,
     FreeableBuffer,
@@ -110,6 +112,12 @@ class ExecuTorchBackend(Backend):
             return Processed(data)
         except (RuntimeError, ValueError, AssertionError) as error:
             raise CompileError(f"ExecuTorch cannot lower this graph: {type(error).__name__}: {error}") from error
+
+    def engine_files(self) -> Sequence[str]:
+        return libraries_of("executorch", "**/*.so", "version.py")
+
+    def cache_key(self, device: BackendDevice) -> Mapping[str, str]:
+        return {}
 
     def forked(self) -> str:
         if "executorch.runtime" in sys.modules:

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from torchport import native
 from torchport.backend.container import check_interface
+from torchport.backend.engine_files import environment, libraries_of
 from torchport.backend.host import register_host_kernels
 from torchport.backend.interface import (
     Backend,
@@ -63,6 +64,11 @@ _READS_ANYWAY: Final = {
     torch.ops.aten._unsafe_masked_index.default,
     torch.ops.aten._unsafe_masked_index_put_accumulate.default,
 }
+
+
+_READ: Final = ("TORCHINDUCTOR_", "TORCH_COMPILE_")
+_NOT_COMPILED: Final = {"TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS"}
+"""Environment variables that Inductor's settings begin with, and those that say only where and how fast."""
 
 
 def _compiler() -> str | None:
@@ -236,6 +242,13 @@ class InductorBackend(Backend):
 
     def compiling_under(self, settings: Mapping[str, Any]) -> AbstractContextManager[object]:
         return _torch_api().settings_in_force(settings)
+
+    def engine_files(self) -> Sequence[str]:
+        compiler = _compiler()
+        return [*libraries_of("torch", "lib/libtorch_cpu*", "lib/libc10.*"), *([compiler] if compiler else [])]
+
+    def cache_key(self, device: BackendDevice) -> Mapping[str, str]:
+        return environment(lambda name: name == "CXX" or (name.startswith(_READ) and name not in _NOT_COMPILED))
 
     def init(self, processed: FreeableBuffer, specs: CompileSpecs, context: InitContext) -> Library:
         artifact = container.decode(processed.data)

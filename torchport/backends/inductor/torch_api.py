@@ -99,11 +99,23 @@ def mode_options(mode: str) -> Mapping[str, Any]:
 
 
 def changed_settings() -> Mapping[str, Any]:
-    """What differs from the defaults in ``torch._inductor.config``."""
+    """What the program has changed in ``torch._inductor.config``: not what the environment says, which others see, too.
+
+    A setting that was patched and is as before counts as unchanged, where its own ``_is_default`` says otherwise:
+    Inductor patches many while it compiles, and the next process would look for another key.
+    """
     from torch._inductor import config
+    from torch.utils._config_module import _UNSET_SENTINEL
 
     known: Any = config
-    return {name: getattr(config, name) for name in known._config if not known._is_default(name)}
+    changed: dict[str, Any] = {}
+    for name, entry in known._config.items():
+        if not known._is_default(name):
+            given = (entry.env_value_force, entry.env_value_default, entry.default)
+            at_first = next(value for value in given if value is not _UNSET_SENTINEL)
+            if (value := getattr(config, name)) != at_first:
+                changed[name] = value
+    return changed
 
 
 def settings_in_force(settings: Mapping[str, Any]) -> AbstractContextManager[object]:

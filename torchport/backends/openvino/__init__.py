@@ -23,6 +23,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 
 from torchport.backend.arrays import AS_INTEGERS, tensor_to_array
+from torchport.backend.engine_files import libraries_of
 from torchport.backend.forked import abandon
 from torchport.backend.interface import (
     ArrayData,
@@ -134,6 +135,12 @@ class OpenVinoBackend(Backend):
             return ""
         abandon(_core, *(compiled.request for compiled in _every_compiled))
         return "OpenVINO was used before the fork, and its threads stayed in the parent"
+
+    def engine_files(self) -> Sequence[str]:
+        return libraries_of("openvino", "libs/libopenvino.*", "libs/*_cpu_plugin.*", "libs/*_ir_frontend.*")
+
+    def cache_key(self, device: BackendDevice) -> Mapping[str, str]:
+        return {}
 
     def supports(self, node: fx.Node) -> Support:
         from .translate import supports  # on demand: compiling needs it, running does not

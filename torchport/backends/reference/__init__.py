@@ -43,7 +43,7 @@ class ReferenceBackend(Backend):
 
     name = "reference"
     version = "1"
-    capabilities = Capabilities(donation=True, restores_donated=True)
+    capabilities = Capabilities(donation=True, restores_donated=True, skips_cache=True)
 
     def register_kernels(self, registrar: KernelRegistrar) -> None:
         register_host_kernels(registrar)

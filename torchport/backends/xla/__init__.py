@@ -11,6 +11,7 @@ import atexit
 import functools
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ import torch
 from torch import fx
 
 from torchport.backend.container import check_interface
+from torchport.backend.engine_files import environment, libraries_of
 from torchport.backend.forked import abandon
 from torchport.backend.interface import (
     Backend,
@@ -47,6 +49,9 @@ __all__ = ["XlaBackend"]
 
 _NEEDED = ("jax", "jaxlib", "flatbuffers")
 _ENGINE = frozenset({"jax", "jaxlib"})
+_READ = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+_ASIDE = re.compile("CACHE|LOG|TRACEBACK|PROFILER|DUMP")
+"""Environment variables that XLA's compiler reads, and which of JAX's do not concern it."""
 
 
 def _missing() -> list[str]:
@@ -158,11 +163,24 @@ class XlaBackend(Backend):
         _engine().compile_now(artifact)
         return Processed(container.encode(artifact))
 
+    def engine_files(self) -> Sequence[str]:
+        # JAX's own sources lower a graph further; they are hashed by its version.
+        return [*libraries_of("jaxlib", "*.so", "*.dylib"), *libraries_of("jax", "version.py")]
+
+    def cache_key(self, device: BackendDevice) -> Mapping[str, str]:
+        settings = environment(lambda name: name in _READ or (name.startswith("JAX_") and not _ASIDE.search(name)))
+        if device.type == "cpu":
+            return settings
+        place = _engine().jax_device(device)
+        return {**settings, "device": f"{place.device_kind}, {place.client.platform_version}"}
+
     def init(self, processed: FreeableBuffer, specs: CompileSpecs, context: InitContext) -> XlaProgram:
         artifact = container.decode(processed.data)
         processed.free()
         check_interface("xla", artifact.inputs, artifact.outputs, context)
-        return _engine().XlaProgram(artifact, context.device)
+        program = _engine().XlaProgram(artifact, context.device)
+        context.refused = program.refused
+        return program
 
     def execute(
         self, handle: XlaProgram, args: Sequence[BackendData], context: ExecutionContext

@@ -72,18 +72,34 @@ def compile_now(artifact: XlaArtifact) -> None:
             _fresh.popitem(last=False)
 
 
-def executable_of(artifact: XlaArtifact, place: Any) -> Any:
-    """The artifact's executable: the one just compiled, the one in the artifact, or one compiled from the module."""
+def executable_of(artifact: XlaArtifact, place: Any) -> tuple[Any, str]:
+    """The artifact's executable: the one just compiled, the one in the artifact, or one compiled from the module.
+
+    The text says why the one in the artifact was of no use, though it is for a device such as this.
+    """
     with _lock:
         found = _fresh.pop(_key(artifact, place), None)
-    if found is None and artifact.executable and executables.fits(artifact.made_by.get("executable", {}), place):
-        computed = {
-            origin: spec for origin, spec in zip(artifact.origins, artifact.outputs, strict=True) if origin >= 0
-        }
-        inputs = [(spec.shape, jax_dtype(spec.dtype)) for spec in artifact.inputs]
-        outputs = [(computed[position].shape, jax_dtype(computed[position].dtype)) for position in sorted(computed)]
-        found = executables.load(artifact.executable, inputs, outputs, place)
-    return jax_api.compile_module(artifact, place) if found is None else found
+    if found is not None:
+        return found, ""
+    refused = ""
+    if artifact.executable:
+        made_for = artifact.made_by.get("executable", {})
+        if executables.fits(made_for, place):
+            computed = {
+                origin: spec for origin, spec in zip(artifact.origins, artifact.outputs, strict=True) if origin >= 0
+            }
+            inputs = [(spec.shape, jax_dtype(spec.dtype)) for spec in artifact.inputs]
+            outputs = [(computed[position].shape, jax_dtype(computed[position].dtype)) for position in sorted(computed)]
+            loaded = executables.load(artifact.executable, inputs, outputs, place)
+            if loaded is not None:
+                return loaded, ""
+            refused = "XLA cannot load the executable"
+        else:
+            here = executables.here(place)
+            differing = [name for name in here if name != "device" and made_for.get(name) != here[name]]
+            if differing:
+                refused = f"XLA's executable was made for another {', '.join(differing)}"
+    return jax_api.compile_module(artifact, place), refused
 
 
 class XlaProgram:
@@ -99,7 +115,8 @@ class XlaProgram:
         self._kept = frozenset(-1 - origin for origin in artifact.origins if origin < 0)
         self._artifact = artifact
         self._place = jax_device(device)
-        self._plain: Any = executable_of(artifact, self._place)
+        executable, self.refused = executable_of(artifact, self._place)
+        self._plain: Any = executable
         self._places = jax_api.input_places(artifact, self._place) if artifact.placement is not None else None
         self._here = device.type == "cpu" and device.ordinal == 0 and self._places is None
         self._lent: list[tuple[int, Any]] = [(0, None)] * len(artifact.inputs)

@@ -1,0 +1,96 @@
+"""Compiled graphs that another process has made, in the disk cache: found there, else made and kept."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from time import time
+from typing import Final
+
+from torch import fx
+
+from ..cache.current import disk_cache
+from ..cache.entry import CacheEntry, key_of
+from ..cache.folder import CacheFolder
+from ..core import metrics
+from ..core.config import config
+from ..core.errors import CacheMiss, GraphError
+from ..core.specs import CompileSpecs
+from .compile_key import Uncacheable, manifest_of
+from .interface import Backend
+from .prepare import Prepared, describe, with_bytes
+from .serialize import fingerprint
+
+__all__ = ["find_or_prepare"]
+
+log: Final = logging.getLogger("torchport.cache")
+
+
+def find_or_prepare(
+    backend: Backend, specs: CompileSpecs, graph: fx.GraphModule, mark: str, source: str | None = None
+) -> Prepared:
+    """As :func:`prepare`, from the disk cache if it has that, else kept there. Raises :class:`CompileError`.
+
+    While another process compiles the same, it is waited for. Raises :class:`CacheMiss` where nothing may be compiled.
+    """
+    about = describe(graph, mark, source)
+    folder = disk_cache()
+    if folder is None:
+        return with_bytes(backend, specs, graph, about)
+
+    def manifest(mark: str) -> dict[str, str]:
+        return manifest_of(backend, specs, graph, mark, about.inputs, about.outputs, folder.digests)
+
+    try:
+        depends_on = manifest(mark)
+    except Uncacheable as why:
+        metrics.count("NotCacheable")
+        log.debug("not looked for on disk: %s", why)
+        return with_bytes(backend, specs, graph, about)
+    key = key_of(depends_on)
+    entry = folder.read(key)
+    if entry is None and config.cache == "cache-only":
+        raise CacheMiss(_told_of_miss(folder, key, depends_on), op=about.label, source=about.source)
+    if entry is None:
+        with folder.compiling(key, config.compile_timeout):
+            entry = folder.read(key)  # whoever had the lock may have made it
+            if entry is None:
+                made = with_bytes(backend, specs, graph, about)
+                if config.verify_graphs and (changed := _differences(depends_on, manifest(fingerprint(graph)))):
+                    raise GraphError(
+                        f"preprocess of backend {backend.name!r} changed what it was given ({', '.join(changed)}), so "
+                        "what it gave would be kept under a wrong key: change a copy of the graph"
+                    )
+                _keep(folder, backend, depends_on, made)
+                return replace(made, missed=True)
+    return replace(about, data=entry.data, kept=key)
+
+
+def _keep(folder: CacheFolder, backend: Backend, manifest: dict[str, str], made: Prepared) -> None:
+    if made.data:
+        about = {
+            "backend": backend.name,
+            "operators": made.ops,
+            "inputs": [str(spec) for spec in made.inputs],
+            "outputs": [str(spec) for spec in made.outputs],
+            "seconds": round(made.seconds, 3),
+            "written": time(),
+        }
+        folder.write(CacheEntry(manifest, bytes(made.data), about))
+
+
+def _differences(one: dict[str, str], other: dict[str, str]) -> list[str]:
+    return [name for name in {**one, **other} if one.get(name) != other.get(name)]
+
+
+def _told_of_miss(folder: CacheFolder, key: str, manifest: dict[str, str]) -> str:
+    """What a miss is told as: what is nearest to it, and where it differs."""
+    said = f"the disk cache in {folder.path} has no entry {key[:12]}, and config.cache is 'cache-only'"
+    nearest = folder.nearest(manifest)
+    if nearest is None:
+        return f"{said}; it has no entry at all"
+    lines = [f"{said}; the nearest entry is {nearest.key[:12]}, which differs in"]
+    for name in _differences(manifest, dict(nearest.manifest)):
+        there, here = nearest.manifest.get(name, "nothing"), manifest.get(name, "nothing")
+        lines.append(f"    {name}: {there} there, {here} here")
+    return "\n".join(lines)
