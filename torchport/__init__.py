@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         SupportsStart,
         SupportsText,
     )
+    from .backend.own_kernels import kernel
     from .backend.registry import BackendInfo, Registry, registry
     from .core import errors, metrics
     from .core.config import config
@@ -86,6 +87,7 @@ _HOMES = {
         "Started SupportsBorrow SupportsCompilerSettings SupportsFork SupportsHostExecution SupportsMemoryInfo "
         "SupportsMethods SupportsMetrics SupportsOverlap SupportsSeed SupportsStart SupportsText"
     ),
+    "torchport.backend.own_kernels": "kernel",
     "torchport.backend.registry": "BackendInfo Registry registry",
     "torchport.core.config": "config",
     "torchport.core.errors": (

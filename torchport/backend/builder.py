@@ -22,6 +22,7 @@ from .infer import depends_on_data, fake_mode, fake_tensor, infer
 from .interface import Backend, Support
 from .lowering import LOWER, foreach_target, lower_foreach, lower_varying, view_form
 from .normal_form import alias_root
+from .own_kernels import OwnKernel, kernels_of
 
 if TYPE_CHECKING:
     from .interface import Backend, Support
@@ -50,6 +51,8 @@ class Capture:
 
     def __init__(self, backend: Backend) -> None:
         self.decompositions: Mapping[Any, Callable[..., Any]] = dict(backend.decompositions())
+        self.kernels: Mapping[Any, OwnKernel] = kernels_of(backend.name) if backend.capabilities.holds_kernels else {}
+        """Those that the program gave for operators of its libraries."""
         self.takes_all = type(backend).supports is Backend.supports
         self._backend = weakref.ref(backend)
 
@@ -58,7 +61,9 @@ class Capture:
         backend = self._backend()
         if node.target in CONTROL_FLOW and not (backend is not None and backend.capabilities.control_flow):
             return Support.no("it is control flow, which the backend has no graphs for")
-        return Support.yes() if self.takes_all or backend is None else backend.supports(node)
+        if self.takes_all or backend is None or node.target in self.kernels:
+            return Support.yes()
+        return backend.supports(node)
 
 
 _captures: Final[weakref.WeakKeyDictionary[Backend, Capture]] = weakref.WeakKeyDictionary()
@@ -252,7 +257,13 @@ class GraphBuilder(Builder):
             contiguous = self._add(aten.clone.default, [args[0]], {"memory_format": torch.contiguous_format})
             return self._add(op, [contiguous, *args[1:]], kwargs)
         node = self._describe(self.graph.call_function(op, tuple(args), dict(kwargs)), value)
-        return node if self.capture is None or self.capture.takes_all else self._supported(node)
+        if self.capture is None:
+            return node
+        own = self.capture.kernels.get(op)
+        if own is not None:
+            node.meta["kernel"] = own
+            return node
+        return node if self.capture.takes_all else self._supported(node)
 
     def _supported(self, node: fx.Node) -> Any:
         """The node if the backend takes it, else the nodes it decomposes to."""
@@ -305,7 +316,7 @@ class GraphBuilder(Builder):
             table = dict(zip(nodes, tensors, strict=True))
             real_args, real_kwargs = map_arg((tuple(args), dict(kwargs)), lambda n: table[n])
             # Decompositions may write into the lists they are given; FX makes immutable ones.
-            return fn(*_thawed(real_args), **_thawed(real_kwargs))
+            return _plain(fn(*_thawed(real_args), **_thawed(real_kwargs)))
 
         with fake_mode(), torch.no_grad():
             traced = make_fx(flat, tracing_mode="real")(*(n.meta["val"] for n in nodes))
@@ -344,6 +355,13 @@ def _thawed(value: Any) -> Any:
     if isinstance(value, list):
         return [_thawed(one) for one in cast("list[Any]", value)]
     return tuple(_thawed(one) for one in cast("tuple[Any, ...]", value)) if type(value) is tuple else value
+
+
+def _plain(value: Any) -> Any:
+    """Results with plain tuples in place of named ones, which FX would write as a call of their class."""
+    if isinstance(value, tuple):
+        return tuple(_plain(one) for one in cast("tuple[Any, ...]", value))
+    return [_plain(one) for one in cast("list[Any]", value)] if isinstance(value, list) else value
 
 
 @functools.cache

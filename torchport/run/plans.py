@@ -15,6 +15,8 @@ from ..trace.handle import intern_spec, shown_as
 from .walk import walked
 
 if TYPE_CHECKING:
+    from torch import fx
+
     from ..trace.trie import Node
     from .device_runtime import DeviceRuntime
 
@@ -72,12 +74,17 @@ def make_plan(
     that are likely to be donated.
     """
     made = write_graph(path, value_ids, leaf_specs, runtime.capture, donated)
-    boxed = runtime.kernels.boxed if alone else None
+    boxed = runtime.kernels.boxed if alone and not (runtime.capture.kernels and _has_own(made.module)) else None
     if boxed is not None:
         computation = walked(runtime, made, boxed)
     else:
         computation = computations.get(runtime.backend, runtime.device, runtime.specs, made.module, path[-1].source)
     return plan_of(computation, path, value_ids, made)
+
+
+def _has_own(graph: fx.GraphModule) -> bool:
+    """Whether a graph holds an operator that the program gave a kernel for, which nobody else can call."""
+    return any("kernel" in node.meta for node in graph.graph.nodes)
 
 
 def plan_of(
