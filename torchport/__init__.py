@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         BackendUnavailable,
         CompileError,
         ConfigError,
+        ContractError,
         DelegateError,
         DeviceMismatch,
         DispatchError,
@@ -91,9 +92,9 @@ _HOMES = {
     "torchport.backend.registry": "BackendInfo Registry registry",
     "torchport.core.config": "config",
     "torchport.core.errors": (
-        "AmbiguousKernel BackendNotFound BackendUnavailable CompileError ConfigError DelegateError DeviceMismatch "
-        "DispatchError ErrorCode ExecutionError GraphError MethodError MissingKernel ProgramError StorageAccess "
-        "TorchportError UnsupportedOp"
+        "AmbiguousKernel BackendNotFound BackendUnavailable CompileError ConfigError ContractError DelegateError "
+        "DeviceMismatch DispatchError ErrorCode ExecutionError GraphError MethodError MissingKernel ProgramError "
+        "StorageAccess TorchportError UnsupportedOp"
     ),
     "torchport.core.specs": "CompileSpec CompileSpecs TensorSpec",
     "torchport.debug.analysis": "Finding analyze compile_reasons",

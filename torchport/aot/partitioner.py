@@ -94,6 +94,13 @@ class Partitioner(ABC):
     def __init__(self, backend: str | Backend, specs: CompileSpecs | Mapping[str, bytes | str] | None = None) -> None:
         self.backend: Final = _backend(backend)
         self.specs: Final = _specs(specs)
+        known = self.backend.capabilities.compile_options
+        unknown = sorted(set(self.specs) - set(known)) if known else []
+        if unknown:
+            raise ConfigError(
+                f"backend {self.backend.name!r} reads no compile spec {unknown[0]!r}; it reads: "
+                f"{', '.join(sorted(known))}"
+            )
 
     def supports(self, node: fx.Node) -> Support:
         """Whether an operator is kept whole for this partitioner; what it does not want may be decomposed."""

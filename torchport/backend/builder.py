@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_iter
 
 from ..core.errors import GraphError
 from ..core.specs import TensorSpec
+from .answers import checked_decompositions, checked_support
 from .control_flow import CONTROL_FLOW
 from .decompositions import DECOMPOSE, OTHERWISE
 from .infer import depends_on_data, fake_mode, fake_tensor, infer
@@ -50,7 +51,7 @@ class Capture:
     """What a backend takes into its graphs, asked for once: its decompositions, and which operators it supports."""
 
     def __init__(self, backend: Backend) -> None:
-        self.decompositions: Mapping[Any, Callable[..., Any]] = dict(backend.decompositions())
+        self.decompositions: Mapping[Any, Callable[..., Any]] = checked_decompositions(backend)
         self.kernels: Mapping[Any, OwnKernel] = kernels_of(backend.name) if backend.capabilities.holds_kernels else {}
         """Those that the program gave for operators of its libraries."""
         self.takes_all = type(backend).supports is Backend.supports
@@ -63,7 +64,7 @@ class Capture:
             return Support.no("it is control flow, which the backend has no graphs for")
         if self.takes_all or backend is None or node.target in self.kernels:
             return Support.yes()
-        return backend.supports(node)
+        return checked_support(backend, node)
 
 
 _captures: Final[weakref.WeakKeyDictionary[Backend, Capture]] = weakref.WeakKeyDictionary()

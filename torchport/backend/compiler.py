@@ -19,6 +19,7 @@ from ..core.config import config
 from ..core.errors import CompileError
 from ..core.forks import guarded_rlock
 from ..core.specs import CompileSpecs, TensorSpec
+from .answers import checked_processed
 from .execution import Computation
 from .interface import (
     Backend,
@@ -148,7 +149,7 @@ def prepare(
     source = (calls[-1].meta.get("source") if calls else None) or source
     start = perf_counter()
     try:
-        data = backend.preprocess(graph, specs).data
+        data = checked_processed(backend, backend.preprocess(graph, specs)).data
     except Exception as error:
         raise _failed(backend, error, label, source) from error
     return Prepared(data, inputs, outputs, names, mark, len(calls), label, source, perf_counter() - start)

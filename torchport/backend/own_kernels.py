@@ -89,7 +89,7 @@ def resolve_operator(op: Any) -> torch._ops.OpOverload:
     if isinstance(op, torch._ops.OpOverload):
         return op
     found: Any = None
-    if isinstance(op, torch._ops.OpOverloadPacket):
+    if hasattr(op, "overloads"):  # a packet of overloads
         found = getattr(op, "default", None)
     elif isinstance(op, str):
         namespace, _, rest = op.rpartition("::") if "::" in op else ("aten", "", op.removeprefix("aten."))
