@@ -3,6 +3,8 @@
 ``docs/author-mistakes.md`` is made of this table: ``python tests/backends/test_author_mistakes.py`` writes it.
 """
 
+# ruff: noqa: E501 - a table, a line per row
+
 from __future__ import annotations
 
 import gc
@@ -20,7 +22,7 @@ import torch
 from fakes import Fake
 
 import torchport
-from torchport import BackendDevice, Capabilities, Processed, TensorData, TensorSpec
+from torchport import Processed, TensorData, TensorSpec
 from torchport.backend.compiler import computations
 from torchport.backends.reference import ReferenceBackend
 from torchport.run.device_runtime import rebind
