@@ -1,7 +1,5 @@
 """The page for those who come from other projects: our names are true, and none of theirs is left over."""
 
-# ruff: noqa: E501 - lists of names
-
 from __future__ import annotations
 
 import ast
@@ -122,7 +120,6 @@ KEYS = [
     "Python",
     "FuncTorchDynamicLayerBackMode",
     "Functionalize",
-    "Named",
     "Conjugate",
     "Negative",
     "ZeroTensor",
