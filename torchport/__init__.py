@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         SupportsStart,
         SupportsText,
     )
+    from .backend.own_kernels import kernel
     from .backend.registry import BackendInfo, Registry, registry
     from .core import errors, metrics
     from .core.config import config
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
         CacheMiss,
         CompileError,
         ConfigError,
+        ContractError,
         DelegateError,
         DeviceMismatch,
         DispatchError,
@@ -89,11 +91,12 @@ _HOMES = {
         "Started SupportsBorrow SupportsCacheKey SupportsCompilerSettings SupportsFork SupportsHostExecution "
         "SupportsMemoryInfo SupportsMethods SupportsMetrics SupportsOverlap SupportsSeed SupportsStart SupportsText"
     ),
+    "torchport.backend.own_kernels": "kernel",
     "torchport.backend.registry": "BackendInfo Registry registry",
     "torchport.core.config": "config",
     "torchport.core.errors": (
-        "AmbiguousKernel BackendNotFound BackendUnavailable CacheMiss CompileError ConfigError DelegateError "
-        "DeviceMismatch DispatchError ErrorCode ExecutionError GraphError MethodError MissingKernel ProgramError "
+        "AmbiguousKernel BackendNotFound BackendUnavailable CacheMiss CompileError ConfigError ContractError "
+        "DelegateError DeviceMismatch DispatchError ErrorCode ExecutionError GraphError MethodError MissingKernel ProgramError "
         "StorageAccess TorchportError UnsupportedOp"
     ),
     "torchport.core.specs": "CompileSpec CompileSpecs TensorSpec",

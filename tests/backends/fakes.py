@@ -53,6 +53,7 @@ class Fake(ReferenceBackend):
         torchport.register(kind)
         backend = torchport.get_backend(kind.name)
         assert isinstance(backend, cls)
+        _FIRST.setdefault(number % FRESH, "reference")  # stays where the backend cannot be bound
         if number < FRESH:
             backend.device = torchport.device(kind.name)
         else:

@@ -259,3 +259,18 @@ def test_a_write_that_nobody_could_follow_is_refused(device: torch.device) -> No
     with pytest.raises(torchport.UnsupportedOp, match="fill_seven"):
         torch.ops.torchport_tests.fill_inside(x)
     assert x.tolist() == [1.0] * 3
+
+
+_library.define("quantized(Tensor x, float scale) -> Tensor")
+_library.impl("quantized", lambda x, scale: (x / scale).round().to(torch.int8), "CompositeExplicitAutograd")
+_library.define("widened(Tensor x) -> Tensor")
+_library.impl("widened", lambda x: (x.to(torch.float64) * 2).sum().to(torch.int64), "CompositeExplicitAutograd")
+
+
+@everywhere
+def test_another_dtype_inside_a_composite(device: torch.device) -> None:
+    """What ``quantized_decomposed.quantize_per_tensor`` does: a copy to another dtype below functionalization."""
+    for mode in ("lazy", "eager"):
+        with torchport.mode(mode):
+            agree(lambda to: torch.ops.torchport_tests.quantized(ramp(4, device=to), 0.5), device)
+            agree(lambda to: torch.ops.torchport_tests.widened(ramp(4, device=to)), device)

@@ -12,8 +12,9 @@ import torch
 from torch import fx
 from torch.fx.passes.utils.matcher_utils import SubgraphMatcher
 
+from ..backend.builder import capture_of
 from ..backend.fx_normalise import normalise
-from ..backend.interface import Backend, BackendData, ExecutionContext, Processed, Support
+from ..backend.interface import Backend, BackendData, Capabilities, ExecutionContext, Processed, Support
 from ..backend.registry import registry
 from ..core.errors import BackendUnavailable, ConfigError, GraphError
 from ..core.frames import warn_user
@@ -93,10 +94,17 @@ class Partitioner(ABC):
     def __init__(self, backend: str | Backend, specs: CompileSpecs | Mapping[str, bytes | str] | None = None) -> None:
         self.backend: Final = _backend(backend)
         self.specs: Final = _specs(specs)
+        known = self.backend.capabilities.compile_options
+        unknown = sorted(set(self.specs) - set(known)) if known else []
+        if unknown:
+            raise ConfigError(
+                f"backend {self.backend.name!r} reads no compile spec {unknown[0]!r}; it reads: "
+                f"{', '.join(sorted(known))}"
+            )
 
     def supports(self, node: fx.Node) -> Support:
         """Whether an operator is kept whole for this partitioner; what it does not want may be decomposed."""
-        return self.backend.supports(node)
+        return capture_of(self.backend).supports(node)
 
     @abstractmethod
     def partition(self, graph: fx.GraphModule, taken: Collection[fx.Node]) -> PartitionResult:
@@ -146,7 +154,7 @@ class OpList(Supported):
     def supports(self, node: fx.Node) -> Support:
         if node.target not in self.ops:
             return Support.no(f"{node.target} is not in the list for {self.backend.name!r}")
-        return self.backend.supports(node)
+        return capture_of(self.backend).supports(node)
 
 
 class Pattern(Partitioner):
@@ -181,7 +189,7 @@ class Pattern(Partitioner):
     def supports(self, node: fx.Node) -> Support:
         if node.target not in self._ops:
             return Support.no(f"{node.target} is not in the pattern for {self.backend.name!r}")
-        return self.backend.supports(node)
+        return capture_of(self.backend).supports(node)
 
     def partition(self, graph: fx.GraphModule, taken: Collection[fx.Node]) -> PartitionResult:
         matcher = SubgraphMatcher(self._graph.graph, match_output=False, match_placeholder=False)
@@ -217,6 +225,7 @@ class Wanted(Backend):
 
     def __init__(self, partitioner: Partitioner) -> None:
         self.name = partitioner.backend.name  # type: ignore[misc]
+        self.capabilities = Capabilities(holds_kernels=partitioner.backend.capabilities.holds_kernels)
         self._partitioner = partitioner
 
     def supports(self, node: fx.Node) -> Support:

@@ -17,12 +17,14 @@ from torch.utils._pytree import tree_iter
 
 from ..core.errors import GraphError
 from ..core.specs import TensorSpec
+from .answers import checked_decompositions, checked_support
 from .control_flow import CONTROL_FLOW
 from .decompositions import DECOMPOSE, OTHERWISE
 from .infer import depends_on_data, fake_mode, fake_tensor, infer
 from .interface import Backend, Support
 from .lowering import LOWER, foreach_target, lower_foreach, lower_varying, view_form
 from .normal_form import alias_root
+from .own_kernels import OwnKernel, kernels_of
 
 if TYPE_CHECKING:
     from .interface import Backend, Support
@@ -89,7 +91,9 @@ class Capture:
     """What a backend takes into its graphs, asked for once: its decompositions, and which operators it supports."""
 
     def __init__(self, backend: Backend) -> None:
-        self.decompositions: Mapping[Any, Callable[..., Any]] = dict(backend.decompositions())
+        self.decompositions: Mapping[Any, Callable[..., Any]] = checked_decompositions(backend)
+        self.kernels: Mapping[Any, OwnKernel] = kernels_of(backend.name) if backend.capabilities.holds_kernels else {}
+        """Those that the program gave for operators of its libraries."""
         self.takes_all = type(backend).supports is Backend.supports
         self._backend = weakref.ref(backend)
 
@@ -98,7 +102,9 @@ class Capture:
         backend = self._backend()
         if node.target in CONTROL_FLOW and not (backend is not None and backend.capabilities.control_flow):
             return Support.no("it is control flow, which the backend has no graphs for")
-        return Support.yes() if self.takes_all or backend is None else backend.supports(node)
+        if self.takes_all or backend is None or node.target in self.kernels:
+            return Support.yes()
+        return checked_support(backend, node)
 
 
 _captures: Final[weakref.WeakKeyDictionary[Backend, Capture]] = weakref.WeakKeyDictionary()
@@ -344,7 +350,13 @@ class GraphBuilder(Builder):
             contiguous = self._add(aten.clone.default, [args[0]], {"memory_format": torch.contiguous_format})
             return self._add(op, [contiguous, *args[1:]], kwargs)
         node = self._describe(self.graph.call_function(op, *_without_defaults(op, args, kwargs)), value)
-        return node if self.capture is None or self.capture.takes_all else self._supported(node)
+        if self.capture is None:
+            return node
+        own = self.capture.kernels.get(op)
+        if own is not None:
+            node.meta["kernel"] = own
+            return node
+        return node if self.capture.takes_all else self._supported(node)
 
     def _supported(self, node: fx.Node) -> Any:
         """The node if the backend takes it, else the nodes it decomposes to."""
@@ -397,7 +409,7 @@ class GraphBuilder(Builder):
             table = dict(zip(nodes, tensors, strict=True))
             real_args, real_kwargs = map_arg((tuple(args), dict(kwargs)), lambda n: table[n])
             # Decompositions may write into the lists they are given; FX makes immutable ones.
-            return fn(*_thawed(real_args), **_thawed(real_kwargs))
+            return _plain(fn(*_thawed(real_args), **_thawed(real_kwargs)))
 
         with fake_mode(), torch.no_grad():
             traced = make_fx(flat, tracing_mode="real")(*(n.meta["val"] for n in nodes))
@@ -436,6 +448,13 @@ def _thawed(value: Any) -> Any:
     if isinstance(value, list):
         return [_thawed(one) for one in cast("list[Any]", value)]
     return tuple(_thawed(one) for one in cast("tuple[Any, ...]", value)) if type(value) is tuple else value
+
+
+def _plain(value: Any) -> Any:
+    """Results with plain tuples in place of named ones, which FX would write as a call of their class."""
+    if isinstance(value, tuple):
+        return tuple(_plain(one) for one in cast("tuple[Any, ...]", value))
+    return [_plain(one) for one in cast("list[Any]", value)] if isinstance(value, list) else value
 
 
 @functools.cache

@@ -5,6 +5,7 @@ The lazy device's jobs, ``torch.compile`` and the delegates of program files com
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import weakref
@@ -14,9 +15,11 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..core import metrics
+from ..core.config import config
 from ..core.errors import ExecutionError, TorchportError
 from ..core.forks import guarded_lock
 from ..core.specs import TensorSpec
+from .answers import contents_of
 from .interface import Backend, BackendData, BackendDevice, ExecutionContext, TensorData
 from .optional import OptionalMethods, Started, optional_of
 
@@ -110,7 +113,7 @@ def execute(
     try:
         with computation.lock:
             begun = perf_counter()
-            results = computation.backend.execute(computation.handle, args, context or computation.context)
+            results = _run(computation)(computation.handle, args, context or computation.context)
             computation.seconds = perf_counter() - begun
             if not computation.checked or len(results) != len(computation.results):
                 check_results(results, computation.results)
@@ -124,13 +127,22 @@ def execute(
     return results
 
 
+def _run(computation: Computation) -> Callable[..., Sequence[BackendData]]:
+    """The backend's ``execute``, looked at where ``config.check_backends`` asks for that."""
+    if not config.check_backends:
+        return computation.backend.execute
+    from .watch import watched  # on demand: it needs PyTorch
+
+    return functools.partial(watched, computation.backend)
+
+
 def start(computation: Computation, args: Sequence[Any], context: ExecutionContext) -> Started | None:
     """Have the backend begin a computation, if it can (:class:`.SupportsStart`); ``None``: nothing was done.
 
     Raises :class:`ExecutionError`.
     """
     backend = computation.optional.start
-    if backend is None:
+    if backend is None or config.check_backends:
         return None
     try:
         started = backend.start(computation.handle, args, context)
@@ -144,7 +156,7 @@ def start(computation: Computation, args: Sequence[Any], context: ExecutionConte
 def execute_on_host(computation: Computation, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Run a computation on CPU tensors lent for the call; results are the caller's. Raises :class:`ExecutionError`."""
     host = computation.optional.host_execution
-    if host is not None and computation.checked:
+    if host is not None and computation.checked and not config.check_backends:
         try:
             with computation.lock:
                 begun = perf_counter()
@@ -222,9 +234,17 @@ def check_results(results: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
     if not isinstance(results, (list, tuple)):
         raise TypeError(f"execute() returned a {type(results).__name__}; return a list of BackendData")
     if len(results) != len(specs):
-        raise ValueError(f"execute() returned {len(results)} values for {len(specs)} outputs")
+        raise ValueError(
+            f"execute() returned {len(results)} values for {len(specs)} outputs; return one per output, in order"
+        )
     for position, (result, spec) in enumerate(zip(results, specs, strict=True)):
         if not isinstance(result, BackendData):
             raise TypeError(f"output {position} is a {type(result).__name__}; return BackendData")
         if result.spec.shape != spec.shape or result.spec.dtype != spec.dtype:
             raise ValueError(f"output {position} is {result.spec}, but the graph says {spec}")
+        contents = contents_of(result)
+        if contents is not None and tuple(contents.shape) != spec.shape:
+            raise ValueError(
+                f"output {position} says it is {result.spec}, but holds a {type(contents).__name__} of shape "
+                f"{list(contents.shape)}"
+            )

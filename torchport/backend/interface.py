@@ -321,6 +321,10 @@ class Capabilities:
     binds_constants: bool = False
     """In a program, inputs that are constants (``meta["constant"]`` on the placeholder in ``preprocess``) are given to
     ``init`` (:attr:`InitContext.constants`) and not to ``execute``."""
+    holds_kernels: bool = False
+    """Graphs may hold operators of ``torch.library`` for which the program gave a kernel (:func:`torchport.kernel`):
+    ``meta["kernel"].fn`` on the node, which :class:`.LoweringContext` calls; ``supports`` is not asked. Otherwise such
+    kernels run at once, on CPU tensors."""
     torch_free: bool = False
     """``init``, ``execute`` and ``destroy`` need no PyTorch: in a program they get :class:`ArrayData`, and specs with
     dtype names (``"float32"``) where PyTorch is not loaded."""

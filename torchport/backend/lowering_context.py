@@ -21,6 +21,7 @@ from ..core.errors import CompileError, GraphError, TorchportError, UnsupportedO
 from ..core.specs import TensorSpec
 from .interface import Support
 from .normal_form import source_of
+from .own_kernels import OwnKernel
 
 __all__ = ["Call", "Lowering", "LoweringContext", "LoweringTable"]
 
@@ -98,6 +99,11 @@ class LoweringTable(Mapping[Any, Lowering]):
         return Support.yes() if reason is None else Support.no(reason)
 
 
+def _row_of(own: OwnKernel) -> Lowering:
+    """A row for an operator that the program gave a kernel for."""
+    return Lowering(lambda call, *args, **kwargs: own.fn(*args, **kwargs))
+
+
 class LoweringContext(ABC, Generic[Value, Built]):
     """Lowers one graph. ``Value`` is the engine's value while code is emitted, ``Built`` what :meth:`build` gives."""
 
@@ -169,7 +175,8 @@ class LoweringContext(ABC, Generic[Value, Built]):
 
         Raises :class:`UnsupportedOp` for an operator without a row, :class:`CompileError` when the row fails.
         """
-        row = self.table.get(node.target)
+        own = node.meta.get("kernel")
+        row = self.table.get(node.target) if own is None else _row_of(own)
         if row is None:
             raise UnsupportedOp(f"there is no lowering of {node.target}", op=str(node.target), source=source_of(node))
         call = Call(node, self)

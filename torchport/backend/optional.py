@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 from ..core.specs import CompileSpecs, TensorSpec
+from .answers import checked_processed
 from .interface import (
     Backend,
     BackendData,
@@ -165,7 +166,10 @@ def preprocess_each(
 ) -> dict[str, list[Processed]]:
     """What stands in for ``preprocess_methods`` where a backend does not have it: ``preprocess`` for each graph."""
     return {
-        method: [backend.preprocess(graph, spec) for graph, spec in zip(given, specs[method], strict=True)]
+        method: [
+            checked_processed(backend, backend.preprocess(graph, spec))
+            for graph, spec in zip(given, specs[method], strict=True)
+        ]
         for method, given in graphs.items()
     }
 

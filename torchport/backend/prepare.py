@@ -10,6 +10,7 @@ from torch import fx
 from ..core.config import config
 from ..core.errors import CompileError
 from ..core.specs import CompileSpecs, TensorSpec
+from .answers import checked_processed
 from .interface import Backend
 from .normal_form import input_specs, output_specs, verify_graph
 
@@ -63,7 +64,7 @@ def with_bytes(backend: Backend, specs: CompileSpecs, graph: fx.GraphModule, abo
     """What is known of a graph, with its bytes. Raises :class:`CompileError`, the backend's own chained."""
     start = perf_counter()
     try:
-        data = backend.preprocess(graph, specs).data
+        data = checked_processed(backend, backend.preprocess(graph, specs)).data
     except Exception as error:
         raise failure_of(backend, error, about.label, about.source) from error
     return replace(about, data=data, seconds=perf_counter() - start)

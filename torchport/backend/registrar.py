@@ -12,11 +12,13 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+from torch.utils._pytree import tree_map
 
 from .. import dispatch
 from ..core.errors import DispatchError
 from ..dispatch import BackendComponent, DispatchKey, DispatchKeySet, Functionality, Registration, runtime_key
-from .interface import Backend
+from .interface import Backend, BackendData, BackendDevice
+from .own_kernels import OwnKernel, kernels_of, on_added, resolve_operator
 
 __all__ = ["BackendRegistrar", "Handle", "on_registered", "registrar_of"]
 
@@ -55,7 +57,8 @@ class BackendRegistrar:
 
         ``op``: ``"aten::add.Tensor"``, ``"add.Tensor"`` or an ``OpOverload``. ``key``: ``"Dense"`` (tensors arrive and
         leave as :class:`BackendData`), ``"Autograd"``, ``"Sparse"``, ``"SparseCsr"``, ``"Quantized"`` or
-        ``"NestedTensor"`` (tensors arrive and leave as the user's). Raises :class:`DispatchError`.
+        ``"NestedTensor"`` (tensors arrive and leave as the user's). Raises :class:`DispatchError`, also for an operator
+        that never arrives at the key ``"Dense"``: one that PyTorch takes apart before, that writes, or is a view.
         """
         overload = resolve_operator(op)
         name = overload.name()
@@ -66,8 +69,12 @@ class BackendRegistrar:
         self.changed()
         if functionality is not None:
             self.functionalities.add(functionality)
-            for notify in on_registered:
-                notify(self, overload, functionality)
+            try:
+                for notify in on_registered:
+                    notify(self, overload, functionality)
+            except BaseException:
+                registration.remove()
+                raise
         return Handle(self, registration)
 
     def fallback(self, key: str, fn: Callable[..., Any]) -> Handle:
@@ -123,20 +130,6 @@ class BackendRegistrar:
         self.changed()
 
 
-def resolve_operator(op: str | torch._ops.OpOverload) -> torch._ops.OpOverload:
-    """The overload a name means. Raises :class:`DispatchError` for a name PyTorch does not have."""
-    if isinstance(op, torch._ops.OpOverload):
-        return op
-    namespace, _, rest = op.rpartition("::") if "::" in op else ("aten", "", op.removeprefix("aten."))
-    base, _, overload = rest.partition(".")
-    found = getattr(getattr(getattr(torch.ops, namespace), base, None), overload or "default", None)
-    if not isinstance(found, torch._ops.OpOverload):
-        raise DispatchError(
-            f"PyTorch has no operator {op!r}; write it as 'aten::add.Tensor' or torch.ops.aten.add.Tensor"
-        )
-    return found
-
-
 _registrars: Final[weakref.WeakKeyDictionary[Backend, BackendRegistrar]] = weakref.WeakKeyDictionary()
 _owner_of: Final[weakref.WeakValueDictionary[str, Backend]] = weakref.WeakValueDictionary()
 
@@ -154,4 +147,43 @@ def registrar_of(backend: Backend) -> BackendRegistrar:
         registrar = _registrars[backend] = BackendRegistrar(backend)
         _owner_of[backend.name] = backend
         backend.register_kernels(registrar)
+        for own in list(kernels_of(backend.name).values()):
+            _take(backend, registrar, own)
     return registrar
+
+
+def _take(backend: Backend, registrar: BackendRegistrar, own: OwnKernel) -> None:
+    """Have a kernel of the program's run at once where the backend's graphs do not hold it."""
+    if not backend.capabilities.holds_kernels:
+        registrar.impl(own.op, "Dense", _on_host(backend, own))
+
+
+def _on_host(backend: Backend, own: OwnKernel) -> Callable[..., Any]:
+    """A Dense kernel that calls a function of CPU tensors."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        values = [value for value in (*args, *kwargs.values()) if isinstance(value, BackendData)]
+        device = values[0].device if values else BackendDevice("cpu")
+
+        def host(value: Any) -> Any:
+            return backend.from_device(value) if isinstance(value, BackendData) else value
+
+        def data(value: Any) -> Any:
+            return backend.to_device(value, device) if isinstance(value, torch.Tensor) else value
+
+        given = tree_map(host, (list(args), dict(kwargs)), is_leaf=lambda value: isinstance(value, BackendData))
+        with torch.no_grad():
+            return tree_map(data, own.fn(*given[0], **given[1]))
+
+    return run
+
+
+def _added(name: str, own: OwnKernel) -> None:
+    """A kernel was given for a backend: its devices' traces begin anew."""
+    for backend, registrar in list(_registrars.items()):
+        if backend.name == name:
+            _take(backend, registrar, own)
+            registrar.changed()
+
+
+on_added.append(_added)

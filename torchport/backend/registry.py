@@ -20,6 +20,7 @@ from typing import Any, Final, TypeAlias
 
 from ..core.errors import BackendNotFound, BackendUnavailable, TorchportError
 from ..core.forks import guarded_rlock
+from .answers import checked_devices
 from .forked import end_openmp_team, refuse_lost
 from .interface import Backend, BackendDevice
 from .optional import optional_of
@@ -251,7 +252,7 @@ def make_by_recipe(recipe: str) -> Backend:
 
 def resolve_device(backend: Backend, ordinal: int) -> BackendDevice:
     """The backend's device of that ordinal. Raises :class:`BackendUnavailable` listing what there is."""
-    devices = list(backend.devices())
+    devices = checked_devices(backend)
     for device in devices:
         if device.ordinal == ordinal:
             return device

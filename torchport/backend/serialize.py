@@ -98,7 +98,8 @@ def _document(graph: fx.GraphModule, debug: bool) -> dict[str, Any]:
             target = "getitem" if node.target is _getitem else str(node.target)
             args = encode_arg(node.args, number)
             kwargs = {key: encode_arg(value, number) for key, value in node.kwargs.items()}
-            extra = [node.meta.get("debug_handle"), node.meta.get("source")] if debug else []
+            own = node.meta.get("kernel")  # which one it is depends on the program, not on the graph
+            extra = [node.meta.get("debug_handle"), node.meta.get("source")] if debug else [own.digest] if own else []
             calls.append([target, args, kwargs, *extra])
         elif (inner := inner_graph(graph, node)) is not None:
             calls.append(["graph", _document(inner, debug)])

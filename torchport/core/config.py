@@ -7,6 +7,7 @@ attribute              environment variable        meaning
 ``max_trace_nodes``    ``TORCHPORT_MAX_TRACE_NODES`` trie nodes a device keeps before it starts afresh
 ``max_computations``   ``TORCHPORT_MAX_COMPUTATIONS`` compiled computations kept in memory per backend
 ``verify_graphs``      ``TORCHPORT_VERIFY_GRAPHS`` check the FX normal form of every graph before it is compiled
+``check_backends``     ``TORCHPORT_CHECK_BACKENDS`` look after each computation whether its backend kept to the contract
 ``flush_on_copy``      ``TORCHPORT_FLUSH_ON_COPY`` a host-to-device copy of more than one element ends the trace
 ``mode``               ``TORCHPORT_MODE``          ``lazy`` | ``eager``: what threads start in (``torchport.mode``)
 ``execution``          ``TORCHPORT_EXECUTION``     ``auto`` | ``inline`` | ``worker``: which thread computations run on
@@ -96,6 +97,7 @@ _FIELDS: Final[dict[str, tuple[Callable[[object], Any], Any]]] = {
     "max_trace_nodes": (_count(1), 100_000),
     "max_computations": (_count(1), 1_024),
     "verify_graphs": (_flag, False),
+    "check_backends": (_flag, False),
     "flush_on_copy": (_flag, True),
     "mode": (_choice("lazy", "eager"), "lazy"),
     "execution": (_choice("auto", "inline", "worker"), "auto"),
@@ -120,6 +122,7 @@ class Config:
     max_trace_nodes: int
     max_computations: int
     verify_graphs: bool
+    check_backends: bool
     flush_on_copy: bool
     mode: str
     execution: str

@@ -10,6 +10,7 @@
     │   └── CacheMiss        config.cache is "cache-only", and the disk cache does not have it
     ├── ExecutionError       a compiled computation failed while it ran
     ├── DeviceMismatch       tensors of different devices met in one op
+    ├── ContractError        a backend's method answered or did what the contract does not allow
     ├── GraphError           a graph is not in FX normal form
     ├── StorageAccess        memory of a device tensor was asked for; it has none in this process
     ├── ConfigError          a configuration value or environment variable is malformed
@@ -36,6 +37,7 @@ __all__ = [
     "CacheMiss",
     "CompileError",
     "ConfigError",
+    "ContractError",
     "DelegateError",
     "DeviceMismatch",
     "DispatchError",
@@ -96,6 +98,18 @@ class ExecutionError(_AtUserLine):
 
 class DeviceMismatch(_AtUserLine):
     """Tensors of different devices met in one operator."""
+
+
+class ContractError(TorchportError):
+    """A backend's method answered what the contract does not allow, or did it: the message says what came instead.
+
+    Attributes: ``method``, and ``op`` where it was about an operator.
+    """
+
+    def __init__(self, message: str, *, method: str = "", op: object = None) -> None:
+        super().__init__(message)
+        self.method = method
+        self.op = None if op is None else str(op)
 
 
 class GraphError(TorchportError):

@@ -30,7 +30,7 @@ from torchport.dispatch.schema import Schema
 from torchport.dispatch.tls import LocalKeys
 from torchport.dispatch.torch_bridge import device_keys, stock_operator, stock_operator_names, thread_keysets
 
-from .device import component_of, device_lines, make_ready
+from .device import component_of, device_lines, make_ready, port_device
 
 if TYPE_CHECKING:
     from torchport.dispatch.torch_bridge import StockOperator
@@ -145,7 +145,7 @@ class CallExplanation:
 # -- hooks of the layers above -----------------------------------------------------------------------------------------
 
 Section = Callable[[str, "str | None"], Sequence[str]]
-_sections: list[Section] = [device_lines]
+_sections: list[Section] = []
 _resolver: Callable[[str], BackendComponent | None] = component_of
 
 
@@ -193,8 +193,9 @@ def explain(op: Any, /, *args: Any, dispatcher: dispatch.Dispatcher | None = Non
 
 
 def explain_cli(op_name: str, device: str | None) -> str:
-    """The text of ``torchport explain OP [--device DEVICE]``. Errors as in :func:`explain`."""
-    return str(explain(op_name) if device is None else explain(op_name, device))
+    """The text of ``torchport explain OP [--device DEVICE]``; a backend's name is a device, too. Errors as in
+    :func:`explain`."""
+    return str(explain(op_name) if device is None else explain(op_name, port_device(device)))
 
 
 def _name_of(op: Any) -> str | None:
@@ -266,7 +267,15 @@ def _explain_stock(stock: StockOperator, args: Sequence[Any], kwargs: Mapping[st
         arguments = _device_arguments(stock.schema, device_keys(device), device)
     else:
         arguments = _arguments(op, stock.schema, args, kwargs)
-    explained = _explanation(op, stock.schema_text, _STOCK, arguments, *thread_keysets(), device)
+    explained = _explanation(
+        op,
+        stock.schema_text,
+        _STOCK,
+        arguments,
+        *thread_keysets(),
+        device,
+        device_lines(stock.name, device, args, kwargs),
+    )
     warnings = list(explained.warnings)
     try:
         cast(Any, torch)._C._dispatch_check_invariants(stock.name)
@@ -296,7 +305,8 @@ def _explain_ours(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         arguments = _device_arguments(op.schema, _our_device_keys(device), device)
     else:
         arguments = _arguments(op, op.schema, args, kwargs)
-    return _explanation(op, str(op.schema or op.name), _OURS, arguments, *dispatch.local_keys(), device)
+    lines = device_lines(op.name, device)
+    return _explanation(op, str(op.schema or op.name), _OURS, arguments, *dispatch.local_keys(), device, lines)
 
 
 def _our_device_keys(device: str) -> DispatchKeySet:
@@ -357,6 +367,7 @@ def _explanation(
     include: DispatchKeySet,
     exclude: DispatchKeySet,
     device: str | None,
+    lines: Sequence[str],
 ) -> Explanation:
     union = DispatchKeySet()
     for argument in arguments:
@@ -387,7 +398,7 @@ def _explanation(
         chain=tuple(_chain(op, keyset)),
         warnings=tuple(_warnings(op, rows, keyset)),
         fixes=fixes(op, key, how) if missing else (),
-        sections=tuple(line for section in _sections for line in section(op.name, device)),
+        sections=(*lines, *(line for section in _sections for line in section(op.name, device))),
         rows=rows,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from torch.utils._pytree import tree_map
 from ..backend.decompositions import DECOMPOSE
 from ..backend.execution import call_kernel
 from ..backend.interface import BackendData
+from ..backend.interpret import how, interpret
 from ..core.default_state import default_state
 from ..core.errors import UnsupportedOp
 from ..core.fallback import check_fallback, note_fallback
@@ -83,13 +85,19 @@ def host(runtime: DeviceRuntime, node: Node, reason: str) -> Callable[..., Any]:
 
     def run(trace: Trace, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         note_fallback(node.op, node.source, message)
-        return on_host(trace, node.op, args, kwargs)
+        drawn = trace.random_keys[-1] if "random_key" in node.kwargs else None  # the kernel has just drawn it
+        return on_host(trace, node.op, args, kwargs, drawn)
 
     return run
 
 
-def on_host(trace: Trace, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an op on CPU copies of its arguments and bring the results back."""
+def on_host(
+    trace: Trace, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], key: int | None = None
+) -> Any:
+    """Run an op on CPU copies of its arguments and bring the results back.
+
+    ``key``: what a random operator draws with, so that its numbers are those of the graphs of other backends.
+    """
 
     def argument(value: Any) -> Any:
         if isinstance(value, torch.device):
@@ -110,6 +118,15 @@ def on_host(trace: Trace, op: torch._ops.OpOverload, args: Sequence[Any], kwargs
     formula: Callable[..., Any] = op
     if op in DECOMPOSE and not torch._C._dispatch_has_computed_kernel_for_dispatch_key(op.name(), "CPU"):
         formula = DECOMPOSE[op]  # such as fused LSTM cells, which PyTorch has for other devices only
+    if key is not None:
+        formula = functools.partial(_drawn, op, key)
     with default_state():
         outputs = formula(*tree_map(argument, tuple(args)), **tree_map(argument, dict(kwargs)))
     return tree_map(result, outputs)
+
+
+def _drawn(op: torch._ops.OpOverload, key: int, *args: Any, **kwargs: Any) -> Any:
+    """A random operator's results on CPU tensors, by the formula that graphs have."""
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    with torch.no_grad():
+        return interpret(how(op), args, given, key)

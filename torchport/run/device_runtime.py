@@ -103,7 +103,7 @@ class DeviceRuntime:
     @property
     def interprets(self) -> bool:
         """Whether operators seen for the first time are interpreted."""
-        if config.tiers != "auto" or not self.holds_host_tensors:
+        if config.tiers != "auto" or self.capture.kernels or not self.holds_host_tensors:
             return False
         # Else an operator that the backend does not take is to be warned about, or refused.
         return self.capture.takes_all or self.kernels.boxed is not None or config.fallback == "allow"

@@ -22,6 +22,8 @@ from .segmented import segmented
 from .walk import walked
 
 if TYPE_CHECKING:
+    from torch import fx
+
     from ..trace.trie import Node
     from .device_runtime import DeviceRuntime
 
@@ -89,7 +91,7 @@ def make_plan(
     made = write_graph(path, value_ids, leaf_specs, runtime.capture, donated)
     for one in made.refusals:
         check_fallback(one.op, one.source, not_taken(runtime.backend, one.reason))
-    boxed = runtime.kernels.boxed if alone else None
+    boxed = runtime.kernels.boxed if alone and not (runtime.capture.kernels and _has_own(made.module)) else None
     if made.refusals:
         computation = segmented(runtime, made.module, path[-1].source)
     elif boxed is not None:
@@ -99,6 +101,11 @@ def make_plan(
     plan = plan_of(computation, path, value_ids, made)
     plan.refusals = made.refusals
     return plan
+
+
+def _has_own(graph: fx.GraphModule) -> bool:
+    """Whether a graph holds an operator that the program gave a kernel for, which nobody else can call."""
+    return any("kernel" in node.meta for node in graph.graph.nodes)
 
 
 def plan_of(

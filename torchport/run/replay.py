@@ -8,7 +8,7 @@ from typing import Any, Final
 from ..backend.interface import BackendData
 from ..core import metrics
 from ..core.default_state import default_state
-from ..core.errors import CacheMiss, ExecutionError, TorchportError
+from ..core.errors import CacheMiss, ContractError, ExecutionError, TorchportError
 from ..core.frames import warn_user
 from ..trace.graph import inputs_of, needed
 from ..trace.trie import Node, single_op
@@ -91,6 +91,18 @@ class _Replay:
         return [outputs.get(offset) for offset in range(len(node.specs))]
 
 
+def _outcomes(job: Job, error: TorchportError) -> list[Any]:
+    """A value or an error for each value that was wanted."""
+    if isinstance(error.__cause__, ContractError):
+        return [error] * len(job.wanted)  # a fault of the backend, of which no operator is to blame
+    kept = needed(job.cursor.path(), job.wanted)
+    with default_state():
+        ops = _Replay(job, walk=len(kept) > COMPILED_AT_MOST)
+        for node in kept:
+            ops.run(node)
+    return [ops.values["value", value_id] for value_id in job.wanted]
+
+
 def replay(job: Job) -> TorchportError | None:
     """Bring a failed job's values op by op, as far as they can be brought; returns the first error among them.
 
@@ -103,12 +115,7 @@ def replay(job: Job) -> TorchportError | None:
         job.deliver([error] * len(job.wanted))
         return error
     metrics.count("Isolate")
-    kept = needed(job.cursor.path(), job.wanted)
-    with default_state():
-        ops = _Replay(job, walk=len(kept) > COMPILED_AT_MOST)
-        for node in kept:
-            ops.run(node)
-    outcomes = [ops.values["value", value_id] for value_id in job.wanted]
+    outcomes = _outcomes(job, error)
     errors = [outcome for outcome in outcomes if isinstance(outcome, TorchportError)]
     for single in errors:
         if single.__context__ is None and single is not error:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..backend.answers import checked_data, checked_tensor
 from ..backend.interface import BackendData
 from ..core import metrics
 from ..core.default_state import default_state
@@ -118,6 +119,7 @@ def host_tensor(tensor: LazyTensor) -> torch.Tensor:
         result = runtime.backend.from_device(value)
     except Exception as error:
         raise _transfer_failed(runtime, "to the host", error) from error
+    checked_tensor(runtime.backend, result, value.spec)
     metrics.metrics.add_time("TransferFromDeviceTime", perf_counter() - start)
     strides = tensor.stride()
     if (result.is_contiguous() and result.stride() == strides) or not result.numel():
@@ -155,6 +157,7 @@ def leaf_from_host(runtime: Runner, tensor: torch.Tensor, private: bool = False)
         data = runtime.backend.to_device(tensor, runtime.device)
     except Exception as error:
         raise _transfer_failed(runtime, "to the device", error) from error
+    checked_data(runtime.backend, "to_device", data, TensorSpec.of(tensor))
     metrics.count("TransferToDevice")
     metrics.metrics.add_time("TransferToDeviceTime", perf_counter() - start)
     handle = make_handle(TensorSpec.of(tensor), runtime.index)

@@ -97,7 +97,7 @@ def op_cases(
 def assert_conforms(report: Report, *, at_least: float = 1.0) -> None:
     """Raise ``AssertionError`` with the failures, grouped, unless so large a part of the judged cases passed."""
     rate = report.rate(report.totals())
-    if rate < at_least:
+    if rate is None or rate < at_least:  # what judged nothing has shown nothing
         raise AssertionError(
             f"{percent(rate)} of the cases pass, not {at_least:.2%}\n"
             f"{report.summary()}\n{failures_by_kind(report.failures)}"

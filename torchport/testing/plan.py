@@ -218,7 +218,10 @@ def units_of(plan: Plan, subjects: Sequence[Subject], doors: Mapping[str, int | 
 
 
 def _quick_units(plan: Plan, chosen: Sequence[Subject], doors: Mapping[str, int | None]) -> list[Unit]:
-    """One sample of every operator's forward first, then single samples of the rest, as far as the time goes."""
+    """One sample of every operator's forward, and single samples of the rest among them.
+
+    The kinds are mixed, so a run that meets its time bound has seen some of each; the forwards come a little sooner.
+    """
     first, *others = doors
     passes: list[tuple[str, tuple[str, ...], float]] = [
         (first, ("forward", "training", "step"), 1.0),
@@ -227,7 +230,7 @@ def _quick_units(plan: Plan, chosen: Sequence[Subject], doors: Mapping[str, int 
         (first, ("inplace", "out", "view", "noncontiguous", "edge", "forward_ad", "error"), 0.15),
     ]
     dtype = plan.dtypes[0]
-    units: list[Unit] = []
+    placed: list[tuple[float, Unit]] = []
     for number, (door, wanted, part) in enumerate(passes):
         block: list[Unit] = []
         for subject in chosen:
@@ -235,5 +238,11 @@ def _quick_units(plan: Plan, chosen: Sequence[Subject], doors: Mapping[str, int 
             if variants and dtype in subject.dtypes:
                 block.append(Unit(subject.name, dtype, (Share(door, variants, 1),)))
         random.Random(seed_of(plan.seed, number)).shuffle(block)
-        units += block[: max(1, round(len(block) * part)) if len(chosen) > 50 else len(block)]
-    return units
+        kept = block[: max(1, round(len(block) * part)) if len(chosen) > 50 else len(block)]
+        reach = _SOONER if number == 0 else 1.0
+        placed += [(reach * (at + 0.5) / len(kept), unit) for at, unit in enumerate(kept)]
+    return [unit for _, unit in sorted(placed, key=lambda one: one[0])]
+
+
+_SOONER: Final = 0.8
+"""The part of a quick run after which every operator's forward has been run."""

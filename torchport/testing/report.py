@@ -107,11 +107,11 @@ class Report:
         return total
 
     @staticmethod
-    def rate(counts: Mapping[str, int]) -> float:
-        """Passed cases over those that could be judged (limits on record count as neither)."""
+    def rate(counts: Mapping[str, int]) -> float | None:
+        """Passed cases over those that could be judged (limits on record count as neither); ``None`` if none could."""
         passed = sum(counts.get(status, 0) for status in PASSED)
         judged = passed + sum(counts.get(status, 0) for status in (*FAILED, "unsupported"))
-        return passed / judged if judged else 1.0
+        return passed / judged if judged else None
 
     @property
     def failed(self) -> bool:
@@ -178,8 +178,10 @@ class Report:
                 scratch.unlink()
 
 
-def percent(rate: float) -> str:
-    """Rounded down: 100% is said of nothing less."""
+def percent(rate: float | None) -> str:
+    """Rounded down: 100% is said of nothing less, and of nothing at all a dash."""
+    if rate is None:
+        return "–"
     return f"{math.floor(rate * 10_000 + 1e-9) / 100:.2f}%"
 
 

@@ -48,5 +48,8 @@ def _from_file(path: Path) -> Any:
         raise ImportError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    neighbours = str(path.resolve().parent)
+    if neighbours not in sys.path:  # as ``python file.py`` has it
+        sys.path.insert(0, neighbours)
     spec.loader.exec_module(module)
     return module

@@ -72,6 +72,13 @@ def decide(runner: Runner, node: Node, args: Sequence[Any], kwargs: Mapping[str,
     try:
         inferred = infer_as_on_cpu(DECOMPOSE.get(node.op) or view_form(node.op), args, kwargs)
     except (DataDependent, NoShapeRule) as error:
+        if node.op in runner.capture.kernels:
+            raise UnsupportedOp(
+                f"it has a kernel for the backend, but no graph of static shapes can hold it: {error}; give it a fake "
+                "implementation (torch.library.register_fake) whose sizes do not depend on values",
+                op=str(node.op),
+                source=user_line(),
+            ) from error
         return _boxed_or_host(runner, node, str(error))
     if not runner.capture.takes_all:
         reason = refusal(runner, *_alone(node, inferred, args, kwargs))

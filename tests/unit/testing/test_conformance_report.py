@@ -144,8 +144,28 @@ def test_units_are_a_seeded_choice() -> None:
     assert units[0].shares == (Share("lazy", every, 5), Share("aot", every, 2))
     assert "error" not in units[-1].shares[0].variants
     quick = units_of(Plan("chip", quick=True), subjects, doors)
-    assert {u.op for u in quick[:60]} == {s.name for s in subjects}
-    assert all(u == Unit(u.op, "float32", (Share("lazy", ("forward",), 1),)) for u in quick[:60])
+    forward = [u for u in quick if u == Unit(u.op, "float32", (Share("lazy", ("forward",), 1),))]
+    assert {u.op for u in forward} == {s.name for s in subjects}
+
+
+def test_a_quick_run_that_is_cut_short_has_seen_every_kind() -> None:
+    variants = ("forward", "backward", "view", "edge", "out")
+    subjects = [Subject(f"op{n}", ("float32",), variants) for n in range(100)]
+    quick = units_of(Plan("chip", quick=True), subjects, {"lazy": None, "aot": 2})
+    tenth = quick[: len(quick) // 10]
+    kinds = {(share.door, variant) for unit in tenth for share in unit.shares for variant in share.variants}
+    assert {("lazy", variant) for variant in variants} <= kinds
+    forward = [at for at, unit in enumerate(quick) if unit.shares[0] == Share("lazy", ("forward",), 1)]
+    assert len(forward) == 100
+    assert max(forward) < 0.93 * len(quick)
+
+
+def test_nothing_judged_is_no_pass() -> None:
+    made = report(("add/forward/float32/0/lazy", "skipped"), ("mul/view/float32/0/lazy", "native"))
+    rows = {line.split("  ")[0]: line for line in made.summary().splitlines()}
+    assert "–" in rows["lazy forward"]
+    assert "100.00%" in rows["lazy view"]
+    assert "100.00%" not in rows["lazy forward"]
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from torchport.backend.interface import (
     Processed,
     TensorData,
 )
+from torchport.backend.own_kernels import kernels_of
 from torchport.backend.serialize import check_calls, decode, encode
 from torchport.core.specs import CompileSpecs, TensorSpec
 
@@ -43,7 +44,7 @@ class ReferenceBackend(Backend):
 
     name = "reference"
     version = "1"
-    capabilities = Capabilities(donation=True, restores_donated=True, skips_cache=True)
+    capabilities = Capabilities(donation=True, restores_donated=True, holds_kernels=True, skips_cache=True)
 
     def register_kernels(self, registrar: KernelRegistrar) -> None:
         register_host_kernels(registrar)
@@ -61,7 +62,7 @@ class ReferenceBackend(Backend):
         nodes: Any = module.graph
         inputs = [node.meta["spec"] for node in nodes.find_nodes(op="placeholder")]
         check_interface("reference", inputs, len(nodes.output_node().args[0]), context)
-        return make_run(module)
+        return make_run(module, {op: own.fn for op, own in kernels_of(self.name).items()})
 
     def execute(self, handle: Run, args: Sequence[BackendData], context: ExecutionContext) -> Sequence[BackendData]:
         values = [arg.tensor for arg in args if isinstance(arg, TensorData)]

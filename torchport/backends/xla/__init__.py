@@ -92,6 +92,7 @@ class XlaBackend(Backend):
         compiled."""
         return Capabilities(
             control_flow=True,
+            holds_kernels=True,
             donation=any(device.type != "cpu" for device in self.devices()),
             compile_options={
                 "xla.matmul_precision": "highest (default), high or default: of float32 products",

@@ -24,9 +24,10 @@ from ...trace.trace import COPIES_UNDER_GRAD, Trace
 from ...trace.trie import NONE
 from ...trace.wrapping import unwrap, wrap
 from . import layouts
+from .opaque import opaque
 from .storages import HostStorage
 
-__all__ = ["elsewhere", "kernels", "special_kernels", "with_generator"]
+__all__ = ["elsewhere", "install", "kernels", "special_kernels", "with_generator"]
 
 aten = torch.ops.aten
 kernels: Final[dict[Any, Any]] = {}
@@ -99,14 +100,13 @@ def _to_copy(
     non_blocking: bool = False,
     memory_format: torch.memory_format | None = None,
 ) -> torch.Tensor:
-    # PyTorch's functionalization unwraps the argument of this operator but wraps its result for XLA and Lazy only.
     inner = unwrap(self)
     if not isinstance(inner, LazyTensor):
         index = _index_of(device) or 0
         made = _host_to_device(inner, index, dtype)
         if memory_format is not None and memory_format is not torch.preserve_format:
             made = _call(aten.clone.default, threads.of(index), made, memory_format=memory_format)
-        return torch._to_functional_tensor(made)
+        return wrap(made)
     here = inner.get_device() if isinstance(inner, IndexedLazyTensor) else 0
     if device is not None and device.type != DEVICE_TYPE:
         result = _shared_copy(inner, dtype)
@@ -115,11 +115,25 @@ def _to_copy(
         return result if memory_format is None else result.contiguous(memory_format=memory_format)
     asked = _index_of(device)
     if asked is not None and asked != here:
-        return torch._to_functional_tensor(_host_to_device(host_tensor(inner), asked, dtype))
-    made = _call(aten._to_copy.default, _trace_of(inner), inner, dtype=dtype, memory_format=memory_format)
-    # A layout without a device is the call functionalization makes itself, when a write changes the dtype
-    # (``x.eq_(y)``): it wants the bare value.
-    return made if layout is not None and device is None else torch._to_functional_tensor(made)
+        return wrap(_host_to_device(host_tensor(inner), asked, dtype))
+    return wrap(_call(aten._to_copy.default, _trace_of(inner), inner, dtype=dtype, memory_format=memory_format))
+
+
+def install(library: torch.library.Library) -> None:
+    """Register the copy between devices and dtypes before functionalization.
+
+    PyTorch's functionalization unwraps this operator's argument but wraps its result for XLA and Lazy only. Caught
+    before it, the result is wrapped for the program, and is a bare handle inside operators of others' libraries and
+    where functionalization itself copies.
+    """
+    functionalized = torch.library.get_kernel(aten._to_copy.default, "Functionalize")
+
+    def to_copy(keys: Any, self: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        if torch._is_functional_tensor(self) and isinstance(torch._from_functional_tensor(self), LazyTensor):
+            return _to_copy(self, **kwargs)
+        return functionalized.call_boxed(keys, self, **kwargs)  # of a compiler that traces
+
+    library.impl("_to_copy", opaque(to_copy), "Functionalize", with_keyset=True, allow_override=True)
 
 
 def _copy(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:

@@ -32,7 +32,7 @@ from .patches import replace
 if TYPE_CHECKING:
     from ...trace.trace import Trace
 
-__all__ = ["install", "on_handles"]
+__all__ = ["hide", "install", "on_handles"]
 
 _FUNCTIONALIZE: Final = "Functionalize"
 _taken: Final[set[str]] = set()
@@ -110,6 +110,11 @@ def _hide_from_compilers() -> None:
     replace("torch._C._dispatch_has_kernel_for_dispatch_key", has_kernel)
 
 
+def hide(op: Any) -> None:
+    """Have PyTorch's compilers make an operator functional as if it had no kernel of ours before functionalization."""
+    _taken.add(op.name())
+
+
 def _take(definition: Any) -> None:
     op = definition._opoverload
     if definition in _seen or torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), _FUNCTIONALIZE):
@@ -131,7 +136,7 @@ def _take(definition: Any) -> None:
 
     definition._lib.impl(definition._name, opaque(kernel), _FUNCTIONALIZE, with_keyset=True)
     _seen.add(definition)
-    _taken.add(op.name())
+    hide(op)
 
 
 def _body(definition: Any) -> Callable[..., Any] | None:

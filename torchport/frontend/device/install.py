@@ -28,6 +28,7 @@ from . import (
     inplace,
     layouts,
     libraries,
+    library_ops,
     native,
     placement,
     routes,
@@ -122,9 +123,11 @@ def _install() -> None:
     factories.install(library)
     composites.install(library)
     with inplace.overriding():
+        copies.install(library)
         checked = writes.install(library)
     custom.install()
     routes.install()
+    library_ops.install()
     autocast.install(_libraries)
     shims.install()
     libraries.install()
@@ -185,7 +188,7 @@ def _dispatch_indexed(func: Any, args: Any, kwargs: Any) -> Any:
     special = copies.special_kernels().get(func)
     if special is not None:
         return special(*args, **kwargs)
-    kernel = kernels.get(func)
+    kernel = copies.kernels.get(func)
     for value in tree_leaves((args, kwargs)):
         if isinstance(value, torch.Tensor):
             handle = unwrap(value)

@@ -1,0 +1,1 @@
+"""Other projects' interfaces over torchport, for programs that were written for them."""
