@@ -32,6 +32,7 @@ from torch._guards import TracingContext
 from ...core.errors import UnsupportedOp
 from ...trace.handle import DEVICE_TYPE
 from ..device.fake import saw_conjugate_views
+from .aliases import repeated
 
 __all__ = ["mended_bases"]
 
@@ -50,9 +51,10 @@ def mended_bases() -> Iterator[None]:
         return metadata(_without_a_say(known, places), places, *args)  # type: ignore[arg-type]
 
     def taken(base: torch.Tensor, like: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        made = alias(base, like, *args, **kwargs)
         if not compiling:  # what is compiled holds on to this function, for its results
-            return made
+            made = repeated(base, like, *args[:1])
+            return alias(base, like, *args, **kwargs) if made is None else made
+        made = alias(base, like, *args, **kwargs)
         made = made.conj() if made.is_conj() != like.is_conj() else made
         return torch._neg_view(made) if made.is_neg() != like.is_neg() else made
 
