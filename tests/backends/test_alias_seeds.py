@@ -126,6 +126,29 @@ COMPILED: Final = {
         ("a.view(-1)[1:] = 2", "v = torch.view_as_real(b)"),
         ("v",),
     ),
+    "result_that_is_a_written_input_beside_a_written_one_with_gradients": _program(
+        (Base((1, 4), FLOAT, MADE), Base((1, 4), FLOAT, "")),
+        (Holder("c", "closure", 1, "x[:, 1]"), _argument("a", 0)),
+        ("a.floor_()", "v = c.flatten()", "v.pow_(2)"),
+        ("v",),
+    ),
+    "no_grad_write_to_what_is_shared_beside_another_write": _program(
+        (Base((2, "n"), FLOAT, MADE), Base((2, "n"), FLOAT, MADE)),
+        (_argument("a", 0), _argument("b", 0, "x.t().t()"), _argument("c", 1, "x.t()[1:]")),
+        (
+            "v = a.as_strided((2, 2), (2, 1), 0)",
+            "c[::2] = 3",
+            "w = torch.slice_scatter(v, v[1:], 0, 1)",
+            "with torch.no_grad(): b.put_(torch.tensor([0], device=b.device), w.reshape(-1)[:1])",
+        ),
+        dynamic=True,
+    ),
+    "what_a_broadcast_write_leaves_has_a_place_for_each_element": _program(
+        (Base((4,), FLOAT, ""),),
+        (_argument("a", 0, "x[::2]"),),
+        ("v = a.chunk(2)[0]", "v.clamp_(-2, 2)", "w = a.neg()", "w.t()[:] = v"),
+        ("w",),
+    ),
     "alias_as_a_smaller_dtype_of_what_is_shared": _program(
         (Base((8,), INT, ""),),
         (Holder("b", "buffer", 0, "x"), Holder("c", "buffer", 0, "x.swapaxes(0, -1)")),
@@ -160,6 +183,11 @@ ON_THE_DEVICE: Final = {
     ),
 }
 LAZY: Final = {
+    "strides_of_a_single_row_after_a_write": _program(
+        (Base((1, 4), FLOAT, ""),),
+        (_argument("a", 0, "x.T"), Holder("c", "closure", 0, "x"), _argument("b", 0, "x.view_as(x)")),
+        ("v = b[:]", "c.lerp_(v, 0.5)", "torch.mul(a, a, out=a)"),
+    ),
     "as_strided_over_another_dtype": _program(
         (ROWS,), (_argument("a", 0, "torch.view_as_complex(x)"),), ("v = a.as_strided((2,), (1,), 0) * 1",), ("v",)
     ),

@@ -78,7 +78,9 @@ def _described(values: Any) -> Any:
             # A conjugate view is resolved where it is read, so it is in no place of its base.
             resolved = placed.is_conj() or placed.is_neg()
             if placed.shape == tensor.shape and placed.dtype == tensor.dtype and not resolved:
-                spec = PlacedSpec(spec.shape, spec.dtype, tuple(placed.stride()), root, int(placed.storage_offset()))
+                # A write through a view gives its base other strides in dimensions of one element: they tell nothing.
+                strides = tuple(step if n > 1 else 1 for n, step in zip(spec.shape, placed.stride(), strict=True))
+                spec = PlacedSpec(spec.shape, spec.dtype, strides, root, int(placed.storage_offset()))
         specs[id(tensor)] = spec
     return tree_map(lambda value: specs.get(id(value), value) if isinstance(value, torch.Tensor) else value, values)
 
