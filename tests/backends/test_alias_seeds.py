@@ -170,6 +170,11 @@ COMPILED: Final = {
     ),
 }
 ON_THE_CPU: Final = {
+    "writes_to_a_conjugate_view_and_another_input": _program(
+        (PAIRS, PAIRS),
+        (_argument("a", 0, "x.T"), _argument("b", 1, "x.conj()")),
+        ("b.scatter_(0, torch.zeros_like(b, dtype=torch.int64), 3)", "a.masked_fill_(a == 2, 6)"),
+    ),
     "conjugate_view_of_what_is_written": _program(
         (PAIRS,), (_argument("a", 0), _argument("b", 0, "x.conj()")), ("a.sub_(1)", "v = b[None]", "v.neg_()"), ("v",)
     ),
@@ -187,6 +192,11 @@ LAZY: Final = {
         (Base((1, 4), FLOAT, ""),),
         (_argument("a", 0, "x.T"), Holder("c", "closure", 0, "x"), _argument("b", 0, "x.view_as(x)")),
         ("v = b[:]", "c.lerp_(v, 0.5)", "torch.mul(a, a, out=a)"),
+    ),
+    "strides_of_what_out_writes": _program(
+        (SQUARE, SQUARE),
+        (_argument("a", 0, "x.t()"), _argument("b", 1)),
+        ("torch.neg(b, out=a)", "v = a.flatten()", "v.add_(1)"),
     ),
     "as_strided_over_another_dtype": _program(
         (ROWS,), (_argument("a", 0, "torch.view_as_complex(x)"),), ("v = a.as_strided((2,), (1,), 0) * 1",), ("v",)
@@ -289,3 +299,40 @@ def test_inputs_may_overlap_otherwise_at_each_call(device: str) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="inputs of a compiled function share memory otherwise")
         assert calls(compiled, device) == calls(fn, "cpu")
+
+
+VALUES = {
+    "float": torch.tensor([1e10, float("inf"), -0.0, float("nan")]),
+    "int32": torch.tensor([1, 2**31 - 1, -(2**31), 0], dtype=torch.int32),
+    "bool": torch.tensor([True, False, True, False]),
+    "complex": torch.tensor([complex("inf"), 1e10 + 1j, 0j, 2j]),
+}
+
+
+@pytest.mark.parametrize("dtype", VALUES)
+@pytest.mark.parametrize("frontend", ["lazy", "compile-cpu", "compile-port"])
+def test_writes_through_expanded_views_are_exact(dtype: str, frontend: str) -> None:
+    def fn(x: torch.Tensor, row: torch.Tensor) -> None:
+        x.expand(3, 2, 4)[0, 1:2, :2].copy_(row)
+        x.expand_as(x)[2:].zero_()
+
+    want, row = VALUES[dtype].clone(), torch.tensor([[1, 0]]).to(VALUES[dtype].dtype)
+    fn(want, row)
+    device = "cpu" if frontend == "compile-cpu" else "port"
+    given = VALUES[dtype].to(device, copy=True)
+    run = fn if frontend == "lazy" else torch.compile(fn, backend="torchport", options={"backend": "reference"})
+    run(given, row.to(device))
+    assert given.cpu().dtype is want.dtype
+    torch.testing.assert_close(given.cpu(), want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("frontend", ["lazy", "compile-cpu", "compile-port"])
+def test_a_write_through_unfold_is_refused(frontend: str) -> None:
+    def fn(x: torch.Tensor) -> None:
+        x.unfold(0, 2, 1)[0].fill_(5)
+
+    given = torch.arange(4.0).to("cpu" if frontend == "compile-cpu" else "port")
+    run = fn if frontend == "lazy" else torch.compile(fn, backend="torchport", options={"backend": "reference"})
+    with pytest.raises(Exception, match="a write through a view by unfold"):
+        run(given)
+    assert given.tolist() == [0.0, 1.0, 2.0, 3.0]

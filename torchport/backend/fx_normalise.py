@@ -13,6 +13,7 @@ normal form is for one set of shapes.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, TypeAlias
@@ -161,6 +162,8 @@ class _Normaliser:
         higher_order = isinstance(node.target, torch._ops.HigherOrderOperator)
         if not higher_order and not tree_any(lambda v: isinstance(v, fx.Node), (args, kwargs)):
             assert callable(node.target)
+            if node.target in (operator.add, operator.mul):  # a symbolic product of several sizes is one node
+                return functools.reduce(node.target, args)
             return node.target(*args, **kwargs)
         if node.target in CONTROL_FLOW:
             return self._control_flow(node, args, kwargs)

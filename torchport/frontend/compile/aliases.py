@@ -2,9 +2,9 @@
 
 It repeats the views that led to a result where it knows them. Elsewhere it goes by size, strides and storage offset of
 the compiled result. Both can be wrong. The views were those of one input, but inputs that share memory are replaced by
-one that is all of it (a *synthetic base*). It forgets views by sizes that are symbols. And a backend's result has memory
-of its own: no offset, and other strides. So where it would go by those, the views that the graph takes are repeated
-here; where the graph takes a result by something else, too, the result gets the looks that eager has.
+one that is all of it (a *synthetic base*). It forgets views by sizes that are symbols. And a backend's result has
+memory of its own: no offset, and other strides. So where it would go by those, the views that the graph takes are
+repeated here; where the graph takes a result by something else, too, the result gets the looks that eager has.
 
 Of views with several results, such as ``chunk`` and ``unbind``, AOTAutograd hides from autograd that they are aliases:
 the graph is to give them. Where the input is written, the graph's are of the new value, not of the input that it is
@@ -21,6 +21,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, cast
 
@@ -118,7 +119,7 @@ class Views:
         that lies in memory otherwise than the input."""
         try:
             found = self._taken(base, lambda node: node.meta["val"])
-            return bool(found.dtype is like.dtype and found.shape == like.shape)
+            return found.dtype is like.dtype and list(map(_plain, found.shape)) == list(map(_plain, like.shape))
         except Exception:
             return False
 
@@ -278,9 +279,15 @@ def aliases_of(graph: fx.GraphModule) -> Aliases | None:
     Called while AOTAutograd compiles the forward; it forgets the views of synthetic bases.
     """
     tracing = TracingContext.try_get()
-    known = None if tracing is None else tracing.fw_metadata
-    if known is None:
+    if tracing is None or tracing.fw_metadata is None:
         return None
+    shapes = None if tracing.fake_mode is None else tracing.fake_mode.shape_env
+    # Views that are taken again find out nothing new, and a guard may be on a size of a base, which no input has.
+    with nullcontext() if shapes is None else shapes.suppress_guards():
+        return _found(graph, tracing.fw_metadata)
+
+
+def _found(graph: fx.GraphModule, known: Any) -> Aliases | None:
     places = graph.graph.find_nodes(op="placeholder")
     outputs: Any = graph.graph.output_node().args[0]
     first = len(known.tokens) + known.num_mutated_inp_runtime_indices

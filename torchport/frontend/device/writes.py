@@ -22,8 +22,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ...backend.probe import PlacedSpec, cpu_result
 from ...core.errors import UnsupportedOp
 from ...core.frames import user_line
-from ...core.specs import TensorSpec
+from ...core.specs import TensorSpec, is_dense
 from ...trace.handle import LazyTensor
+from .expanded import call_exactly, is_of_expanded, write_back
 from .opaque import opaque
 
 __all__ = ["Checked", "boxable", "install", "is_conjugate_view", "refuse_as_cpu", "share_memory"]
@@ -207,13 +208,30 @@ def _checked(op: Any, outs: Sequence[str], original: Any) -> Callable[..., Any]:
                 _refuse_to_resize_a_view(op, out, shape)
                 if tuple(out.shape) != shape:
                     kind = None  # the next tensor may be a view
-            if kind is not None:
-                if len(known) >= _KNOWN_AT_MOST:
-                    known.clear()
-                known.add(kind)
-        return run(keys, *boxable(op, args), **kwargs)
+        else:
+            return call_exactly(op, run, written, keys, *boxable(op, args), **kwargs)
+        before = [torch._from_functional_tensor(out) for out in written]
+        found = call_exactly(op, run, written, keys, *boxable(op, args), **kwargs)
+        kept = [_keep_strides(out, old) for out, old in zip(written, before, strict=True)]
+        if kind is not None and not any(kept) and not any(map(is_of_expanded, written)):
+            if len(known) >= _KNOWN_AT_MOST:
+                known.clear()
+            known.add(kind)
+        return found
 
     return call
+
+
+def _keep_strides(out: torch.Tensor, before: torch.Tensor) -> bool:
+    """Give a tensor that was written the strides of its value before, which views and ``reshape`` go by.
+
+    Returns whether it had others: functionalization hands the result on as it is.
+    """
+    if out.shape != before.shape or out.stride() == before.stride() or not is_dense(before.shape, before.stride()):
+        return False
+    value = torch._from_functional_tensor(out)
+    write_back(out, torch.ops.aten.copy.default(before, value))
+    return True
 
 
 _KNOWN_AT_MOST: Final = 1024
