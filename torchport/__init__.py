@@ -96,7 +96,8 @@ _HOMES = {
     "torchport.core.config": "config",
     "torchport.core.errors": (
         "AmbiguousKernel BackendNotFound BackendUnavailable CacheMiss CompileError ConfigError ContractError "
-        "DelegateError DeviceMismatch DispatchError ErrorCode ExecutionError GraphError MethodError MissingKernel ProgramError "
+        "DelegateError DeviceMismatch DispatchError ErrorCode ExecutionError GraphError MethodError MissingKernel "
+        "ProgramError "
         "StorageAccess TorchportError UnsupportedOp"
     ),
     "torchport.core.specs": "CompileSpec CompileSpecs TensorSpec",

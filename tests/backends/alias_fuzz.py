@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
-from alias_programs import Program, State, draw, overlaps_itself
+from alias_programs import Program, State, draw, holds_no_bool, overlaps_itself, share_memory
 
 Seen: TypeAlias = list[tuple[str, Any]]
 """What was observed, in order, with a label each."""
@@ -64,6 +64,12 @@ def _backward(state: State, results: Any, label: str, seen: Seen) -> None:
         seen.append((f"{label}: gradient {at}", None if leaf.grad is None else leaf.grad.detach().cpu().clone()))
 
 
+def _is_writable(result: torch.Tensor, state: State) -> bool:
+    """Whether each element has a place of its own, in memory that holds anything: the CPU's."""
+    bools = any(base.dtype is torch.bool and share_memory(result, base) for base in state.bases.values())
+    return not overlaps_itself(result) and (result.dtype is torch.bool or not bools)
+
+
 def _write(value: torch.Tensor, number: int) -> None:
     if value.dtype is torch.bool:
         value.logical_not_()
@@ -83,9 +89,11 @@ def observe(
         try:
             arguments = state.arguments(n, seed, apart=program.apart and at % 2 == 1)
             results = [result for result in run(*arguments) if result is not None]
+            if writable is None and any(map(holds_no_bool, (*results, *state.bases.values()))):
+                raise RuntimeError("what is shown as a bool holds something else than 0 or 1")
             _snapshot(state, results, f"run {at}", seen)
             _backward(state, results, f"run {at}", seen)
-            found.append([not overlaps_itself(r) for r in results] if writable is None else writable[at])
+            found.append([_is_writable(r, state) for r in results] if writable is None else writable[at])
             with torch.no_grad():
                 for position, result in enumerate(results):
                     if found[-1][position]:

@@ -85,14 +85,10 @@ WRITES = (
 READ_ONLY = ("unfold", "as_strided")
 """Views that programs do not write through, nor through what they make of them.
 
-``unfold``: functionalization, which torch.compile and the device share, takes a write through it back to the base by
-``unfold_backward``: sums where windows overlap, and zeros where there is no window. ``as_strided``: functionalization
-refuses a write where another view was taken before or after it. Of bools and 32-bit integers, ``expand`` is left out
-with these: functionalization takes a write through it back by a subtraction, which bools have not, and a sum, which is
-of 64 bits. For the same reason what is expanded is not viewed as another dtype: a sum keeps no -0. and no NaN's bits.
-And so are views of bools as another dtype, by which a bool would hold something else than 0 or 1: no C++ compiler
-promises what it is then. ``storage_offset()`` is 0 on the device, so no program
-asks for it.
+``unfold``: torch.compile and the device refuse a write through it. ``as_strided``: functionalization, which both
+share, refuses a write where another view was taken before or after it. A write through a view of bools as another
+dtype is left out where a bool then holds something else than 0 or 1: no C++ compiler promises what it is.
+``storage_offset()`` is 0 on the device, so no program asks for it.
 """
 _IN_PLACE_SHAPE = (
     "torch.compile loses a write to an input that is reshaped in place as well, and back: AOTAutograd's own"
@@ -282,8 +278,6 @@ class _Drawing:
     scopes: list[dict[str, Any]] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     read_only: set[str] = field(default_factory=set)
-    expanded: set[str] = field(default_factory=set)
-    """Names of expanded tensors and what may be a view of one."""
 
     def __post_init__(self) -> None:
         self.again()
@@ -350,6 +344,8 @@ class _Drawing:
         # Without a warning, ``out=`` gives a tensor without elements another size: a ``resize_``, which is left out.
         if out is not None and out.shape != shape:
             return False
+        if any(isinstance(value, torch.Tensor) and holds_no_bool(value) for value in scope.values()):
+            return False
         last = list(scope.values())[-1]
         return not (isinstance(last, torch.Tensor) and last.numel() > count)
 
@@ -391,18 +387,14 @@ def _holders(draw: random.Random, bases: list[Base]) -> list[Holder]:
     return [h if h.base not in owned or h.view == "x" else Holder(h.name, h.kind, h.base, "x") for h in found]
 
 
-def read_only(view: str, of: torch.Tensor) -> bool:
+def read_only(view: str) -> bool:
     """Whether programs do not write through this view."""
-    if any(name in view for name in READ_ONLY):
-        return True
-    if of.dtype in (torch.bool, torch.int32) and is_expanded(view):
-        return True
-    return of.dtype is torch.bool and "view(torch." in view
+    return any(name in view for name in READ_ONLY)
 
 
-def is_expanded(view: str) -> bool:
-    """Whether this view repeats elements, or may."""
-    return "expand" in view or "broadcast" in view
+def holds_no_bool(tensor: torch.Tensor) -> bool:
+    """Whether memory that a CPU tensor shows as bools holds something else than 0 and 1."""
+    return tensor.dtype is torch.bool and bool((tensor.detach().view(torch.uint8) > 1).any())
 
 
 def _fill(drawing: _Drawing, lines: int, grad: bool) -> None:
@@ -439,11 +431,7 @@ def _fill(drawing: _Drawing, lines: int, grad: bool) -> None:
             drawing.drop()
             continue
         # Also some of what is new may be what it is made of, such as ``x.float()``.
-        if x in drawing.expanded or is_expanded(text):
-            drawing.expanded.add(f"v{number - 1}")
-        if x in drawing.read_only or read_only(text, drawing.scopes[0][x]) or (
-            x in drawing.expanded and "view(torch." in text
-        ):  # fmt: skip
+        if x in drawing.read_only or read_only(text):
             drawing.read_only.add(f"v{number - 1}")
 
 
@@ -505,8 +493,7 @@ def _drawn(
         return None  # a view that the base has not
     if any(value.numel() > 64 or not value.numel() for scope in drawing.scopes for value in scope.values()):
         return None
-    drawing.expanded = {h.name for h in holders if is_expanded(h.view)}
-    drawing.read_only = {h.name for h in holders if read_only(h.view, torch.empty(0, dtype=eval(bases[h.base].dtype)))}
+    drawing.read_only = {h.name for h in holders if read_only(h.view)}
     _fill(drawing, draw.randint(2, 9), grad)
     # The results are written to after the call.
     names = [name for name in drawing.tensors() if name not in drawing.read_only] or ["None"]

@@ -13,6 +13,7 @@ normal form is for one set of shapes.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, TypeAlias
@@ -161,6 +162,8 @@ class _Normaliser:
         higher_order = isinstance(node.target, torch._ops.HigherOrderOperator)
         if not higher_order and not tree_any(lambda v: isinstance(v, fx.Node), (args, kwargs)):
             assert callable(node.target)
+            if node.target in (operator.add, operator.mul):  # a symbolic product of several sizes is one node
+                return functools.reduce(node.target, args)
             return node.target(*args, **kwargs)
         if node.target in CONTROL_FLOW:
             return self._control_flow(node, args, kwargs)
@@ -313,10 +316,11 @@ class _Normaliser:
             return value  # an input, a constant, or a view of one, as in the original
         if written is not None and memory.name not in written:
             return value
-        if memory.op == "call_function" and owners.setdefault(memory, source) is source:
+        owns = memory.op == "call_function" and owners.setdefault(memory, source) is source
+        if owns and not _repeats_elements(self.values[source]):
             return value
         # The memory is copied, not what is seen of it: results that are views of one another stay so.
-        if owners.get(alias_root(self.values[source])) is not source:
+        if owners.get(alias_root(self.values[source])) is not source or _repeats_elements(self.values[source]):
             copy = self.values[source] = self._operator(source, aten.clone.default, (self.values[source],), {})
             owners[alias_root(copy)] = source
         for view in _views_between(source, original):
@@ -350,6 +354,12 @@ class _Normaliser:
         made = fx.GraphModule(self.root, self.builder.graph)
         made.meta["random_ops"] = self.drawn
         return made
+
+
+def _repeats_elements(node: fx.Node) -> bool:
+    """Whether elements of a value are one place in memory, as where ``copy(a, b)`` became an expanded ``b``."""
+    value = node.meta["val"]
+    return any(step == 0 and size > 1 for size, step in zip(value.shape, value.stride(), strict=True))
 
 
 def _source_of_memory(node: fx.Node) -> fx.Node:

@@ -384,7 +384,8 @@ struct InPlace final : c10::OperatorKernel {
     kernel.learn(start);
   }
 
-  // Whether all that is to be written are wrappers, none of which shares its storage with another.
+  // Whether all that is to be written are wrappers, none of which shares its storage with another or is of an expanded
+  // tensor.
   static bool is_ours(const c10::IValue& first, c10::SmallVector<at::Tensor, 1>& written) {
     if (first.isTensor()) {
       written.push_back(first.toTensor());
@@ -395,7 +396,7 @@ struct InPlace final : c10::OperatorKernel {
     }
     c10::SmallVector<const void*, 1> storages;
     for (const at::Tensor& tensor : written) {
-      if (!tensor.defined() || !tensor.is_privateuseone() || wrapper_of(tensor) == nullptr) {
+      if (!tensor.defined() || !tensor.is_privateuseone() || wrapper_of(tensor) == nullptr || is_of_expanded(tensor)) {
         return false;
       }
       storages.push_back(tensor.storage().unsafeGetStorageImpl());

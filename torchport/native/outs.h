@@ -5,9 +5,13 @@
 #pragma once
 #include "calls.h"
 
+#include <algorithm>
+#include <cstring>
 #include <optional>
+#include <typeinfo>
 #include <unordered_set>
 
+#include <ATen/FunctionalStorageImpl.h>
 #include <ATen/FunctionalTensorWrapper.h>
 #include <ATen/core/boxing/KernelFunction.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -22,6 +26,21 @@ at::FunctionalTensorWrapper* wrapper_of(const at::Tensor& tensor) {
     return nullptr;
   }
   return at::functionalization::impl::unsafeGetFunctionalWrapper(tensor);
+}
+
+// Whether a tensor is a view of an expanded one, or by ``unfold``: Python has writes to the first taken back to the base
+// exactly, and refuses those to the second. PyTorch ships no declaration of these kinds of view. Twin of ``frontend.device.expanded.is_of_expanded``.
+bool is_of_expanded(const at::Tensor& tensor) {
+  at::FunctionalTensorWrapper* wrapper = wrapper_of(tensor);
+  if (wrapper == nullptr) {
+    return false;
+  }
+  const auto& views = wrapper->view_metas();
+  return std::any_of(views.begin(), views.end(), [](const auto& view) {
+    const auto& made = *view;
+    const char* name = typeid(made).name();
+    return std::strstr(name, "expand_ViewMeta") != nullptr || std::strstr(name, "unfold_ViewMeta") != nullptr;
+  });
 }
 
 // Whether a tensor is one of the device's, as a program has it.
@@ -97,6 +116,9 @@ struct Describer {
     for (size_t at = 0; at < written.size(); ++at) {
       const at::Tensor& out = written[at].toTensor();
       if (out.unsafeGetTensorImpl() == tensor.unsafeGetTensorImpl()) {
+        if (is_of_expanded(tensor)) {
+          return false;
+        }
         place = static_cast<int64_t>(at);
       } else if (out.is_alias_of(tensor)) {
         return false;
@@ -138,6 +160,7 @@ struct Out final : c10::OperatorKernel {
     std::optional<KindOfCall> kind;
     c10::SmallVector<at::Tensor, 2> written;
     c10::SmallVector<c10::DimVector, 2> shapes;
+    size_t before = 0;
     bool accepted = false;
     {
       Gil gil;
@@ -150,6 +173,7 @@ struct Out final : c10::OperatorKernel {
           written.push_back(out.toTensor());
           shapes.emplace_back(written.back().sizes());
         }
+        before = writes_to(written);
       }
     }
     if (accepted) {
@@ -159,13 +183,25 @@ struct Out final : c10::OperatorKernel {
     python.callBoxed(op, keys, stack);
     // A tensor that gets another shape may be a view the next time, which has to be refused.
     const auto same = [](const at::Tensor& out, const c10::DimVector& shape) { return out.sizes() == shape; };
-    if (kind && std::equal(written.begin(), written.end(), shapes.begin(), same)) {
+    // One that was written once more got its strides back.
+    const bool once = kind && writes_to(written) - before == written.size();
+    if (once && std::equal(written.begin(), written.end(), shapes.begin(), same)) {
       Gil gil;
       if (known.size() >= kMostKinds) {
         known.clear();
       }
       known.insert(std::move(*kind));
     }
+  }
+
+  // How often the memory of these tensors has been written.
+  static size_t writes_to(const c10::SmallVector<at::Tensor, 2>& tensors) {
+    size_t count = 0;
+    for (const at::Tensor& tensor : tensors) {
+      const auto* storage = tensor.storage().unsafeGetStorageImpl();
+      count += static_cast<const at::functionalization::FunctionalStorageImpl*>(storage)->generation();
+    }
+    return count;
   }
 
   std::optional<KindOfCall> described(Values given) const {

@@ -2,8 +2,9 @@
 
 It repeats the views that led to a result where it knows them. Elsewhere it goes by size, strides and storage offset of
 the compiled result. Both can be wrong. The views were those of one input, but inputs that share memory are replaced by
-one that is all of it (a *synthetic base*). And a backend's result has memory of its own: no offset, and other strides.
-So the views of a synthetic base are forgotten, and results get the looks that eager has.
+one that is all of it (a *synthetic base*). It forgets views by sizes that are symbols. And a backend's result has
+memory of its own: no offset, and other strides. So where it would go by those, the views that the graph takes are
+repeated here; where the graph takes a result by something else, too, the result gets the looks that eager has.
 
 Of views with several results, such as ``chunk`` and ``unbind``, AOTAutograd hides from autograd that they are aliases:
 the graph is to give them. Where the input is written, the graph's are of the new value, not of the input that it is
@@ -20,6 +21,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, cast
 
@@ -33,7 +35,7 @@ from ...backend.normal_form import is_view
 from ...core.default_state import default_state
 from ..device.strided import seen_as
 
-__all__ = ["Aliases", "aliases_of", "writes_to_inputs"]
+__all__ = ["Aliases", "aliases_of", "repeated", "writes_to_inputs"]
 
 Numbers: TypeAlias = tuple[Any, ...]
 
@@ -96,8 +98,8 @@ def _plain(value: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A result that the graph takes of an input's new value by view operators, one of which has several results."""
+class Views:
+    """A result that the graph takes of an input, or of its new value, by view operators."""
 
     position: int
     base: int
@@ -110,33 +112,89 @@ class Part:
 
     def of(self, base: torch.Tensor, values: dict[Any, int]) -> torch.Tensor:
         """The same of a tensor. Raises ``KeyError`` for a symbol that no input has."""
+        return self._taken(base, lambda node: _evaluated(_number(node), values))
+
+    def gives(self, base: torch.Tensor, like: torch.Tensor) -> bool:
+        """Whether a fake tensor can be viewed so, and looks like another then. The graph's views may be of a new value
+        that lies in memory otherwise than the input."""
+        try:
+            found = self._taken(base, lambda node: node.meta["val"])
+            return found.dtype is like.dtype and list(map(_plain, found.shape)) == list(map(_plain, like.shape))
+        except Exception:
+            return False
+
+    def _taken(self, base: torch.Tensor, number: Callable[[fx.Node], Any]) -> torch.Tensor:
         value: Any = base
         for view in self.views:
             before, taken = view.all_input_nodes[0], value
 
             def given(node: fx.Node, before: fx.Node = before, taken: Any = taken) -> Any:
-                return taken if node is before else _evaluated(_number(node), values)
+                return taken if node is before else number(node)
 
             args, kwargs = map_arg((view.args, view.kwargs), given)  # type: ignore[misc]
             value = view.target(*args, **kwargs)  # type: ignore[operator]
         return value
 
 
+REPEATED: Final = "torchport_views"
+"""The attribute of a result without memory that says by which views it is taken of the input."""
+
+
+def repeated(base: torch.Tensor, like: torch.Tensor, requires_grad: bool) -> torch.Tensor | None:
+    """The alias of an input that ``like`` stands for; ``None`` where that does not know its views."""
+    views = getattr(like, REPEATED, None)
+    if views is None:
+        return None
+    made: torch.Tensor = views(base)
+    if base.requires_grad and not requires_grad:
+        return made.detach()
+    return made.requires_grad_() if requires_grad and not base.requires_grad else made
+
+
 def _number(node: fx.Node) -> Any:
     return _plain(node.meta["val"])
 
 
-class Aliases:
-    """The results of one graph that are aliases of inputs: (position, the input's position, looks), and parts."""
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """A result that is an alias of an input. ``views``: by which it is taken here; else AOTAutograd goes by its looks,
+    or repeats the views that it knows."""
 
-    def __init__(
-        self, graph: fx.GraphModule, found: Sequence[tuple[int, int, Looks]], parts: Sequence[Part] = ()
-    ) -> None:
+    position: int
+    base: int
+    looks: Looks
+    views: Views | None
+
+    @property
+    def numbers(self) -> Sequence[Any]:
+        """What depends on the inputs: SymPy expressions, or integers."""
+        return self.looks.numbers if self.views is None else [*self.looks.size, *self.views.numbers]
+
+    def standing_for(self, base: torch.Tensor | None, values: dict[Any, int]) -> torch.Tensor:
+        """A tensor without memory that AOTAutograd takes for the result. Raises ``KeyError`` for an unknown symbol.
+
+        ``base`` is needed where the result is taken by looks that are not plain.
+        """
+        if self.views is None:
+            numbers = [_evaluated(number, values) for number in self.looks.numbers]
+            return self.looks.tensor(numbers, 0 if base is None else base.numel() * base.element_size())
+        size = [_evaluated(number, values) for number in self.looks.size]
+        for number in self.views.numbers:
+            _evaluated(number, values)
+        made = torch.empty(size, dtype=self.looks.dtype, device="meta")
+        setattr(made, REPEATED, functools.partial(self.views.of, values=values))
+        return made
+
+
+class Aliases:
+    """The results of one graph that are aliases of inputs: those that AOTAutograd takes, and parts."""
+
+    def __init__(self, graph: fx.GraphModule, found: Sequence[Alias], parts: Sequence[Views] = ()) -> None:
         self._found = tuple(found)
         self._parts = tuple(parts)
         inputs = [node.meta.get("val") for node in graph.graph.find_nodes(op="placeholder")]
         self._readers = _readers(inputs)
-        numbers = [*(looks.numbers for _, _, looks in found), *(part.numbers for part in parts)]
+        numbers = [*(alias.numbers for alias in found), *(part.numbers for part in parts)]
         self._static = all(isinstance(number, int) for several in numbers for number in several)
 
     def __bool__(self) -> bool:
@@ -161,11 +219,9 @@ class Aliases:
             return self._always
         taken: dict[int, torch.Tensor] = {}
         values = {} if self._static else self._values(args)
-        for position, base, looks in self._found:
-            of = args[base]
+        for alias in self._found:
             try:
-                numbers = [_evaluated(number, values) for number in looks.numbers]
-                taken[position] = looks.tensor(numbers, of.numel() * of.element_size())
+                taken[alias.position] = alias.standing_for(args[alias.base], values)
             except KeyError:
                 continue  # not of a synthetic base, which begins at 0: AOTAutograd repeats the views
         return taken
@@ -176,10 +232,10 @@ class Aliases:
 
         The first call makes it, whatever modes of the caller are on.
         """
-        if not self._static or not all(looks.is_plain for _, _, looks in self._found):
+        if not self._static or not all(alias.views or alias.looks.is_plain for alias in self._found):
             return None
         with default_state():
-            return {position: looks.tensor(looks.numbers, 0) for position, _, looks in self._found}
+            return {alias.position: alias.standing_for(None, {}) for alias in self._found}
 
 
 def _readers(inputs: Sequence[Any]) -> dict[Any, Callable[[Sequence[Any]], int]]:
@@ -223,14 +279,20 @@ def aliases_of(graph: fx.GraphModule) -> Aliases | None:
     Called while AOTAutograd compiles the forward; it forgets the views of synthetic bases.
     """
     tracing = TracingContext.try_get()
-    known = None if tracing is None else tracing.fw_metadata
-    if known is None:
+    if tracing is None or tracing.fw_metadata is None:
         return None
+    shapes = None if tracing.fake_mode is None else tracing.fake_mode.shape_env
+    # Views that are taken again find out nothing new, and a guard may be on a size of a base, which no input has.
+    with nullcontext() if shapes is None else shapes.suppress_guards():
+        return _found(graph, tracing.fw_metadata)
+
+
+def _found(graph: fx.GraphModule, known: Any) -> Aliases | None:
     places = graph.graph.find_nodes(op="placeholder")
     outputs: Any = graph.graph.output_node().args[0]
     first = len(known.tokens) + known.num_mutated_inp_runtime_indices
-    found: list[tuple[int, int, Looks]] = []
-    parts: list[Part] = []
+    found: list[Alias] = []
+    parts: list[Views] = []
     for at, info in enumerate(cast("list[Any]", known.output_info)):
         node = outputs[first + at] if first + at < len(outputs) else None
         if info.base_idx is None or not isinstance(node, fx.Node):
@@ -239,22 +301,28 @@ def aliases_of(graph: fx.GraphModule) -> Aliases | None:
         if place is not None and info.output_type.name == _HIDDEN:
             views = _views(node, _written(graph, known, info.base_idx, place))
             if views:
-                parts.append(Part(first + at, len(known.tokens) + info.base_idx, views))
+                parts.append(Views(first + at, len(known.tokens) + info.base_idx, views))
             continue
         if place is None:
             continue
-        base, val, views = place.meta.get("val"), node.meta.get("val"), info.view_meta_sequence
+        base, val, known_views = place.meta.get("val"), node.meta.get("val"), info.view_meta_sequence
         if not isinstance(base, torch.Tensor) or not isinstance(val, torch.Tensor):
             continue
         if isinstance(place.meta.get("desc"), (SyntheticBaseAOTInput, ViewBaseAOTInput)):
             known.output_info[at] = dataclasses.replace(info, view_meta_sequence=None)
-            views = None
-        looks = _looks(base, views) or Looks.of(val, base)
-        found.append((first + at, len(known.tokens) + info.base_idx, looks))
+            known_views = None
+        looks = _looks(base, known_views) or Looks.of(val, base)
+        position, views = len(known.tokens) + info.base_idx, None
+        if known_views is None or any(view.has_symbolic_inputs for view in known_views.sequence):
+            taken = _views(node, _written(graph, known, info.base_idx, place)) or _views(node, place)
+            views = Views(first + at, position, tuple(view for view in taken if view.target not in _IDENTITIES))
+            views = views if views.views and views.gives(base, val) else None
+        found.append(Alias(first + at, position, looks, views))
     return Aliases(graph, found, parts) if found or parts else None
 
 
 _ALIAS: Final = "alias_of_input"
+_IDENTITIES: Final = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 _HIDDEN: Final = "non_alias"
 """With the position of an input: an alias that autograd is not told of."""
 

@@ -8,11 +8,15 @@ say.
 Inputs count as sharing memory where they overlap. PyTorch's test takes rows of one tensor for gaps between rows of
 another that has rows of the whole width (``x`` and ``x[1:, :2]``); here they overlap.
 
+The gradients that AOTAutograd expects with bases, and which results are inputs that the graph has written, are counted
+anew: it miscounts both.
+
 The inputs are taken of the base by size, strides and storage offset. Here they are conjugate and negative views, too,
 where they were.
 
 Private torch APIs used here: ``torch._functorch._aot_autograd.runtime_wrappers.create_synthetic_base_metadata`` and
-``gen_alias_from_base``, ``torch._functorch._aot_autograd.input_output_analysis.compute_overlapping_tensors``.
+``gen_alias_from_base``, ``torch._functorch._aot_autograd.input_output_analysis.compute_overlapping_tensors``,
+``torch._functorch._aot_autograd.graph_capture.create_functionalized_fn``.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import combinations
-from typing import Any
+from typing import Any, Final
 from unittest.mock import patch
 
 import torch
@@ -32,6 +36,7 @@ from torch._guards import TracingContext
 from ...core.errors import UnsupportedOp
 from ...trace.handle import DEVICE_TYPE
 from ..device.fake import saw_conjugate_views
+from .aliases import repeated
 
 __all__ = ["mended_bases"]
 
@@ -39,20 +44,26 @@ __all__ = ["mended_bases"]
 @contextmanager
 def mended_bases() -> Iterator[None]:
     """While AOTAutograd compiles a graph, under the lock that Dynamo holds then."""
-    from torch._functorch._aot_autograd import input_output_analysis, runtime_wrappers  # imports Dynamo
+    from torch._functorch._aot_autograd import graph_capture, input_output_analysis, runtime_wrappers  # imports Dynamo
 
     overlapping = input_output_analysis.compute_overlapping_tensors
     compiling = True
     metadata, alias = runtime_wrappers.create_synthetic_base_metadata, runtime_wrappers.gen_alias_from_base
+    functionalized = graph_capture.create_functionalized_fn
 
     def create(known: Any, places: Sequence[Any], *args: Any) -> Any:
         _refuse_conjugate_views(places, args[0])
-        return metadata(_without_a_say(known, places), places, *args)  # type: ignore[arg-type]
+        made, reshaped = metadata(_without_a_say(known, places), places, *args)  # type: ignore[arg-type]
+        return _with_own_tangents(made, known), reshaped
+
+    def functional(*args: Any, meta: Any, **kwargs: Any) -> Any:
+        return functionalized(*args, meta=_with_written_inputs_last(meta), **kwargs)
 
     def taken(base: torch.Tensor, like: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        made = alias(base, like, *args, **kwargs)
         if not compiling:  # what is compiled holds on to this function, for its results
-            return made
+            made = repeated(base, like, *args[:1])
+            return alias(base, like, *args, **kwargs) if made is None else made
+        made = alias(base, like, *args, **kwargs)
         made = made.conj() if made.is_conj() != like.is_conj() else made
         return torch._neg_view(made) if made.is_neg() != like.is_neg() else made
 
@@ -63,6 +74,7 @@ def mended_bases() -> Iterator[None]:
 
     with (
         patch.object(input_output_analysis, "compute_overlapping_tensors", all_overlapping),
+        patch.object(graph_capture, "create_functionalized_fn", functional),
         patch.multiple(runtime_wrappers, create_synthetic_base_metadata=create, gen_alias_from_base=taken),
     ):
         try:
@@ -102,6 +114,46 @@ def _refuse_conjugate_views(places: Sequence[Any], inputs: Sequence[Any]) -> Non
             "which this device does not tell from its base; take x.conj() inside the function, or pass a clone of it",
             op="aten._conj.default",
         )
+
+
+def _with_written_inputs_last(known: Any) -> Any:
+    """What is known of a graph, as to be told to what traces it.
+
+    A result that is an input which the graph writes to becomes that input. AOTAutograd counts results from the first
+    output, which is the new value of another input where autograd is to see that one's writes: then every result stays
+    what was computed.
+    """
+    before = known.num_mutated_inp_runtime_indices + len(known.tokens)
+    if not before or not any(info.output_type.name == _IS_INPUT for info in known.output_info):
+        return known
+    told = copy.copy(known)
+    told.output_info = [
+        dataclasses.replace(info, output_type=type(info.output_type).non_alias)
+        if info.output_type.name == _IS_INPUT
+        else info
+        for info in known.output_info
+    ]
+    return told
+
+
+_IS_INPUT: Final = "is_input"
+
+
+def _with_own_tangents(made: Any, known: Any) -> Any:
+    """What is known of a graph with bases, given what was known before: a gradient for each output that has one.
+
+    AOTAutograd counts gradients of inputs that the graph itself writes to, and takes as many of those from before away
+    as there are bases, not as many as there were written inputs.
+    """
+    shown = [info for info in made.input_info if info.mutates_data and info.requires_grad]
+    own = [at for at, info in enumerate(shown) if info.mutation_type.name == _SEEN]
+    before = sum(i.mutates_data and i.requires_grad and i.mutation_type.name == _SEEN for i in known.input_info)
+    names = ("traced_tangents", "traced_tangents_descs", "subclass_tangent_meta")
+    lists = {name: [getattr(made, name)[at] for at in own] + getattr(known, name)[before:] for name in names}
+    return dataclasses.replace(made, **lists)
+
+
+_SEEN: Final = "MUTATED_OUT_GRAPH"
 
 
 def _without_a_say(known: Any, places: Sequence[Any]) -> Any:

@@ -26,6 +26,7 @@ from ...core.errors import GraphError
 from ...core.frames import warn_user
 from ...core.specs import TensorSpec
 from ...trace.handle import DEVICE_TYPE
+from ..device.expanded import exact_writes
 from ..device.fake import handle_handles
 from ..device.ready import init
 from .aliases import Aliases, aliases_of, writes_to_inputs
@@ -297,6 +298,6 @@ def compile_captured(
         partition_fn=partition_fn,
         keep_inference_input_mutations=True,
     )
-    with mended_bases():
+    with mended_bases(), exact_writes():
         compiled = build(graph, example_inputs)
     return as_captured_where_shared_otherwise(compiled, graph) if any(writes) else compiled

@@ -75,7 +75,7 @@ class Epilogue:
     def run(self, targets: list[torch.Tensor], results: Sequence[Any], at_once: bool) -> Sequence[Any]:
         """Write the new values; gives the results that are left.
 
-        ``at_once``: by one call for all, which does the same on the CPU in half the time.
+        ``at_once``: by one call for all, which does the same on the CPU in half the time. It takes no conjugate views.
         """
         count = self._results
         values: Any = results[count:]
@@ -83,7 +83,7 @@ class Epilogue:
         with _unseen():
             if len(targets) == 1:
                 targets[0].copy_(values[0])
-            elif at_once:
+            elif at_once and not any(target.is_conj() or target.is_neg() for target in targets):
                 torch._foreach_copy_(targets, values)
             else:
                 for target, value in zip(targets, values, strict=True):

@@ -16,7 +16,7 @@ import operator
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from ...core.errors import UnsupportedOp
 from ...core.frames import user_line
 from ...trace.handle import DEVICE_TYPE, IndexedLazyTensor, LazyTensor
 from ...trace.threads import threads
+from .expanded import ExactWrites, call_exactly, is_of_expanded, write_back
 from .opaque import opaque
 from .writes import boxable, refuse_as_cpu, share_memory
 
@@ -111,7 +112,7 @@ _OTHER_NAMES: Final[Mapping[Any, Any]] = {
 }
 """Functional forms whose overloads have other names."""
 
-_OTHER_WRITES: Final = {"normal_", "bernoulli_.float", "conj_physical_"}
+_OTHER_WRITES: Final = {"copy_", "normal_", "bernoulli_.float", "conj_physical_"}
 """In-place operators that stay with PyTorch's own functionalization, less those that write no values."""
 
 
@@ -152,7 +153,7 @@ def _of_tensor(op: Any, forms: KernelPair, original: Any, copy: KernelPair) -> C
             if scalar_form is not None and args and isinstance(args[0], (bool, int, float, complex)):
                 # A number that became a tensor here would be a constant of whatever traces the program (torch.export).
                 return scalar_form.redispatch(keys, self, *args, **kwargs)
-            return original.call_boxed(keys, self, *boxable(op, args, first=1), **kwargs)
+            return call_exactly(op, original.call_boxed, [self], keys, self, *boxable(op, args, first=1), **kwargs)
         for value in args:
             if share_memory(self, value):
                 refuse_as_cpu(op, (self, *args), kwargs)
@@ -165,7 +166,7 @@ def _of_tensor(op: Any, forms: KernelPair, original: Any, copy: KernelPair) -> C
             refuse_as_cpu(op, (self, *args), kwargs)
             _refuse_cast(op, out, inner)
             if out.shape != inner.shape:  # ``resize_``
-                return original.call_boxed(keys, self, *boxable(op, args, first=1), **kwargs)
+                return call_exactly(op, original.call_boxed, [self], keys, self, *boxable(op, args, first=1), **kwargs)
             out = restride(inner, out)
         elif not draws and out.stride() == inner.stride():
             node.fits = node.ready is out
@@ -174,10 +175,7 @@ def _of_tensor(op: Any, forms: KernelPair, original: Any, copy: KernelPair) -> C
                 return _write_overlapping(op, self, args, kwargs)
             if out.stride() != inner.stride():
                 out = restride(inner, out)  # a write never changes the strides, which views and ``reshape`` go by
-        _replace(self, out)
-        _commit(self)
-        _sync(self)
-        return self
+        return write_back(self, out)
 
     def at_index(keys: Any, self: torch.Tensor, inner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if _overlaps(inner):
@@ -193,14 +191,11 @@ def _of_tensor(op: Any, forms: KernelPair, original: Any, copy: KernelPair) -> C
             refuse_as_cpu(op, (self, *args), kwargs)
             _refuse_cast(op, out, inner)
             if out.shape != inner.shape:
-                return original.call_boxed(keys, self, *boxable(op, args, first=1), **kwargs)
+                return call_exactly(op, original.call_boxed, [self], keys, self, *boxable(op, args, first=1), **kwargs)
             out = copy.indexed(trace, inner, out)
         elif out.stride() != inner.stride():
             out = copy.indexed(trace, inner, out)
-        _replace(self, out)
-        _commit(self)
-        _sync(self)
-        return self
+        return write_back(self, out)
 
     return inplace
 
@@ -233,7 +228,7 @@ def _of_list(op: Any, forms: KernelPair, original: Any, copy: KernelPair) -> Cal
         if set(map(type, inner)) == _ONE_INDEXED and not any(map(operator.is_, inner, selfs)):
             return at_index(keys, selfs, inner, args, kwargs)
         if not fast:
-            result = original.call_boxed(keys, selfs, *args, **kwargs)
+            result = call_exactly(op, original.call_boxed, selfs, keys, selfs, *args, **kwargs)
             if ours:
                 _written(selfs)
             return result
@@ -242,7 +237,7 @@ def _of_list(op: Any, forms: KernelPair, original: Any, copy: KernelPair) -> Cal
         if not (node.fits and node.ready is outs):
             fitting = fitted(inner, outs, restride)
             if fitting is None:
-                return original.call_boxed(keys, selfs, *args, **kwargs)
+                return call_exactly(op, original.call_boxed, selfs, keys, selfs, *args, **kwargs)
             if fitting is outs:
                 node.fits = node.ready is outs
             outs = fitting
@@ -270,7 +265,7 @@ def _of_list(op: Any, forms: KernelPair, original: Any, copy: KernelPair) -> Cal
             inner, forms.indexed(trace, inner, *map(unwrapped, args), **given), functools.partial(copy.indexed, trace)
         )
         if outs is None:
-            return original.call_boxed(keys, selfs, *args, **kwargs)
+            return call_exactly(op, original.call_boxed, selfs, keys, selfs, *args, **kwargs)
         write_each(selfs, outs)
         return None
 
@@ -284,9 +279,11 @@ _exhaust: Final[Callable[[Iterable[Any]], Any]] = deque[Any](maxlen=0).extend
 
 def write_each(wrappers: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
     """Replace the wrappers' values, and tell autograd, which PyTorch does above the device for single tensors only."""
+    exact = any(map(is_of_expanded, wrappers))
     _exhaust(map(_replace, wrappers, values))
-    _exhaust(map(_commit, wrappers))
-    _exhaust(map(_sync, wrappers))
+    with ExactWrites() if exact else nullcontext():
+        _exhaust(map(_commit, wrappers))
+        _exhaust(map(_sync, wrappers))
     _written(wrappers)
 
 
@@ -302,7 +299,7 @@ def _guarded(op: Any, original: Any) -> Callable[..., Any]:
     def inplace(keys: Any, self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.device.type == DEVICE_TYPE:
             refuse_overlap(op, self)
-        return original.call_boxed(keys, self, *boxable(op, args, first=1), **kwargs)
+        return call_exactly(op, original.call_boxed, [self], keys, self, *boxable(op, args, first=1), **kwargs)
 
     return inplace
 

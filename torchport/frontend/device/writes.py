@@ -22,8 +22,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ...backend.probe import PlacedSpec, cpu_result
 from ...core.errors import UnsupportedOp
 from ...core.frames import user_line
-from ...core.specs import TensorSpec
+from ...core.specs import TensorSpec, is_dense
 from ...trace.handle import LazyTensor
+from .expanded import call_exactly, is_of_expanded, write_back
 from .opaque import opaque
 
 __all__ = ["Checked", "boxable", "install", "is_conjugate_view", "refuse_as_cpu", "share_memory"]
@@ -78,7 +79,9 @@ def _described(values: Any) -> Any:
             # A conjugate view is resolved where it is read, so it is in no place of its base.
             resolved = placed.is_conj() or placed.is_neg()
             if placed.shape == tensor.shape and placed.dtype == tensor.dtype and not resolved:
-                spec = PlacedSpec(spec.shape, spec.dtype, tuple(placed.stride()), root, int(placed.storage_offset()))
+                # A write through a view gives its base other strides in dimensions of one element: they tell nothing.
+                strides = tuple(step if n > 1 else 1 for n, step in zip(spec.shape, placed.stride(), strict=True))
+                spec = PlacedSpec(spec.shape, spec.dtype, strides, root, int(placed.storage_offset()))
         specs[id(tensor)] = spec
     return tree_map(lambda value: specs.get(id(value), value) if isinstance(value, torch.Tensor) else value, values)
 
@@ -205,13 +208,30 @@ def _checked(op: Any, outs: Sequence[str], original: Any) -> Callable[..., Any]:
                 _refuse_to_resize_a_view(op, out, shape)
                 if tuple(out.shape) != shape:
                     kind = None  # the next tensor may be a view
-            if kind is not None:
-                if len(known) >= _KNOWN_AT_MOST:
-                    known.clear()
-                known.add(kind)
-        return run(keys, *boxable(op, args), **kwargs)
+        else:
+            return call_exactly(op, run, written, keys, *boxable(op, args), **kwargs)
+        before = [torch._from_functional_tensor(out) for out in written]
+        found = call_exactly(op, run, written, keys, *boxable(op, args), **kwargs)
+        kept = [_keep_strides(out, old) for out, old in zip(written, before, strict=True)]
+        if kind is not None and not any(kept) and not any(map(is_of_expanded, written)):
+            if len(known) >= _KNOWN_AT_MOST:
+                known.clear()
+            known.add(kind)
+        return found
 
     return call
+
+
+def _keep_strides(out: torch.Tensor, before: torch.Tensor) -> bool:
+    """Give a tensor that was written the strides of its value before, which views and ``reshape`` go by.
+
+    Returns whether it had others: functionalization hands the result on as it is.
+    """
+    if out.shape != before.shape or out.stride() == before.stride() or not is_dense(before.shape, before.stride()):
+        return False
+    value = torch._from_functional_tensor(out)
+    write_back(out, torch.ops.aten.copy.default(before, value))
+    return True
 
 
 _KNOWN_AT_MOST: Final = 1024

@@ -1,0 +1,149 @@
+"""Writes through views of expanded tensors: the element that was written becomes the base's, as it is.
+
+Functionalization takes such a write back to the base as ``base + (new - base).sum()``. That is no value to rely on:
+``inf - inf`` is NaN, a large number swallows a small one, the sign of zero is lost, and bools cannot be subtracted.
+Here the elements that differ from the base's are picked instead.
+
+Private torch APIs used here: ``torch._C._functionalization.get_view_meta_sequence``, ``expand_ViewMeta`` and
+``unfold_ViewMeta`` (which views a tensor is made by), ``torch._is_functional_tensor``,
+``torch._is_functional_tensor_base``, ``torch._subclasses.functional_tensor.{FunctionalTensor, FunctionalTensorMode}``
+(what compilers make programs functional with), ``torch._functionalize_replace``,
+``torch._functionalize_commit_update``, ``torch._functionalize_sync`` (what functionalization does after a write).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Final
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ...core.errors import UnsupportedOp
+from ...core.frames import user_line
+
+__all__ = ["ExactWrites", "call_exactly", "exact_writes", "is_of_expanded", "write_back"]
+
+aten = torch.ops.aten
+_views: Final[Any] = torch._C._functionalization  # type: ignore[attr-defined]
+_is_functional: Final = torch._is_functional_tensor
+_is_base: Final = torch._is_functional_tensor_base
+
+
+def is_of_expanded(tensor: torch.Tensor) -> bool:
+    """Whether a wrapper of functionalization's, which is to be written, is a view of an expanded tensor, or one itself.
+
+    Raises :class:`UnsupportedOp` for a view by ``unfold``: functionalization would take the write back as a sum over
+    windows, and as zeros between them, without a look at the base.
+    """
+    if not _is_functional(tensor) or _is_base(tensor):
+        return False
+    views = _views.get_view_meta_sequence(tensor)
+    if any(isinstance(view, _views.unfold_ViewMeta) for view in views):
+        raise UnsupportedOp(
+            "a write through a view by unfold() is not taken back to the tensor that it is a view of; write to that "
+            "tensor by index, or to a clone of the view",
+            op="aten.unfold.default",
+            source=user_line(),
+        )
+    return any(isinstance(view, _views.expand_ViewMeta) for view in views)
+
+
+class ExactWrites(TorchDispatchMode):
+    """While a write is taken back to its base: ``base + (new - base).sum()`` becomes :func:`_written`.
+
+    ``writing``: the operator that writes, if its own functional form runs in this mode, too.
+    """
+
+    def __init__(self, writing: Any = None) -> None:
+        super().__init__()
+        # The first subtraction is then the program's own.
+        self._own = writing is not None and writing._schema.name in ("aten::sub_", "aten::sub")
+        self._pending: tuple[Any, Any] | None = None
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        if op is aten.sub.Tensor and not self._own:
+            self._pending = (args[1], args[0])
+            return aten.zeros_like.default(args[0])  # summed up, and added to nothing
+        self._own = self._own and op is not aten.sub.Tensor
+        if op is aten.add.Tensor and self._pending is not None and args[0] is self._pending[0]:
+            base, new = self._pending
+            self._pending = None
+            return _written(base, new)
+        return op(*args, **(kwargs or {}))
+
+
+def _written(base: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """The base with those elements that differ in ``new``, which shows each of them once or several times."""
+    if base.dtype.is_complex:
+        parts = _written(aten.view_as_real_copy.default(base), aten.view_as_real_copy.default(new))
+        return aten.view_as_complex_copy.default(parts)
+    leading = new.dim() - base.dim()
+    ahead = list(range(leading))
+    inner = [dim for dim in range(base.dim()) if base.shape[dim] == 1 and new.shape[leading + dim] != 1]
+    if not ahead and not inner:
+        return aten.clone.default(new)
+    if any(new.shape[dim] == 0 for dim in (*ahead, *(leading + dim for dim in inner))):
+        return aten.clone.default(base)
+    differs = _differs(new, base)
+    # Written elements have a place each, so of those that show one of the base's at most one differs.
+    largest = aten.where.self(differs, new, aten.full_like.default(new, _lowest(new.dtype)))
+    for dims, keep in ((ahead, False), (inner, True)):
+        if dims:
+            largest, differs = aten.amax.default(largest, dims, keep), aten.amax.default(differs, dims, keep)
+    return aten.where.self(differs, largest, base)
+
+
+def _differs(new: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    differs = aten.ne.Tensor(new, base)
+    if not new.dtype.is_floating_point:
+        return differs
+    neither = aten.logical_and.default(aten.ne.Tensor(new, new), aten.ne.Tensor(base, base))  # NaN is not itself
+    signs = aten.ne.Tensor(aten.signbit.default(new), aten.signbit.default(base))
+    return aten.logical_or.default(aten.logical_and.default(differs, aten.logical_not.default(neither)), signs)
+
+
+def _lowest(dtype: torch.dtype) -> float | int | bool:
+    if dtype is torch.bool:
+        return False
+    return -torch.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def write_back(wrapper: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Replace a wrapper's value, as functionalization does after an operator that writes; gives the wrapper."""
+    exact = is_of_expanded(wrapper)
+    torch._functionalize_replace(wrapper, value)
+    with ExactWrites() if exact else nullcontext():
+        torch._functionalize_commit_update(wrapper)
+        torch._functionalize_sync(wrapper)
+    return wrapper
+
+
+def call_exactly(op: Any, original: Callable[..., Any], written: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    """Call functionalization's kernel of an operator that writes to these tensors, or ``None`` for one not given."""
+    if not any(tensor is not None and is_of_expanded(tensor) for tensor in written):
+        return original(*args, **kwargs)
+    with ExactWrites(op):
+        return original(*args, **kwargs)
+
+
+@contextmanager
+def exact_writes() -> Iterator[None]:
+    """The same for programs that compilers make functional meanwhile, under the lock that Dynamo holds then."""
+    original = FunctionalTensorMode.__torch_dispatch__
+
+    def dispatch(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable:
+            arguments = zip(op._schema.arguments, args, strict=False)
+            written = [value for argument, value in arguments if argument.alias_info and argument.alias_info.is_write]
+            outs = [kwargs[a.name] for a in op._schema.arguments if kwargs and a.is_out and a.name in kwargs]
+            tensors = [leaf.elem for leaf in tree_leaves((written, outs)) if isinstance(leaf, FunctionalTensor)]
+            return call_exactly(op, original, tensors, mode, op, types, args, kwargs)
+        return original(mode, op, types, args, kwargs)
+
+    with patch.object(FunctionalTensorMode, "__torch_dispatch__", dispatch):
+        yield
