@@ -161,7 +161,7 @@ def _of_ours(name: str, answer: Callable[..., Any]) -> None:
     replace(f"torch.Tensor.{name}", opaque(method))
 
 
-def _untyped_storage(original: Any, self: torch.Tensor) -> DeviceStorage:
+def _untyped_storage(original: Any, self: torch.Tensor) -> Any:
     storage = original(self)
     if type(storage) is torch.UntypedStorage:  # PyTorch keeps the Python object as long as there is the storage
         storage.__class__ = DeviceStorage

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ...core.random_state import DEFAULT_SEED, RandomState
 from .fork import forked_after_use
 from .ready import at_first_use, init, is_ready
 
@@ -55,8 +56,6 @@ a device ready, which it refuses. Ours can be asked at any time."""
 _current = 0
 _seed: int | None = None
 """What ``torch.manual_seed`` said before the device was used."""
-_DEFAULT_SEED = 67280421310721
-"""PyTorch's, as in :data:`torchport.run.device_runtime.DEFAULT_SEED`, which ``import torch`` must not import."""
 
 
 _lazy_init = init
@@ -186,18 +185,17 @@ def seed_all() -> None:
 
 def initial_seed() -> int:
     """The seed of the current device's generator."""
-    return _runtime(None).seed
+    return _runtime(None).random.seed
 
 
 def get_rng_state(device: Any = "port") -> torch.Tensor:
     """The generator's state: 16 bytes on the CPU, the seed and the number of random ops since."""
     if not is_ready() and _index(device) == 0:  # ``fork_rng`` asks in programs that never use the device
-        seed, draws = (_DEFAULT_SEED if _seed is None else _seed & ((1 << 64) - 1)), 0
+        state = RandomState()
+        state.set_seed(DEFAULT_SEED if _seed is None else _seed)
     else:
-        runtime = _runtime(device)
-        seed, draws = runtime.seed, runtime.draws
-    data = seed.to_bytes(8, "little") + draws.to_bytes(8, "little")
-    return torch.tensor(list(data), dtype=torch.uint8)
+        state = _runtime(device).random
+    return torch.tensor(list(state.to_bytes()), dtype=torch.uint8, device="cpu")
 
 
 def set_rng_state(new_state: torch.Tensor, device: Any = "port") -> None:
@@ -208,9 +206,7 @@ def set_rng_state(new_state: torch.Tensor, device: Any = "port") -> None:
     if not is_ready() and _index(device) == 0 and not any(data[8:]):
         manual_seed_all(int.from_bytes(data[:8], "little"))
         return
-    runtime = _runtime(device)
-    runtime.seed = int.from_bytes(data[:8], "little")
-    runtime.draws = int.from_bytes(data[8:], "little")
+    _runtime(device).random.from_bytes(data)
 
 
 def get_rng_state_all() -> list[torch.Tensor]:

@@ -77,6 +77,11 @@ PATCHES: Final[dict[str, tuple[str, str, str]]] = {
         "new ones would untie tied weights and orphan an optimizer made before",
         _IMPORT,
     ),
+    "torch.Generator": (
+        "makes generators of the device, too",
+        "PyTorch asks C++ for a device's generators; all of its own are instances of the class as before",
+        _IMPORT,
+    ),
     "torch.UntypedStorage.__new__": ("raises StorageAccess for a storage on the device", _ALLOCATOR, _IMPORT),
     "torch.nn.parallel.data_parallel._get_available_device_type": (
         "DataParallel calls its module as it is",

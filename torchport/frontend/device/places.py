@@ -59,4 +59,4 @@ def offset(tensor: torch.Tensor) -> int | None:
         return None
     with default_state():
         placed = place(tensor)[1]
-    return placed.storage_offset()
+    return int(placed.storage_offset())
