@@ -22,8 +22,8 @@ import torch
 
 from ...core.default_state import default_state
 from ...trace.handle import DEVICE_TYPE, IndexedLazyTensor, LazyTensor
-from .patches import replace
 from .memory import is_ours
+from .patches import replace
 from .shims import TorchWithoutWrapping
 from .writes import is_conjugate_view
 

@@ -6,19 +6,23 @@ Everything that needs the lazy core imports it when called, so that ``import tor
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from ...core.random_state import DEFAULT_SEED, RandomState
+from . import streams
 from .fork import forked_after_use
 from .ready import at_first_use, init, is_ready
+from .streams import Event, Stream, current_stream, default_stream, set_stream, stream
 
 __all__ = [
+    "Event",
+    "Stream",
     "current_device",
     "current_stream",
     "default_generators",
+    "default_stream",
     "device",
     "device_count",
     "empty_cache",
@@ -46,6 +50,7 @@ __all__ = [
     "set_device",
     "set_rng_state",
     "set_rng_state_all",
+    "set_stream",
     "stream",
     "synchronize",
 ]
@@ -281,26 +286,4 @@ def empty_cache() -> None:
     """Values are freed with their last reference; there is no cache of memory to empty."""
 
 
-class _Stream:
-    """There is one stream of work per device; PyTorch asks for it in a few places."""
-
-    device_index = 0
-
-    def synchronize(self) -> None:
-        synchronize()
-
-    def wait_stream(self, stream: object) -> None:
-        """Work is in order already."""
-
-
-_stream = _Stream()
-
-
-def current_stream(device: Any = None) -> _Stream:
-    """The device's only stream."""
-    return _stream
-
-
-def stream(stream: Any) -> AbstractContextManager[None]:
-    """Context manager that changes nothing: work goes to the only stream."""
-    return nullcontext()
+streams.install(synchronize)

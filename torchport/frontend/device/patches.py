@@ -26,7 +26,9 @@ _LATER: Final = "its import, after first use"
 _ALLOCATOR: Final = "PyTorch asks a C++ allocator, which a device in Python has none of, and ends in an assertion"
 _PICK: Final = "PyTorch takes the accelerator where a program names no device, and needs of it what this one lacks"
 _MEMORY: Final = "a tensor of the device has no memory in this process; reading it would end the process"
-_QUESTIONS: Final = "programs ask for memory to learn what is shared and how large it is, and would get an invalid storage"
+_QUESTIONS: Final = (
+    "programs ask for memory to learn what is shared and how large it is, and would get an invalid storage"
+)
 _METHODS: Final = "PyTorch makes these for a device"
 _NAMES: Final = "PyTorch's own enumerations name the device"
 
@@ -226,6 +228,16 @@ PATCHES: Final[dict[str, tuple[str, str, str]]] = {
         "its list of devices is closed",
         _LATER,
     ),
+    "torch.multiprocessing.reductions.reduce_tensor": (
+        "sends a tensor of the device as a host copy, which the other process moves",
+        _MEMORY,
+        _LATER,
+    ),
+    "torch.utils.data._utils.collate.collate_tensor_fn": (
+        "stacks tensors of the device on it, also in a worker",
+        "a worker's batches are made in memory that processes share",
+        _LATER,
+    ),
     "safetensors.safe_open": ("reads on the CPU and moves what is asked for", "its list of devices is closed", _LATER),
     "safetensors.torch.safe_open": ("the same", "the same", _LATER),
     "torch.distributed.checkpoint._state_dict_stager.StateDictStager._offload_tensor": (
@@ -250,6 +262,16 @@ ADDITIONS: Final[dict[str, tuple[str, str, str]]] = {
     "torch.optim.optimizer._global_optimizer_post_hooks": ("a hook", "a training step ends", _IMPORT),
     "torch.serialization._package_registry": ("a package", "files name storages of the device", _IMPORT),
     "sys.meta_path": ("a finder that finds nothing", "tells of the imports that rows above wait for", _IMPORT),
+    "multiprocessing.reduction.ForkingPickler": (
+        "a reducer of tensors",
+        "see torch.multiprocessing.reductions.reduce_tensor",
+        _LATER,
+    ),
+    "torch.utils.data._utils.collate.default_collate_fn_map": (
+        "the function for tensors",
+        "see torch.utils.data._utils.collate.collate_tensor_fn",
+        _LATER,
+    ),
     "torch.library, PrivateUse1 and AutocastPrivateUse1": (
         "kernels of every functional ATen operator",
         "what the device is",
