@@ -165,11 +165,9 @@ def test_distributed_checkpoints_of_one_process(device: torch.device, tmp_path: 
     net, opt = trained(device)
     model, optimizer = get_state_dict(net, opt)
     saved = {"model": model, "optimizer": optimizer}
+    save = (lambda *a, **k: dcp.async_save(*a, **k).result()) if staged else dcp.save
     with pytest.warns(UserWarning, match="single process"):
-        if staged:
-            dcp.async_save(saved, checkpoint_id=tmp_path / "c").result()
-        else:
-            dcp.save(saved, checkpoint_id=tmp_path / "c")
+        save(saved, checkpoint_id=tmp_path / "c")
     other = blank(device)
     another = torch.optim.AdamW(other.parameters())
     model, optimizer = get_state_dict(other, another)

@@ -1,4 +1,4 @@
-"""Everyday PyTorch on the device: data in other processes, streams and events, modules that move while they are used."""
+"""Everyday PyTorch on the device: data in other processes, streams and events, modules that move while in use."""
 
 from __future__ import annotations
 

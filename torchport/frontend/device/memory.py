@@ -174,9 +174,8 @@ def _data_ptr(original: Any, self: torch.Tensor) -> int:
     start = self.untyped_storage().data_ptr()
     offset = places.offset(self)
     if offset is None:
-        raise _no_memory(
-            "data_ptr of a view after detach() or .data, of which is not known where it begins,", self.device
-        )
+        what = "data_ptr of a view after detach() or .data, of which is not known where it begins,"
+        raise _no_memory(what, self.device)
     return start + offset * self.element_size()
 
 

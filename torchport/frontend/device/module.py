@@ -14,7 +14,7 @@ from ...core.random_state import DEFAULT_SEED, RandomState
 from . import streams
 from .fork import forked_after_use
 from .ready import at_first_use, init, is_ready
-from .streams import Event, Stream, current_stream, default_stream, set_stream, stream
+from .streams import DeviceEvent, Stream, current_stream, default_stream, set_stream, stream
 
 __all__ = [
     "Event",
@@ -287,3 +287,4 @@ def empty_cache() -> None:
 
 
 streams.install(synchronize)
+Event = DeviceEvent

@@ -27,7 +27,7 @@ _ALLOCATOR: Final = "PyTorch asks a C++ allocator, which a device in Python has 
 _PICK: Final = "PyTorch takes the accelerator where a program names no device, and needs of it what this one lacks"
 _MEMORY: Final = "a tensor of the device has no memory in this process; reading it would end the process"
 _QUESTIONS: Final = (
-    "programs ask for memory to learn what is shared and how large it is, and would get an invalid storage"
+    "programs ask for memory to learn what is shared and how large it is; PyTorch has no answer for none"
 )
 _METHODS: Final = "PyTorch makes these for a device"
 _NAMES: Final = "PyTorch's own enumerations name the device"

@@ -14,7 +14,7 @@ import torch
 
 from .names import NAME
 
-__all__ = ["Event", "Stream", "current_stream", "default_stream", "install", "set_stream", "stream"]
+__all__ = ["DeviceEvent", "Stream", "current_stream", "default_stream", "install", "set_stream", "stream"]
 
 _waiting: Final[list[Callable[[int], None]]] = []
 """How an index's work is waited for."""
@@ -54,7 +54,7 @@ class Stream(torch.Stream):
 
     def record_event(self, event: Any = None) -> Any:
         """Record an event, a new one if none is given; returns it."""
-        made = Event() if event is None else event
+        made = DeviceEvent() if event is None else event
         made.record(self)
         return made
 
@@ -65,7 +65,7 @@ class Stream(torch.Stream):
         return None
 
 
-class Event:
+class DeviceEvent:
     """A point in a device's work. One that takes the time waits for the work before it."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
@@ -76,7 +76,7 @@ class Event:
         self._time: float | None = None
 
     def record(self, stream: Any = None) -> None:
-        """Mark the work that was given to the device so far. What is pending stays so, unless the event takes the time."""
+        """Mark the work so far. What is pending stays so, unless the event takes the time."""
         self._stream = current_stream() if stream is None else stream
         if self.enable_timing:
             self._stream.synchronize()
@@ -95,8 +95,8 @@ class Event:
         self.synchronize()
         return True
 
-    def elapsed_time(self, end_event: Event) -> float:
-        """Milliseconds from this event to another. Raises ``RuntimeError`` unless both take the time and were recorded."""
+    def elapsed_time(self, end_event: DeviceEvent) -> float:
+        """Milliseconds to another event. Raises ``RuntimeError`` unless both take the time and were recorded."""
         if not (self.enable_timing and end_event.enable_timing):
             raise RuntimeError("both events have to be made with enable_timing=True")
         if self._time is None or end_event._time is None:
