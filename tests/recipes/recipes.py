@@ -142,7 +142,7 @@ def lora(device: str) -> None:
     _close(model.merge_and_unload()(input_ids=ids).logits, expected)
 
 
-@recipe("diffusers", "diffusers", title="UNet: training step, sampling loop with a generator of the device")
+@recipe("diffusers", "diffusers", "PIL", title="UNet: training step, sampling loop with a generator of the device")
 def diffusion(device: str) -> None:
     """A gradient as on the CPU, and images that depend on the generator's seed."""
     import diffusers

@@ -42,7 +42,7 @@ def outcome(name: str) -> tuple[str, str]:
 
 
 def main(names: list[str]) -> int:
-    """Print a line for each recipe, and write the page if all were asked for and work."""
+    """Print a line for each recipe, and write the page if all were asked for; how many do not work."""
     rows, failed = [], 0
     for name in names or RECIPES:
         row = RECIPES[name]
@@ -52,8 +52,8 @@ def main(names: list[str]) -> int:
         version, what = outcome(name)
         print(f"{name:16} {version:10} {what[:300]}", flush=True)
         failed += what != "works"
-        if what == "works":
-            rows.append(f"| {row.library} | {version} | {row.title} | {what} | {row.setting or '–'} |\n")
+        said = what.replace("|", "/")[:200]
+        rows.append(f"| {row.library} | {version or '–'} | {row.title} | {said} | {row.setting or '–'} |\n")
     if not names:
         PAGE.write_text(HEAD + "".join(sorted(rows)))
     return failed
