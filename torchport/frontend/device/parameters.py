@@ -101,7 +101,7 @@ def _become(parameter: torch.nn.Parameter, converted: torch.nn.Parameter) -> Non
         parameter._post_accumulate_grad_hooks = after
 
 
-def swap_tensors(one: torch.Tensor, other: torch.Tensor) -> None:
+def swap_tensors(one: Any, other: Any) -> None:
     """What ``torch.utils.swap_tensors`` does, without its refusals: one side is a new tensor that nobody knows.
 
     Weak references are to the object that keeps its identity, which is what who holds them wants. A graph that was

@@ -47,10 +47,10 @@ class Stream(torch.Stream):
     def wait_event(self, event: Any) -> None:
         """Nothing: work is done in order."""
 
-    def wait_stream(self, stream: Any) -> None:
-        """Nothing on a device of its own; work of another device is waited for."""
-        if (stream.device_index, stream.device_type) != (self.device_index, self.device_type):
-            stream.synchronize()
+    def wait_stream(self, other: Any) -> None:
+        """Nothing where it is the device's own stream; another device's work is waited for."""
+        if (other.device_index, other.device_type) != (self.device_index, self.device_type):
+            other.synchronize()
 
     def record_event(self, event: Any = None) -> Any:
         """Record an event, a new one if none is given; returns it."""
