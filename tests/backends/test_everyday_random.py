@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable
+
 import pytest
 import torch
-from everyday_support import DEVICE, ON_PORT, agree, everywhere, randn, same
+from everyday_support import DEVICE, ON_PORT, agree, counted, everywhere, needs_counters, randn, same
 from torch import nn
 
 
@@ -83,17 +86,91 @@ def test_fork_rng_leaves_no_trace(device: torch.device) -> None:
     same(draw(device), expected, rtol=0, atol=0)
 
 
-def test_generators(device: torch.device) -> None:
-    """A generator given by the caller lives on the CPU: PyTorch lets only C++ devices have generators of their own."""
-
+def test_a_generator_of_the_cpu_draws_the_numbers_of_the_cpu(device: torch.device) -> None:
     def seeded(seed: int) -> torch.Tensor:
         return torch.randn(8, generator=torch.Generator().manual_seed(seed), device=device).cpu()
 
     same(seeded(5), torch.randn(8, generator=torch.Generator().manual_seed(5)), rtol=0, atol=0)
     assert not torch.equal(seeded(5), seeded(6))
-    if ON_PORT:
-        with pytest.raises(NotImplementedError, match="getNewGenerator"):
-            torch.Generator(device=device)
+
+
+OPERATORS: dict[str, Callable[[torch.device, torch.Generator], torch.Tensor]] = {
+    "rand": lambda d, g: torch.rand(9, generator=g, device=d),
+    "randn": lambda d, g: torch.randn(9, generator=g, device=d),
+    "randint": lambda d, g: torch.randint(0, 1000, (9,), generator=g, device=d),
+    "randperm": lambda d, g: torch.randperm(50, generator=g, device=d),
+    "normal": lambda d, g: torch.normal(torch.zeros(9, device=d), 1.0, generator=g),
+    "uniform_": lambda d, g: torch.empty(9, device=d).uniform_(generator=g),
+    "normal_": lambda d, g: nn.init.normal_(torch.empty(9, device=d), generator=g),
+    "exponential_": lambda d, g: torch.empty(9, device=d).exponential_(generator=g),
+    "bernoulli": lambda d, g: torch.bernoulli(torch.full((99,), 0.5, device=d), generator=g),
+    "multinomial": lambda d, g: torch.multinomial(torch.ones(50, device=d), 9, generator=g),
+    "poisson": lambda d, g: torch.poisson(torch.full((9,), 100.0, device=d), generator=g),
+    "of the CPU": lambda d, g: torch.randperm(50, generator=g),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_generator_of_the_device_draws_what_its_state_says(device: torch.device, name: str) -> None:
+    draw = OPERATORS[name]
+    generator = torch.Generator(device).manual_seed(3)
+    global_state = state()
+    first = draw(device, generator).cpu()
+    kept = generator.get_state()
+    second = draw(device, generator).cpu()
+    assert not torch.equal(first, second)
+    same(draw(device, generator.set_state(kept)).cpu(), second, rtol=0, atol=0)
+    same(draw(device, generator.manual_seed(3)).cpu(), first, rtol=0, atol=0)
+    same(state(), global_state, rtol=0, atol=0)  # the device's own generator has drawn nothing
+    if name not in ("of the CPU", "poisson"):
+        torch.manual_seed(3)
+        same(draw(device, None).cpu(), first, rtol=0, atol=0)  # type: ignore[arg-type]
+
+
+@everywhere
+def test_a_generator_is_one_of_pytorchs(device: torch.device) -> None:
+    generator = torch.Generator(device=device)
+    assert isinstance(generator, torch.Generator)
+    assert isinstance(torch.default_generator, torch.Generator)
+    assert isinstance(torch.Generator(), torch.Generator)
+    assert generator.device == torch.ones(1, device=device).device
+    assert generator.manual_seed(5).initial_seed() == 5
+    torch.rand(3, generator=generator, device=device)
+    other = pickle.loads(pickle.dumps(generator))
+    expected = torch.rand(3, generator=generator.clone_state(), device=device)
+    same(torch.rand(3, generator=other, device=device), expected, rtol=0, atol=0)
+    assert generator.seed() == generator.initial_seed() != 5
+    with pytest.raises(ValueError, match="no state of a generator") if ON_PORT else pytest.raises(RuntimeError):
+        generator.set_state(torch.zeros(3, dtype=torch.uint8))
+
+
+def test_samplers_and_loaders_take_a_generator_of_the_device(device: torch.device) -> None:
+    def epochs() -> list[list[int]]:
+        generator = torch.Generator(device).manual_seed(1)
+        parts = torch.utils.data.random_split(range(40), [30, 10], generator=generator)
+        loader = torch.utils.data.DataLoader(parts[0], batch_size=5, shuffle=True, generator=generator)
+        return [batch.tolist() for _ in range(2) for batch in loader]
+
+    first = epochs()
+    assert first == epochs()
+    assert first[:6] != first[6:]
+    torch.set_default_device(device)
+    assert epochs() == epochs()
+
+
+@needs_counters
+def test_another_seed_compiles_nothing(device: torch.device) -> None:
+    generator = torch.Generator(device)
+
+    def step(seed: int) -> None:
+        torch.randn(7, 3, generator=generator.manual_seed(seed), device=device).sum().item()
+
+    step(0)
+    with counted() as counts:
+        for seed in range(1, 4):
+            step(seed)
+    assert counts["UncachedCompile"] == 0
+    assert counts["Execute"] == 3
 
 
 @pytest.mark.parametrize(

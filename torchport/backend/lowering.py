@@ -119,6 +119,19 @@ def _as_complex(b: Builder, specs: Any, x: fx.Node) -> fx.Node:
     return b(aten.view_as_complex.default, x)
 
 
+def _group_norm(b: Builder, specs: Any, x: fx.Node, *args: Any) -> fx.Node:
+    """The CPU's kernel wants its input in one piece, in the memory format it takes it to be in.
+
+    PyTorch sees to that by the strides it knows. Those of a dimension of size 1 say nothing, and a value may have
+    others there; a copy in a format of its own has the ones that the kernel goes by.
+    """
+    value = b.val(x)
+    if 1 in value.shape and not value.is_contiguous():
+        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+        x = b(aten.clone.default, x, memory_format=formats.get(value.dim(), torch.contiguous_format))
+    return b(aten.native_group_norm.default, x, *args)
+
+
 LOWER: Final[dict[Any, Callable[..., Any]]] = {
     **dict.fromkeys((aten.view_as_complex.default, aten.view_as_complex_copy.default), _as_complex),
     **dict.fromkeys((aten._conj.default, aten._conj_copy.default), _conjugated),
@@ -138,6 +151,7 @@ LOWER: Final[dict[Any, Callable[..., Any]]] = {
     aten._to_copy.default: _to_copy,
     aten._unsafe_view.default: _unsafe_view,
     aten._reshape_alias_copy.default: _reshape_alias,
+    aten.native_group_norm.default: _group_norm,
 }
 
 

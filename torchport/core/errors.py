@@ -13,6 +13,7 @@
     ├── ContractError        a backend's method answered or did what the contract does not allow
     ├── GraphError           a graph is not in FX normal form
     ├── StorageAccess        memory of a device tensor was asked for; it has none in this process
+    │                        (a NotImplementedError, too)
     ├── ConfigError          a configuration value or environment variable is malformed
     ├── DelegateError        a delegate failed (with code, debug handle, source line)
     ├── ProgramError         a program file is broken (with the entry that failed)
@@ -116,8 +117,11 @@ class GraphError(TorchportError):
     """A graph breaks a rule of the FX normal form; the message names the node and the rule."""
 
 
-class StorageAccess(TorchportError):
-    """Raw memory of a device tensor was asked for; device tensors have none in this process."""
+class StorageAccess(TorchportError, NotImplementedError):
+    """Raw memory of a device tensor was asked for; device tensors have none in this process.
+
+    PyTorch and its libraries take a ``NotImplementedError`` for that, as from tensors on ``meta``.
+    """
 
 
 class ConfigError(TorchportError):

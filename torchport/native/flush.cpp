@@ -231,6 +231,15 @@ extern "C" PyObject* torchport_unshared(PyObject* given, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
+// Whether the address of a storage was asked for (``frontend.device.memory``): its tensor has it as long as it lives.
+static bool has_address(const c10::Storage& storage) {
+  if (storage.use_count() == 1) {
+    return false; // Python has not seen it
+  }
+  THPObjectPtr seen(THPStorage_Wrap(storage));
+  return seen && PyObject_HasAttrString(seen.get(), "_address") == 1;
+}
+
 // Gives gradients that are views wrappers of their own, where nobody can tell.
 // Twin of ``frontend.device.shims.own_gradients``.
 extern "C" PyObject* torchport_own_gradients(PyObject* parameters) {
@@ -246,7 +255,7 @@ extern "C" PyObject* torchport_own_gradients(PyObject* parameters) {
     const at::Tensor& grad = parameter.grad();
     if (!grad.defined() || grad.requires_grad() || !functional::isFunctionalTensor(grad) ||
         !is_alone(grad, [&] { return THPVariable_Wrap(grad); }) ||
-        !is_alone(grad.storage(), [&] { return THPStorage_Wrap(grad.storage()); })) {
+        !is_alone(grad.storage(), [&] { return THPStorage_Wrap(grad.storage()); }) || has_address(grad.storage())) {
       continue;
     }
     at::FunctionalTensorWrapper* wrapper = functional::unsafeGetFunctionalWrapper(grad);

@@ -19,7 +19,8 @@ from ..core import metrics
 from ..core.config import config
 from ..core.default_state import default_state
 from ..core.errors import BackendUnavailable, TorchportError
-from ..core.forks import guarded_lock, guarded_rlock
+from ..core.forks import guarded_rlock
+from ..core.random_state import DEFAULT_SEED, RandomState, state_in_use
 from ..core.specs import CompileSpecs
 from ..trace.decide import AtOnce
 from ..trace.handle import LazyTensor
@@ -40,21 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DeviceRuntime", "Runtimes", "default_backend", "rebind", "runtimes"]
 
-_SPLITMIX: Final = 0x9E3779B97F4A7C15
-_MASK64: Final = (1 << 64) - 1
-DEFAULT_SEED: Final = 67280421310721
-"""PyTorch's default seed (c10::detail ``default_rng_seed_val``)."""
-
-
 _generations = itertools.count(1)
-
-
-def mix64(value: int) -> int:
-    """SplitMix64's finaliser (Steele, Lea and Flood 2014) on an unsigned 64-bit integer."""
-    value &= _MASK64
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return value ^ (value >> 31)
 
 
 class DeviceRuntime:
@@ -66,10 +53,8 @@ class DeviceRuntime:
         self.device = device
         self.specs = CompileSpecs()
         self.generation = next(_generations)
-        self.seed = DEFAULT_SEED
-        self.draws = 0
+        self.random = RandomState()
         self.capture = capture_of(backend)
-        self._drawing = guarded_lock()
         self.optional = optional_of(backend)
         self.queue = queue_of(backend, device)
         self.kernels = registrar_of(backend)
@@ -136,25 +121,17 @@ class DeviceRuntime:
     # -- random numbers ------------------------------------------------------------------------------------------
     def set_seed(self, seed: int) -> None:
         """Start the device's generator from an unsigned 64-bit integer, and the backend's own ones if it has any."""
-        self.seed, self.draws = seed, 0
+        self.random.set_seed(seed)
         if self.optional.seed is not None:
             self.optional.seed.seed(seed)
 
     def next_key(self) -> int:
-        """The key of the next random operator, a signed 64-bit integer: a function of the seed and of the count."""
-        with self._drawing:
-            draw, self.draws = self.draws, self.draws + 1
-        return self._key(draw)
-
-    def _key(self, draw: int) -> int:
-        key = mix64(mix64(self.seed + _SPLITMIX) + draw * _SPLITMIX)
-        return key - (1 << 64) if key >> 63 else key
+        """The key of the next random operator, from the generator that it was given or the device's."""
+        return state_in_use(self.random).next_key()
 
     def take_back(self, key: int) -> None:
-        """The operator with this key was refused: the next one gets it, unless another thread has drawn meanwhile."""
-        with self._drawing:
-            if self.draws and self._key(self.draws - 1) == key:
-                self.draws -= 1
+        """The operator with this key was refused."""
+        state_in_use(self.random).take_back(key)
 
     def __repr__(self) -> str:
         return f"port:{self.index} ({self.backend.name} on {self.device})"
@@ -187,7 +164,7 @@ class Runtimes:
         recall_inferences()
         with default_state():  # whatever the program has on where it first uses the device
             runtime = DeviceRuntime(index, backend, resolve_device(backend, ordinal))
-            runtime.seed = self._seed
+            runtime.random.seed = self._seed
             if self._seeded and all(other.backend is not backend for other in self.all()):
                 runtime.set_seed(self._seed)  # as if it had been there when ``torch.manual_seed`` was called
         return runtime
@@ -223,7 +200,7 @@ class Runtimes:
 
     def seed_all(self, seed: int) -> None:
         """``torch.manual_seed``: also what devices bound later start from."""
-        self._seed, self._seeded = seed & _MASK64, True
+        self._seed, self._seeded = seed & ((1 << 64) - 1), True
         for runtime in self.all():
             runtime.set_seed(self._seed)
 

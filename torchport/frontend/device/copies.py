@@ -11,6 +11,7 @@ import torch
 from ...core.config import config
 from ...core.errors import UnsupportedOp
 from ...core.frames import user_line
+from ...core.random_state import drawing_from
 from ...core.specs import TensorSpec
 from ...run import barriers
 from ...run.device_runtime import runtimes
@@ -24,6 +25,7 @@ from ...trace.trace import COPIES_UNDER_GRAD, Trace
 from ...trace.trie import NONE
 from ...trace.wrapping import unwrap, wrap
 from . import layouts
+from .generators import owner_of
 from .opaque import opaque
 from .storages import HostStorage
 
@@ -242,10 +244,17 @@ def _set_storage(
 
 
 def with_generator(trace: Trace, kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A random op that was given a generator of its own: CPU's numbers, moved to the device."""
+    """A random op that was given a generator of its own: this device's keys, or CPU's numbers, moved to the device."""
     generator = next(v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator))
+    if (own := owner_of(generator)) is not None:
+        bare = [None if value is generator else value for value in args]
+        named = {name: None if value is generator else value for name, value in kwargs.items()}
+        with drawing_from(own.random):
+            return _call(kernel.op, trace, *bare, **named)
     if generator.device.type != "cpu":
-        raise UnsupportedOp(f"a generator on {generator.device}; this device takes CPU generators", op=str(kernel.op))
+        raise UnsupportedOp(
+            f"a generator on {generator.device}; this device takes its own and the CPU's", op=str(kernel.op)
+        )
     given = {name: value for name, value in kwargs.items() if value is not None}
     result = barriers.on_host(trace, kernel.op, args, given)
     return wrap(result) if kernel.is_factory else result

@@ -22,8 +22,9 @@ import torch
 
 from ...core.default_state import default_state
 from ...trace.handle import DEVICE_TYPE, IndexedLazyTensor, LazyTensor
+from .memory import is_ours
 from .patches import replace
-from .shims import TorchWithoutWrapping, is_ours, storages_are_names
+from .shims import TorchWithoutWrapping
 from .writes import is_conjugate_view
 
 __all__ = ["handle_handles", "install", "install_lift", "offset_in_base", "saw_conjugate_views"]
@@ -57,8 +58,7 @@ def _describe_as_seen() -> None:
         torch._sync(t)
         if is_conjugate_view(t):
             _saw_conjugate_views.add(self)
-        with storages_are_names():
-            described = ours(self, t, recurse=recurse, trace=trace)
+        described = ours(self, t, recurse=recurse, trace=trace)
         return dataclasses.replace(described, storage_offset=offset_in_base(t)) if t._base is not None else described
 
     replace("torch._subclasses.meta_utils.MetaTensorDescriber.describe_tensor", describe_tensor)

@@ -31,6 +31,7 @@ from . import (
     library_ops,
     native,
     placement,
+    processes,
     routes,
     shims,
     strided,
@@ -104,6 +105,8 @@ def _install() -> None:
     library.impl("alias", kernels[torch.ops.aten.alias_copy.default].fast, "PrivateUse1")
     library.impl("polygamma_", opaque(_polygamma_), "Functionalize")
     library.impl("copy_", opaque(_copy_), "AutogradPrivateUse1", with_keyset=True)
+    for name in ("_assert_async", "_assert_async.msg"):
+        library.impl(name, opaque(_assert_async), "PrivateUse1")
     strided.install(library)
     library.impl("native_batch_norm", opaque(_native_batch_norm), "AutogradPrivateUse1", with_keyset=True)
     fake.install_lift(library)
@@ -131,6 +134,7 @@ def _install() -> None:
     autocast.install(_libraries)
     shims.install()
     libraries.install()
+    processes.install()
     layouts.install(library, _libraries)
     subclasses.install(library)
     fake.install()
@@ -174,6 +178,12 @@ def _native_batch_norm(keys: Any, *args: Any) -> Any:
     if training and running_mean is not None and running_var is not None:
         return torch.ops.aten._native_batch_norm_legit.default(*args)
     return torch.ops.aten.native_batch_norm.default.redispatch(routes.to_stock_autograd(keys), *args)
+
+
+def _assert_async(self: torch.Tensor, message: str = "Expected Tensor with single nonzero value, but got zero") -> None:
+    """Read the value, here and now: nothing on this device says later that an assertion was wrong."""
+    if not self.item():
+        raise RuntimeError(message)
 
 
 def _polygamma_(self: torch.Tensor, n: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Libraries that know devices by a list of their own: what they are told, and what they are asked to tell.
+"""Libraries that know devices by a list of their own, or read and write their memory.
 
 accelerate, and transformers' Trainer with it, look for the devices on their list and take the CPU if there is none,
 also where a program has been using ``port``; so does Lightning. Nobody can add to the list, but each can be told
@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -36,7 +36,9 @@ def install() -> None:
         when_imported(f"{package}.trainer.connectors.accelerator_connector", _lightning("_AcceleratorConnector"))
     for package in ("lightning.fabric", "lightning_fabric"):
         when_imported(f"{package}.connector", _lightning("_Connector"))
-    when_imported("transformers.modeling_utils", _transformers)
+    for package in ("safetensors", "safetensors.torch"):
+        when_imported(package, _safetensors)
+    when_imported("torch.distributed.checkpoint._state_dict_stager", _staged_checkpoints)
 
 
 _warned: list[str] = []
@@ -87,30 +89,73 @@ def _lightning(owner: str) -> Callable[[Any], None]:
     return change
 
 
-def _transformers(module: Any) -> None:
-    """``save_pretrained`` looks into the memory of what it saves: it gets copies, which are tied as the tensors are."""
-    kind = module.PreTrainedModel
-    original = kind.save_pretrained
+# -- files -----------------------------------------------------------------------------------------------------------
+class _Slice:
+    """A part of a file's tensor that comes to the device when it is taken."""
+
+    def __init__(self, part: Any, device: Any) -> None:
+        self._part, self._device = part, device
+
+    def __getitem__(self, at: Any) -> torch.Tensor:
+        return self._part[at].to(self._device)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._part, name)
+
+
+class _Opened:
+    """An open safetensors file whose tensors come to the device; read on the CPU, the only memory there is."""
+
+    def __init__(self, file: Any, device: Any) -> None:
+        self._file, self._device = file, device
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return self._file.get_tensor(name).to(self._device)
+
+    def get_tensors(self, *args: Any) -> dict[str, torch.Tensor]:
+        return {name: value.to(self._device) for name, value in self._file.get_tensors(*args).items()}
+
+    def get_slice(self, name: str) -> _Slice:
+        return _Slice(self._file.get_slice(name), self._device)
+
+    def __enter__(self) -> _Opened:
+        self._file.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._file.__exit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def _safetensors(module: Any) -> None:
+    original = module.safe_open
+    if not isinstance(original, type):  # imported from the package, which has been changed
+        return
+
+    @functools.wraps(original, updated=())
+    def safe_open(filename: Any, framework: str, device: Any = "cpu", **kwargs: Any) -> Any:
+        if not isinstance(device, (str, torch.device)) or torch.device(device).type != NAME:
+            return original(filename, framework, device, **kwargs)
+        return _Opened(original(filename, framework, "cpu", **kwargs), device)
+
+    replace(f"{module.__name__}.safe_open", safe_open)
+
+
+def _staged_checkpoints(module: Any) -> None:
+    """Staging copies storages to the host; a tensor of the device is copied itself, once for all that are the same."""
+    kind = module.StateDictStager
+    original = kind._offload_tensor
 
     @functools.wraps(original)
-    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(args) < 3 and any(device_of(parameter).type == NAME for parameter in self.parameters()):
-            kwargs["state_dict"] = _on_host(kwargs.get("state_dict") or self.state_dict())
-        return original(self, *args, **kwargs)
+    def offload(self: Any, x: torch.Tensor, memo: dict[Any, Any], non_blocking: bool = False) -> torch.Tensor:
+        if device_of(x).type != NAME:
+            return original(self, x, memo, non_blocking=non_blocking)
+        key = (id(x.untyped_storage()), x.storage_offset(), x.shape, x.stride(), x.dtype)
+        if key not in memo:
+            memo[key] = x.detach().cpu()
+        memo[id(x)] = memo[key]
+        return memo[key]
 
-    replace("transformers.modeling_utils.PreTrainedModel.save_pretrained", save_pretrained)
-
-
-def _on_host(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state with host copies for this device's tensors; one copy for those that are the same."""
-    from .shims import storages_are_names  # on demand: such a library may never be loaded
-
-    copies: dict[Any, torch.Tensor] = {}
-    found: dict[str, Any] = {}
-    for name, value in state.items():
-        if isinstance(value, torch.Tensor) and device_of(value).type == NAME:
-            with storages_are_names():
-                key = (value.untyped_storage()._cdata, value.storage_offset(), value.shape, value.stride())
-            value = copies[key] if key in copies else copies.setdefault(key, value.detach().cpu())
-        found[name] = value
-    return found
+    replace("torch.distributed.checkpoint._state_dict_stager.StateDictStager._offload_tensor", offload)

@@ -6,18 +6,23 @@ Everything that needs the lazy core imports it when called, so that ``import tor
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
+from ...core.random_state import DEFAULT_SEED, RandomState
+from . import streams
 from .fork import forked_after_use
 from .ready import at_first_use, init, is_ready
+from .streams import DeviceEvent, Stream, current_stream, default_stream, set_stream, stream
 
 __all__ = [
+    "Event",
+    "Stream",
     "current_device",
     "current_stream",
     "default_generators",
+    "default_stream",
     "device",
     "device_count",
     "empty_cache",
@@ -45,6 +50,7 @@ __all__ = [
     "set_device",
     "set_rng_state",
     "set_rng_state_all",
+    "set_stream",
     "stream",
     "synchronize",
 ]
@@ -55,8 +61,6 @@ a device ready, which it refuses. Ours can be asked at any time."""
 _current = 0
 _seed: int | None = None
 """What ``torch.manual_seed`` said before the device was used."""
-_DEFAULT_SEED = 67280421310721
-"""PyTorch's, as in :data:`torchport.run.device_runtime.DEFAULT_SEED`, which ``import torch`` must not import."""
 
 
 _lazy_init = init
@@ -186,18 +190,17 @@ def seed_all() -> None:
 
 def initial_seed() -> int:
     """The seed of the current device's generator."""
-    return _runtime(None).seed
+    return _runtime(None).random.seed
 
 
 def get_rng_state(device: Any = "port") -> torch.Tensor:
     """The generator's state: 16 bytes on the CPU, the seed and the number of random ops since."""
     if not is_ready() and _index(device) == 0:  # ``fork_rng`` asks in programs that never use the device
-        seed, draws = (_DEFAULT_SEED if _seed is None else _seed & ((1 << 64) - 1)), 0
+        state = RandomState()
+        state.set_seed(DEFAULT_SEED if _seed is None else _seed)
     else:
-        runtime = _runtime(device)
-        seed, draws = runtime.seed, runtime.draws
-    data = seed.to_bytes(8, "little") + draws.to_bytes(8, "little")
-    return torch.tensor(list(data), dtype=torch.uint8)
+        state = _runtime(device).random
+    return torch.tensor(list(state.to_bytes()), dtype=torch.uint8, device="cpu")
 
 
 def set_rng_state(new_state: torch.Tensor, device: Any = "port") -> None:
@@ -208,9 +211,7 @@ def set_rng_state(new_state: torch.Tensor, device: Any = "port") -> None:
     if not is_ready() and _index(device) == 0 and not any(data[8:]):
         manual_seed_all(int.from_bytes(data[:8], "little"))
         return
-    runtime = _runtime(device)
-    runtime.seed = int.from_bytes(data[:8], "little")
-    runtime.draws = int.from_bytes(data[8:], "little")
+    _runtime(device).random.from_bytes(data)
 
 
 def get_rng_state_all() -> list[torch.Tensor]:
@@ -285,26 +286,5 @@ def empty_cache() -> None:
     """Values are freed with their last reference; there is no cache of memory to empty."""
 
 
-class _Stream:
-    """There is one stream of work per device; PyTorch asks for it in a few places."""
-
-    device_index = 0
-
-    def synchronize(self) -> None:
-        synchronize()
-
-    def wait_stream(self, stream: object) -> None:
-        """Work is in order already."""
-
-
-_stream = _Stream()
-
-
-def current_stream(device: Any = None) -> _Stream:
-    """The device's only stream."""
-    return _stream
-
-
-def stream(stream: Any) -> AbstractContextManager[None]:
-    """Context manager that changes nothing: work goes to the only stream."""
-    return nullcontext()
+streams.install(synchronize)
+Event = DeviceEvent

@@ -5,13 +5,12 @@ makes one where the two tensors cannot share an object's inside. ``Module.to`` m
 device, so this is in place before, from ``import torch`` on, and imports nothing of the device.
 
 Private torch APIs used here: ``torch.nn.Module._apply``, ``torch.Tensor._backward_hooks``,
-``torch.Tensor._post_accumulate_grad_hooks``.
+``torch.Tensor._post_accumulate_grad_hooks``, ``torch._C._swap_tensor_impl``.
 """
 
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -90,7 +89,7 @@ def _become(parameter: torch.nn.Parameter, converted: torch.nn.Parameter) -> Non
     kind, attributes = type(parameter), dict(vars(parameter))
     hooks: Any = parameter._backward_hooks
     after: Any = parameter._post_accumulate_grad_hooks
-    swap_tensors()(parameter, _without_base(converted))
+    swap_tensors(parameter, _without_base(converted))
     if type(parameter) is not kind:
         parameter.__class__ = kind
     # Swapping gave them to the tensor that is dropped; what a subclass holds (its tensors) has moved, too.
@@ -102,22 +101,15 @@ def _become(parameter: torch.nn.Parameter, converted: torch.nn.Parameter) -> Non
         parameter._post_accumulate_grad_hooks = after
 
 
-class _NoWeakReferences:
-    """``weakref`` for a copied function that asks whether there are any."""
+def swap_tensors(one: Any, other: Any) -> None:
+    """What ``torch.utils.swap_tensors`` does, without its refusals: one side is a new tensor that nobody knows.
 
-    @staticmethod
-    def getweakrefs(value: object) -> list[Any]:
-        return []
-
-
-@functools.cache
-def swap_tensors() -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """PyTorch's function, without its refusal of tensors with weak references.
-
-    Those are to the object that keeps its identity, which is what who holds them wants.
+    Weak references are to the object that keeps its identity, which is what who holds them wants. A graph that was
+    recorded before holds what was inside, as it would have on other devices; its gradients do not reach the parameter.
     """
-    original: Any = torch.utils.swap_tensors
-    return types.FunctionType(original.__code__, {**original.__globals__, "weakref": _NoWeakReferences})
+    one.__class__, other.__class__ = type(other), type(one)
+    one.__dict__, other.__dict__ = other.__dict__, one.__dict__
+    torch._C._swap_tensor_impl(one, other)
 
 
 def _without_base(converted: torch.nn.Parameter) -> torch.nn.Parameter:
@@ -147,7 +139,7 @@ def _move_uninitialized(module: torch.nn.Module, fn: _Convert) -> dict[str, Any]
                 probe = fn(torch.empty(0, dtype=parameter.dtype, device=parameter.device))
             make: Any = torch.nn.UninitializedParameter  # its annotations do not know these options
             moved = make(parameter.requires_grad, device=probe.device, dtype=probe.dtype)
-            swap_tensors()(parameter, moved)
+            swap_tensors(parameter, moved)
             found[name] = parameter
             module._parameters[name] = None
     return found

@@ -22,9 +22,13 @@ TORCH: Final = "2.13"
 
 _IMPORT: Final = "import torch"
 _USE: Final = "first use"
+_LATER: Final = "its import, after first use"
 _ALLOCATOR: Final = "PyTorch asks a C++ allocator, which a device in Python has none of, and ends in an assertion"
 _PICK: Final = "PyTorch takes the accelerator where a program names no device, and needs of it what this one lacks"
 _MEMORY: Final = "a tensor of the device has no memory in this process; reading it would end the process"
+_QUESTIONS: Final = (
+    "programs ask for memory to learn what is shared and how large it is; PyTorch has no answer for none"
+)
 _METHODS: Final = "PyTorch makes these for a device"
 _NAMES: Final = "PyTorch's own enumerations name the device"
 
@@ -75,6 +79,11 @@ PATCHES: Final[dict[str, tuple[str, str, str]]] = {
         "new ones would untie tied weights and orphan an optimizer made before",
         _IMPORT,
     ),
+    "torch.Generator": (
+        "makes generators of the device, too",
+        "PyTorch asks C++ for a device's generators; all of its own are instances of the class as before",
+        _IMPORT,
+    ),
     "torch.UntypedStorage.__new__": ("raises StorageAccess for a storage on the device", _ALLOCATOR, _IMPORT),
     "torch.nn.parallel.data_parallel._get_available_device_type": (
         "DataParallel calls its module as it is",
@@ -112,13 +121,20 @@ PATCHES: Final[dict[str, tuple[str, str, str]]] = {
         "such a file loads with any map_location, also without torchport",
         _USE,
     ),
-    "torch.Tensor.share_memory_": ("raises StorageAccess for a tensor of the device", _MEMORY, _USE),
-    "torch.Tensor.storage": ("raises StorageAccess for a tensor of the device", _MEMORY, _USE),
-    "torch.Tensor.untyped_storage": ("raises StorageAccess for a tensor of the device", _MEMORY, _USE),
-    "torch.Tensor._typed_storage": ("raises StorageAccess for a tensor of the device", _MEMORY, _USE),
-    "torch.Tensor.data_ptr": ("raises StorageAccess for a tensor of the device", _MEMORY, _USE),
-    "torch.Tensor.is_shared": ("raises StorageAccess for a tensor of the device", _MEMORY, _USE),
-    "torch.Tensor.__dlpack__": ("raises StorageAccess for a tensor of the device", _MEMORY, _USE),
+    "torch.Tensor.untyped_storage": (
+        "gives a DeviceStorage, which has an identity, a size and an address, and no contents",
+        _QUESTIONS,
+        _USE,
+    ),
+    "torch.Tensor.data_ptr": ("counts from the address of a DeviceStorage", _QUESTIONS, _USE),
+    "torch.Tensor.storage_offset": (
+        "knows where a view begins in its base",
+        "each tensor of the device is a value of its own underneath, which begins at 0",
+        _USE,
+    ),
+    "torch.Tensor.__dlpack__": ("hands out a host copy", _MEMORY, _USE),
+    "torch.Tensor.__dlpack_device__": ("is the host, for a tensor of the device", "the same", _USE),
+    "torch.utils.dlpack.to_dlpack": ("hands out a host copy", _MEMORY, _USE),
     "torch.utils.checkpoint.get_device_states": (
         "asks the device's indices for their generators' states",
         "PyTorch makes each device current first, which index 0 alone can be",
@@ -146,11 +162,6 @@ PATCHES: Final[dict[str, tuple[str, str, str]]] = {
         "of a subclass with tensors of the device: runs with functionalization on",
         "its code would see handles instead of the user's tensors",
         "first tensor of the class",
-    ),
-    "torch.nested._internal.nested_tensor.NestedTensor.__new__": (
-        "may ask for the storage of its values",
-        "it asks how large the storage is, and looks no further",
-        _USE,
     ),
     "torch._library.custom_ops.CustomOpDef.register_kernel": (
         "takes a custom operator over as soon as it has a body",
@@ -195,32 +206,44 @@ PATCHES: Final[dict[str, tuple[str, str, str]]] = {
     "accelerate.state.PartialState.__init__": (
         "warns, once, where it picks the CPU",
         "its list of devices is closed",
-        "its import, after first use",
+        _LATER,
     ),
     "lightning.pytorch.trainer.connectors.accelerator_connector._AcceleratorConnector._choose_auto_accelerator": (
         "warns, once, where it picks the CPU",
         "its list of devices is closed",
-        "its import, after first use",
+        _LATER,
     ),
     "pytorch_lightning.trainer.connectors.accelerator_connector._AcceleratorConnector._choose_auto_accelerator": (
         "warns, once, where it picks the CPU",
         "its list of devices is closed",
-        "its import, after first use",
+        _LATER,
     ),
     "lightning.fabric.connector._Connector._choose_auto_accelerator": (
         "warns, once, where it picks the CPU",
         "its list of devices is closed",
-        "its import, after first use",
+        _LATER,
     ),
     "lightning_fabric.connector._Connector._choose_auto_accelerator": (
         "warns, once, where it picks the CPU",
         "its list of devices is closed",
-        "its import, after first use",
+        _LATER,
     ),
-    "transformers.modeling_utils.PreTrainedModel.save_pretrained": (
-        "saves host copies, tied as the tensors are",
-        "it looks into the memory of what it saves",
-        "its import, after first use",
+    "torch.multiprocessing.reductions.reduce_tensor": (
+        "sends a tensor of the device as a host copy, which the other process moves",
+        _MEMORY,
+        _LATER,
+    ),
+    "torch.utils.data._utils.collate.collate_tensor_fn": (
+        "stacks tensors of the device on it, also in a worker",
+        "a worker's batches are made in memory that processes share",
+        _LATER,
+    ),
+    "safetensors.safe_open": ("reads on the CPU and moves what is asked for", "its list of devices is closed", _LATER),
+    "safetensors.torch.safe_open": ("the same", "the same", _LATER),
+    "torch.distributed.checkpoint._state_dict_stager.StateDictStager._offload_tensor": (
+        "copies a tensor of the device as a tensor",
+        "it copies storages, and a storage of the device has no contents",
+        _LATER,
     ),
 }
 """What :func:`replace` may change (``*``: any class), and for each what the change does, why, and when it is made."""
@@ -239,6 +262,16 @@ ADDITIONS: Final[dict[str, tuple[str, str, str]]] = {
     "torch.optim.optimizer._global_optimizer_post_hooks": ("a hook", "a training step ends", _IMPORT),
     "torch.serialization._package_registry": ("a package", "files name storages of the device", _IMPORT),
     "sys.meta_path": ("a finder that finds nothing", "tells of the imports that rows above wait for", _IMPORT),
+    "multiprocessing.reduction.ForkingPickler": (
+        "a reducer of tensors",
+        "see torch.multiprocessing.reductions.reduce_tensor",
+        _LATER,
+    ),
+    "torch.utils.data._utils.collate.default_collate_fn_map": (
+        "the function for tensors",
+        "see torch.utils.data._utils.collate.collate_tensor_fn",
+        _LATER,
+    ),
     "torch.library, PrivateUse1 and AutocastPrivateUse1": (
         "kernels of every functional ATen operator",
         "what the device is",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from . import accelerator, defaults, first_factories, module, parameters, ready, storages
+from . import accelerator, defaults, first_factories, generators, module, parameters, ready, storages
 from .names import NAME
 from .opaque import opaque
 
@@ -69,6 +69,7 @@ def _before_the_first_use() -> None:
     """What may be running already when the device is first used, or what is reached without ``_lazy_init``."""
     parameters.install()
     storages.install()
+    generators.install()
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
     first_factories.expect(ready.init)

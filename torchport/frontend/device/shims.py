@@ -10,32 +10,29 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, cast
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch._utils import _rebuild_tensor_v2
 from torch.utils._pytree import tree_leaves
 
 from ...core.default_state import default_state
-from ...core.errors import StorageAccess
 from ...native.twins import twins
 from ...run.device_runtime import runtimes
 from ...run.step_closures import step_ended
 from ...trace.handle import DEVICE_TYPE, LazyTensor
 from ...trace.threads import flush_mine
 from ...trace.wrapping import unwrap, wrap
-from . import storages
+from . import memory
 from .names import device_of
 from .opaque import opaque
 from .patches import replace
 from .storages import HostStorage
 
-__all__ = ["TorchWithoutWrapping", "install", "is_ours", "refuse_memory", "storages_are_names"]
+__all__ = ["TorchWithoutWrapping", "install"]
 
 
 def _is_port(value: Any) -> bool:
@@ -51,7 +48,7 @@ def install() -> None:
     _storage_free_copies()
     _print_from_host()
     _pickle_as_storages()
-    _guard_memory()
+    memory.install()
     _checkpoint_on_any_index()
     _trace_anew_for_another_default_dtype()
     _backward_on_the_calling_thread()
@@ -116,7 +113,7 @@ def _pickle_as_storages() -> None:
 
     @functools.wraps(original)
     def reduce(self: torch.Tensor, proto: int) -> Any:
-        if not _is_port(self) or not is_ours(self) or torch.serialization._serialization_tls.skip_data:
+        if not _is_port(self) or not memory.is_ours(self) or torch.serialization._serialization_tls.skip_data:
             return original(self, proto)
         torch.utils.hooks.warn_if_has_hooks(self)
         held = self.detach().cpu()
@@ -155,7 +152,7 @@ def own_gradients(parameters: Iterable[torch.Tensor]) -> None:
     alone = _gradient_alone()
     for parameter in parameters:
         # A name for the gradient would count as one of its holders.
-        if _may_be_view(parameter) and _gradient_counts(parameter) == alone:
+        if _may_be_view(parameter) and _gradient_counts(parameter) == alone and not _has_address(parameter.grad):
             inner = unwrap(parameter.grad)  # type: ignore[arg-type]
             if isinstance(inner, LazyTensor):
                 parameter.grad = wrap(inner)
@@ -164,6 +161,11 @@ def own_gradients(parameters: Iterable[torch.Tensor]) -> None:
 def _may_be_view(parameter: torch.Tensor) -> bool:
     grad = parameter.grad
     return grad is not None and not grad.requires_grad and torch._is_functional_tensor(grad)
+
+
+def _has_address(gradient: Any) -> bool:
+    """Whether its address was asked for, which it has as long as it lives."""
+    return memory.ADDRESS in vars(torch._C.TensorBase.untyped_storage(gradient))  # type: ignore[attr-defined]
 
 
 def _gradient_counts(parameter: torch.Tensor) -> tuple[int, int, int]:
@@ -180,70 +182,6 @@ def _gradient_alone() -> tuple[int, int, int]:
         probe = torch.zeros(1, device="cpu", requires_grad=True)
         probe.grad = torch.zeros(1, device="cpu")
         return _gradient_counts(probe)
-
-
-# -- memory that is not there --------------------------------------------------------------------------------------
-_TENSOR_METHODS = (
-    "share_memory_",
-    "storage",
-    "untyped_storage",
-    "_typed_storage",
-    "data_ptr",
-    "is_shared",
-    "__dlpack__",
-)
-
-
-def is_ours(tensor: torch.Tensor) -> bool:
-    """False for what only stands for a tensor of this device, such as a fake tensor: that has a storage of its own."""
-    kind, plain = cast("Any", type(tensor)), cast("Any", torch.Tensor)
-    return kind.__torch_dispatch__ is plain.__torch_dispatch__ or isinstance(tensor, LazyTensor)
-
-
-class _Names(threading.local):
-    allowed = False
-
-
-_names = _Names()
-
-
-@contextmanager
-def storages_are_names() -> Iterator[None]:
-    """The calling thread may ask for storages, which tell what is a view of what, and promises not to look inside."""
-    before, _names.allowed = _names.allowed, True
-    try:
-        yield
-    finally:
-        _names.allowed = before
-
-
-@functools.cache
-def _guard_memory() -> None:
-    """Everything that would hand out the memory of a ``port`` tensor raises :class:`StorageAccess` instead."""
-
-    def guard(name: str) -> None:
-        original = getattr(torch.Tensor, name)
-
-        @functools.wraps(original)
-        def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if device_of(self).type == DEVICE_TYPE:
-                refuse_memory(self, name)
-            return original(self, *args, **kwargs)
-
-        replace(f"torch.Tensor.{name}", guarded)
-
-    for name in _TENSOR_METHODS:
-        guard(name)
-    storages.refusals.append(refuse_memory)  # ``pin_memory`` has a wrapper there
-
-
-def refuse_memory(tensor: torch.Tensor, name: str) -> None:
-    """Raise :class:`StorageAccess` for a tensor of this device, where :func:`storages_are_names` is not in force."""
-    if not _names.allowed and is_ours(tensor):
-        raise StorageAccess(
-            f"{name} needs the memory of a tensor on {tensor.device}, which has none in this process: "
-            "its values may be pending, or held by the backend. Use .cpu() to get a copy in host memory"
-        )
 
 
 @functools.cache

@@ -3,8 +3,6 @@
 This device has no memory to count in. Outside inference mode PyTorch knows a view's base, which serves instead. Where a
 view begins is not known, as of ``x[1:].detach()`` and ``.data``, whose base autograd does not know, the operator is
 refused.
-
-Private torch APIs used here: ``torch._is_functional_tensor``, ``torch._is_functional_tensor_base``.
 """
 
 from __future__ import annotations
@@ -16,12 +14,12 @@ import torch
 
 from ...core.errors import UnsupportedOp
 from ...core.frames import user_line
-from ...core.specs import is_dense
 from ...trace.handle import DEVICE_TYPE, LazyTensor
 from ...trace.wrapping import unwrap
 from . import routes
 from .inplace import overriding
 from .opaque import opaque
+from .places import begins_somewhere
 
 __all__ = ["install", "seen_as"]
 
@@ -58,7 +56,7 @@ def _as_strided(
                 op="aten.as_strided.default",
                 source=user_line(),
             )
-    elif _begins_somewhere(self) and not _within(self, size, stride, storage_offset):
+    elif self.device.type == DEVICE_TYPE and begins_somewhere(self) and not _within(self, size, stride, storage_offset):
         raise _unknown_start("aten.as_strided.default")
     return torch.ops.aten.as_strided.default.redispatch(
         routes.to_stock_autograd(keys), self, size, stride, storage_offset
@@ -111,7 +109,7 @@ def _as_strided_copy(
     if type(self) is LazyTensor:
         # Functionalization takes a view again. PyTorch's own kernel would clone it, and the view's strides change.
         return op._op_dk(torch._C.DispatchKey.PrivateUse1, self, size, stride, storage_offset)
-    if _begins_somewhere(self) and not _within(self, size, stride, storage_offset):
+    if self.device.type == DEVICE_TYPE and begins_somewhere(self) and not _within(self, size, stride, storage_offset):
         raise _unknown_start(str(op))
     return op.redispatch(routes.to_stock_autograd(keys), self, size, stride, storage_offset)
 
@@ -120,7 +118,7 @@ def _as_strided_scatter(
     keys: Any, self: torch.Tensor, src: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None
 ) -> torch.Tensor:
     op = torch.ops.aten.as_strided_scatter.default
-    if _begins_somewhere(self):
+    if self.device.type == DEVICE_TYPE and begins_somewhere(self):
         raise _unknown_start(str(op))
     if _shows_a_part(self):
         raise UnsupportedOp(
@@ -139,19 +137,6 @@ def _shows_a_part(self: torch.Tensor) -> bool:
         and base is not None
         and not (self.is_contiguous() and base.is_contiguous() and self.numel() == base.numel())
     )
-
-
-_storage_of: Callable[[torch.Tensor], Any] = torch.Tensor.untyped_storage  # as it is before the shims guard it
-
-
-def _begins_somewhere(self: torch.Tensor) -> bool:
-    """Whether a tensor is a view of which only functionalization knows the base, and not of all of it."""
-    if self._is_view() or self.device.type != DEVICE_TYPE or not torch._is_functional_tensor(self):
-        return False
-    if torch._is_functional_tensor_base(self):
-        return False
-    whole = self.numel() * self.element_size() == _storage_of(self).nbytes()
-    return not (whole and is_dense(self.shape, self.stride()))
 
 
 def _within(self: torch.Tensor, size: Any, stride: Any, storage_offset: int | None) -> bool:

@@ -23,7 +23,6 @@ import torch
 from ...trace.handle import DEVICE_TYPE, LazyTensor
 from .opaque import opaque
 from .patches import replace
-from .shims import storages_are_names
 
 __all__ = ["install"]
 
@@ -92,23 +91,11 @@ def _let_nested_tensors_pass(library: torch.library.Library) -> None:
     """A nested tensor is a view of its values to PyTorch, made by an operator that sees plain tensors only."""
     from torch.nested._internal.nested_tensor import NestedTensor
 
-    _let_them_ask_for_storages(NestedTensor)
     for op in (torch.ops.aten._nested_view_from_jagged.default, torch.ops.aten._nested_from_padded_tensor.default):
         functionalized = torch.library.get_kernel(op, "Functionalize")
         kernel = functools.partial(_nest, NestedTensor, op, functionalized)
         opaque(_nest)
         library.impl(op._schema.name.removeprefix("aten::"), kernel, "Functionalize", with_keyset=True)
-
-
-@functools.cache
-def _let_them_ask_for_storages(nested: Any) -> None:
-    make: Any = nested.__new__
-
-    def new(cls: type, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        with storages_are_names():  # it asks how large the storage is, to say the same of its own
-            return make(cls, values, *args, **kwargs)
-
-    replace("torch.nested._internal.nested_tensor.NestedTensor.__new__", staticmethod(opaque(new)))
 
 
 def _nest(cls: type, op: Any, functionalized: Any, keys: Any, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -4,9 +4,8 @@ PyTorch's functionalization turns a write into an operator that gives a new valu
 kernels ask of the tensor that is written: whether its dtype can hold the result, whether its elements share memory,
 whether it overlaps in part with what is read. So the operator itself is asked, once per kind of arguments.
 
-Private torch APIs used here: ``torch._C._functionalization.get_view_meta_sequence`` and
-``apply_view_meta_sequence`` (what a wrapper is a view of), ``torch._is_functional_tensor``,
-``torch._from_functional_tensor``, ``torch._C._is_alias_of``.
+Private torch APIs used here: ``torch._C._functionalization.get_view_meta_sequence`` (what a wrapper is a view of),
+``torch._is_functional_tensor``, ``torch._from_functional_tensor``, ``torch._C._is_alias_of``.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from ...core.specs import TensorSpec, is_dense
 from ...trace.handle import LazyTensor
 from .expanded import call_exactly, is_of_expanded, write_back
 from .opaque import opaque
+from .places import place
 
 __all__ = ["Checked", "boxable", "install", "is_conjugate_view", "refuse_as_cpu", "share_memory"]
 
@@ -40,30 +40,10 @@ def share_memory(one: Any, other: Any) -> bool:
     return isinstance(other, torch.Tensor) and _is_functional(other) and _is_alias_of(one, other)
 
 
-def _place(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
-    """What a tensor is a view of, as an identity, and a tensor without memory that lies in it as this one does.
-
-    A wrapper knows by which views it was made, not from which shape; autograd knows the base.
-    """
-    base: Any = tensor._base
-    root = tensor if base is None else base
-    placed = torch.empty_strided(root.shape, root.stride(), dtype=root.dtype, device="meta")
-    made_by = _views.get_view_meta_sequence(tensor)[len(_views.get_view_meta_sequence(root)) :]
-    return id(root), _views.apply_view_meta_sequence(placed, [_as_view(meta) for meta in made_by])
-
-
 def is_conjugate_view(tensor: torch.Tensor) -> bool:
     """Whether a complex tensor of this device shows its memory conjugated: the CPU's says so by ``is_conj()``."""
     made_by = _views.get_view_meta_sequence(tensor)
     return tensor.is_complex() and sum(isinstance(meta, _views._conj_ViewMeta) for meta in made_by) % 2 == 1
-
-
-def _as_view(meta: Any) -> Any:
-    """The same step, giving a view where functionalization has a copy."""
-    parts = list(meta.as_tuple())
-    mode = next(at for at, part in enumerate(parts) if isinstance(part, _views.InverseReturnMode))
-    parts[mode - 1] = True  # ``reapply_views``
-    return type(meta)(tuple(parts))
 
 
 def _described(values: Any) -> Any:
@@ -75,7 +55,7 @@ def _described(values: Any) -> Any:
             continue
         spec = TensorSpec.of(tensor)
         if any(other is not tensor and _is_alias_of(tensor, other) for other in tensors):
-            root, placed = _place(tensor)
+            root, placed = place(tensor)
             # A conjugate view is resolved where it is read, so it is in no place of its base.
             resolved = placed.is_conj() or placed.is_neg()
             if placed.shape == tensor.shape and placed.dtype == tensor.dtype and not resolved:

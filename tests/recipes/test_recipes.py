@@ -1,0 +1,21 @@
+"""The recipes run, each in a process of its own; ``pip install -e .[recipes]`` installs what they use."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from recipes import RECIPES, missing
+from table import outcome
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe(name: str) -> None:
+    if absent := missing(name):
+        pytest.skip(f"not installed: {', '.join(absent)}")
+    assert outcome(name)[1] == "works"

@@ -1,0 +1,62 @@
+"""Where a view lies in what it is a view of: handles do not know, each having a value of its own.
+
+Functionalization knows by which views a tensor was made, and autograd of what.
+
+Private torch APIs used here: ``torch._C._functionalization.get_view_meta_sequence`` and
+``apply_view_meta_sequence``, ``torch._is_functional_tensor``, ``torch._is_functional_tensor_base``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from ...core.default_state import default_state
+from ...core.specs import is_dense
+
+__all__ = ["begins_somewhere", "offset", "place"]
+
+_views: Final[Any] = torch._C._functionalization  # type: ignore[attr-defined]
+_storage_of: Final[Any] = torch.Tensor.untyped_storage  # as it is before anybody wraps it
+
+
+def place(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
+    """What a tensor is a view of, as an identity, and a tensor without memory that lies in it as this one does.
+
+    A wrapper knows by which views it was made, not from which shape; autograd knows the base.
+    """
+    base: Any = tensor._base
+    root = tensor if base is None else base
+    placed = torch.empty_strided(root.shape, root.stride(), dtype=root.dtype, device="meta")
+    made_by = _views.get_view_meta_sequence(tensor)[len(_views.get_view_meta_sequence(root)) :]
+    return id(root), _views.apply_view_meta_sequence(placed, [_as_view(meta) for meta in made_by])
+
+
+def _as_view(meta: Any) -> Any:
+    """The same step, giving a view where functionalization has a copy."""
+    parts = list(meta.as_tuple())
+    mode = next(at for at, part in enumerate(parts) if isinstance(part, _views.InverseReturnMode))
+    parts[mode - 1] = True  # ``reapply_views``
+    return type(meta)(tuple(parts))
+
+
+def begins_somewhere(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a view of which only functionalization knows the base, and not of all of it."""
+    if tensor._is_view() or not torch._is_functional_tensor(tensor) or torch._is_functional_tensor_base(tensor):
+        return False
+    whole = tensor.numel() * tensor.element_size() == _storage_of(tensor).nbytes()
+    return not (whole and is_dense(tensor.shape, tensor.stride()))
+
+
+def offset(tensor: torch.Tensor) -> int | None:
+    """How many elements after its storage a tensor begins, as of a CPU tensor; ``None`` where that is not known."""
+    if not torch._is_functional_tensor(tensor) or torch._is_functional_tensor_base(tensor):
+        return 0
+    if tensor._base is None:
+        return None if begins_somewhere(tensor) else 0
+    if begins_somewhere(tensor._base):
+        return None
+    with default_state():
+        placed = place(tensor)[1]
+    return int(placed.storage_offset())
