@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         AmbiguousKernel,
         BackendNotFound,
         BackendUnavailable,
+        CollectiveError,
         CompileError,
         ConfigError,
         DelegateError,
@@ -89,8 +90,8 @@ _HOMES = {
     "torchport.backend.registry": "BackendInfo Registry registry",
     "torchport.core.config": "config",
     "torchport.core.errors": (
-        "AmbiguousKernel BackendNotFound BackendUnavailable CompileError ConfigError DelegateError DeviceMismatch "
-        "DispatchError ErrorCode ExecutionError GraphError MethodError MissingKernel ProgramError StorageAccess "
+        "AmbiguousKernel BackendNotFound BackendUnavailable CollectiveError CompileError ConfigError DelegateError "
+        "DeviceMismatch DispatchError ErrorCode ExecutionError GraphError MethodError MissingKernel ProgramError StorageAccess "
         "TorchportError UnsupportedOp"
     ),
     "torchport.core.specs": "CompileSpec CompileSpecs TensorSpec",
@@ -131,9 +132,12 @@ def __dir__() -> list[str]:
 def _autoload() -> None:
     """Called by ``import torch`` (entry point group ``torch.backends``); must never make that import fail."""
     try:
-        from .frontend.device.register import register_device  # on demand: importing torchport imports nothing else
+        # On demand: importing torchport imports nothing else.
+        from .frontend.device.register import register_device
+        from .frontend.distributed.register import register_process_group
 
         register_device()
+        register_process_group()
     except Exception as error:
         # Not a warning: where warnings are errors, it would break the very import it must not break.
         print(f"torchport: torch.device('port') is not available: {type(error).__name__}: {error}", file=sys.stderr)

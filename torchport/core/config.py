@@ -14,6 +14,7 @@ attribute              environment variable        meaning
 ``compile_workers``    ``TORCHPORT_COMPILE_WORKERS`` processes that compile beside the program; 0: none
 ``compile_timeout``    ``TORCHPORT_COMPILE_TIMEOUT`` seconds that one computation may compile there
 ``compile_nice``       ``TORCHPORT_COMPILE_NICE``  how far those processes stand back for the program, 0 to 19
+``peer_timeout``       ``TORCHPORT_PEER_TIMEOUT``  seconds of silence after which a rank counts as gone (distributed)
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ _FIELDS: Final[dict[str, tuple[Callable[[object], Any], Any]]] = {
     "compile_workers": (_count(0), 1),
     "compile_timeout": (_count(1), 600),
     "compile_nice": (_count(0, 19), 10),
+    "peer_timeout": (_count(2), 20),
 }
 
 
@@ -104,6 +106,7 @@ class Config:
     compile_workers: int
     compile_timeout: int
     compile_nice: int
+    peer_timeout: int
 
     def __init__(self, environ: dict[str, str] | None = None) -> None:
         env = os.environ if environ is None else environ

@@ -9,6 +9,7 @@
     ├── CompileError         a backend's preprocess or init failed
     ├── ExecutionError       a compiled computation failed while it ran
     ├── DeviceMismatch       tensors of different devices met in one op
+    ├── CollectiveError      ranks disagree about a collective, or one of them is gone
     ├── GraphError           a graph is not in FX normal form
     ├── StorageAccess        memory of a device tensor was asked for; it has none in this process
     ├── ConfigError          a configuration value or environment variable is malformed
@@ -32,6 +33,7 @@ __all__ = [
     "AmbiguousKernel",
     "BackendNotFound",
     "BackendUnavailable",
+    "CollectiveError",
     "CompileError",
     "ConfigError",
     "DelegateError",
@@ -90,6 +92,10 @@ class ExecutionError(_AtUserLine):
 
 class DeviceMismatch(_AtUserLine):
     """Tensors of different devices met in one operator."""
+
+
+class CollectiveError(TorchportError):
+    """Ranks disagree about a collective, one of them is gone, or the bytes did not arrive; names ranks and lines."""
 
 
 class GraphError(TorchportError):

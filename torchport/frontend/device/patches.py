@@ -87,12 +87,12 @@ PATCHES: Final[dict[str, tuple[str, str, str]]] = {
         "its import",
     ),
     "torch.distributed.distributed_c10d.BackendConfig.__init__": (
-        "takes the CPU's backend where none is named and none registered for the device",
-        _PICK,
+        "takes the backends of both the CPU and the device where none is named",
+        "PyTorch takes the accelerator's alone; objects and checkpoints travel as tensors of the CPU",
         "its import",
     ),
     "torch.distributed.fsdp._fully_shard._fsdp_init.init_device_mesh": (
-        "spreads over CPUs where no backend is registered for the device",
+        "spreads over CPUs where the program has not used the device",
         _PICK,
         "its import",
     ),

@@ -1,0 +1,16 @@
+"""What PyTorch calls to make a process group's backend for the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import communicator, functional, kernels
+
+__all__ = ["create"]
+
+
+def create(options: Any) -> Any:
+    """The gloo that carries a group's bytes; the first call registers the kernels."""
+    kernels.install()
+    functional.install()
+    return communicator.create_gloo(options)

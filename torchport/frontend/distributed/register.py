@@ -1,0 +1,60 @@
+"""Tell ``torch.distributed`` that there is a backend for the device. Runs inside ``import torch`` and imports little.
+
+Private torch APIs used here: ``torch.distributed.distributed_c10d.BackendConfig``,
+``torch.distributed.fsdp._fully_shard._fsdp_init.init_device_mesh``, ``torch._C._get_accelerator``.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from ..device.names import NAME
+from ..device.patches import replace, when_imported
+from ..device.ready import is_ready
+
+__all__ = ["register_process_group"]
+
+
+def register_process_group() -> None:
+    """Register the backend ``port`` once ``torch.distributed`` is imported, if PyTorch has it at all."""
+    if torch.distributed.is_available():
+        when_imported("torch.distributed.distributed_c10d", _process_groups)
+        when_imported("torch.distributed.fsdp._fully_shard._fsdp_init", _sharded_modules)
+
+
+def _create(options: Any, backend_options: Any) -> Any:
+    from .backend import create  # on demand: ``import torch`` must stay light
+
+    return create(options)
+
+
+def _process_groups(module: Any) -> None:
+    """``init_process_group()`` without a backend makes one for tensors of the device, and gloo's for those of the CPU.
+
+    PyTorch would make one for the accelerator alone. Objects and checkpoints travel as tensors of the CPU.
+    """
+    kind, backend_type = module.BackendConfig, module.Backend
+    backend_type.register_backend(NAME, _create, extended_api=True, devices=["cpu", NAME])
+    original = kind.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, backend: Any) -> None:
+        if str(backend) == backend_type.UNDEFINED and torch._C._get_accelerator().type == NAME:
+            backend = f"cpu:{backend_type.default_device_backend_map['cpu']},{NAME}:{NAME}"
+        original(self, backend)
+
+    replace("torch.distributed.distributed_c10d.BackendConfig.__init__", init)
+
+
+def _sharded_modules(module: Any) -> None:
+    """``fully_shard`` without a mesh spreads over CPUs where the program has not used the device."""
+    original = module.init_device_mesh
+
+    @functools.wraps(original)
+    def init_device_mesh(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return original("cpu" if device_type == NAME and not is_ready() else device_type, *args, **kwargs)
+
+    replace("torch.distributed.fsdp._fully_shard._fsdp_init.init_device_mesh", init_device_mesh)
