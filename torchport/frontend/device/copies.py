@@ -22,7 +22,7 @@ from ...trace.layouts import kind_of, refusal
 from ...trace.threads import threads
 from ...trace.trace import COPIES_UNDER_GRAD, Trace
 from ...trace.trie import NONE
-from ...trace.wrapping import unwrap, wrap
+from ...trace.wrapping import call_above, is_bypassed, unwrap, wrap
 from . import layouts
 from .storages import HostStorage
 
@@ -144,6 +144,8 @@ def _copy(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> 
 
 def _same_value(self: torch.Tensor) -> torch.Tensor:
     """``detach`` and its kin: another handle of the same value; nothing is traced."""
+    if is_bypassed(self):
+        return call_above(aten.alias_copy.default, (self,), {})
     inner = unwrap(self)
     if not isinstance(inner, LazyTensor):
         raise UnsupportedOp(f"expected a tensor on {DEVICE_TYPE}, got one on {inner.device}", source=user_line())

@@ -5,6 +5,8 @@ Everything that needs the lazy core imports it when called, so that ``import tor
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -15,9 +17,12 @@ from .fork import forked_after_use
 from .ready import at_first_use, init, is_ready
 
 __all__ = [
+    "Event",
+    "Stream",
     "current_device",
     "current_stream",
     "default_generators",
+    "default_stream",
     "device",
     "device_count",
     "empty_cache",
@@ -45,6 +50,7 @@ __all__ = [
     "set_device",
     "set_rng_state",
     "set_rng_state_all",
+    "set_stream",
     "stream",
     "synchronize",
 ]
@@ -106,10 +112,11 @@ def current_device() -> int:
 def set_device(device: Any) -> None:
     """Only index 0 can be the current device: PyTorch's Python-defined devices know no other.
 
+    A process of a distributed program may name its ``LOCAL_RANK``: each has one device, which is index 0 there.
     Raises ``RuntimeError`` for another index. ``torchport.use(name)`` binds index 0 to another backend.
     """
     index = _index(device)
-    if index != 0:
+    if index != 0 and str(index) != os.environ.get("LOCAL_RANK"):
         raise RuntimeError(
             f"port:{index} cannot be made the current device: PyTorch knows index 0 only for devices defined in "
             "Python. Write the index in full, torch.device('port', index), or bind index 0 with torchport.use(name)"
@@ -285,24 +292,86 @@ def empty_cache() -> None:
     """Values are freed with their last reference; there is no cache of memory to empty."""
 
 
-class _Stream:
-    """There is one stream of work per device; PyTorch asks for it in a few places."""
+class Event:
+    """A point in the device's work. There is one stream of work, and values wait for themselves."""
 
-    device_index = 0
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._time = 0.0
+
+    def record(self, stream: object = None) -> None:
+        """Note the time; work is in order already."""
+        self._time = time.perf_counter()
+
+    def wait(self, stream: object = None) -> None:
+        """Work is in order already."""
+
+    def query(self) -> bool:
+        """Whether the point has been passed, as far as the program can tell: it always has."""
+        return True
 
     def synchronize(self) -> None:
+        """Compute everything pending."""
+        synchronize()
+
+    def elapsed_time(self, end_event: Event) -> float:
+        """Milliseconds of the program's time between two recorded points."""
+        return (end_event._time - self._time) * 1e3
+
+
+class Stream:
+    """The device's only stream of work, under as many names as a program makes."""
+
+    device_index = 0
+    stream_id = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Any device and priority: all stand for the same."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device."""
+        return torch.device("port", self.device_index)
+
+    def query(self) -> bool:
+        """Whether the work is done, as far as the program can tell."""
+        return True
+
+    def synchronize(self) -> None:
+        """Compute everything pending."""
         synchronize()
 
     def wait_stream(self, stream: object) -> None:
         """Work is in order already."""
 
+    def wait_event(self, event: object) -> None:
+        """Work is in order already."""
 
-_stream = _Stream()
+    def record_event(self, event: Event | None = None) -> Event:
+        """A point in the work."""
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        return None
 
 
-def current_stream(device: Any = None) -> _Stream:
+_stream = Stream()
+
+
+def current_stream(device: Any = None) -> Stream:
     """The device's only stream."""
     return _stream
+
+
+default_stream = current_stream
+
+
+def set_stream(stream: Any) -> None:
+    """There is one stream."""
 
 
 def stream(stream: Any) -> AbstractContextManager[None]:

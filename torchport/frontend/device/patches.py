@@ -96,6 +96,21 @@ PATCHES: Final[dict[str, tuple[str, str, str]]] = {
         _PICK,
         "its import",
     ),
+    "torch.distributed.fsdp._fully_shard._fsdp_param.alloc_storage": (
+        "gives a freed tensor of the device a value",
+        "it resizes a storage",
+        "its import",
+    ),
+    "torch.distributed.fsdp._fully_shard._fsdp_param.free_storage": (
+        "lets go of the value of a tensor of the device",
+        "the same",
+        "its import",
+    ),
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.reset_sharded_param": (
+        "takes the parameter's data anew, for the device",
+        "it asks whether two tensors share one",
+        "its import",
+    ),
     "torch.distributed.run.determine_local_world_size": (
         "--nproc-per-node=auto starts a process per core",
         _PICK,

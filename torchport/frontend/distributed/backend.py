@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import communicator, functional, kernels
+from ..device.patches import when_imported
+from . import communicator, functional, kernels, sharding
 
 __all__ = ["create"]
 
@@ -13,4 +14,5 @@ def create(options: Any) -> Any:
     """The gloo that carries a group's bytes; the first call registers the kernels."""
     kernels.install()
     functional.install()
+    when_imported("torch.distributed.fsdp._fully_shard._fsdp_collectives", sharding.install)
     return communicator.create_gloo(options)

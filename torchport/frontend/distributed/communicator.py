@@ -32,6 +32,9 @@ __all__ = ["Communicator", "communicator_of", "create_gloo"]
 
 POLL: Final = 1.0
 """Seconds between two looks at the ranks that are waited for."""
+SHORTEST: Final = 0.0001
+LONGEST: Final = 0.01
+"""Seconds between two questions to the store, at first and in the end."""
 PATIENCE: Final = 30.0
 """Seconds of waiting after which a warning says for whom."""
 IN_TRANSIT: Final = 60.0
@@ -93,11 +96,14 @@ class Communicator:
         store = watch.store
 
         def meet() -> list[bytes] | None:
-            store.set_timeout(timedelta(seconds=POLL))
-            try:
-                return store.multi_get(keys)
-            except dist.DistStoreError:  # not all are there
-                return None
+            # Asked again and again, since PyTorch's client prints a warning for each wait that ends too early.
+            pause, until = SHORTEST, time.monotonic() + POLL
+            while not store.check(keys):
+                if time.monotonic() > until:
+                    return None
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST)
+            return store.multi_get(keys)
 
         def absent() -> list[int]:
             return [rank for rank, key in zip(self.ranks, keys, strict=True) if not store.check([key])]

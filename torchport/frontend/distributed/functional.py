@@ -13,8 +13,10 @@ from typing import Any, Final
 
 import torch
 from torch._C._distributed_c10d import _resolve_process_group
+from torch.utils._pytree import tree_leaves
 
 from ...trace.handle import LazyTensor, make_handle
+from ...trace.wrapping import call_above, is_bypassed
 from ..device.inplace import overriding
 from ..device.opaque import opaque
 from . import collectives, point_to_point
@@ -153,6 +155,17 @@ _WRITING: Final[dict[str, Callable[..., Any]]] = {
     "reduce_scatter_tensor_out": _writing(reduce_scatter_tensor),
 }
 
+def _below(op: Any, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel on handles; what the user holds goes through functionalization first."""
+
+    def call(given: Any, *args: Any) -> Any:
+        if any(map(is_bypassed, tree_leaves((given, args)))):
+            return call_above(op, (given, *args), {})
+        return kernel(given, *args)
+
+    return call
+
+
 _library: Final[list[torch.library.Library]] = []
 
 
@@ -164,7 +177,8 @@ def install() -> None:
     _library.append(library)
     with overriding():
         for kernel in _FUNCTIONAL:
-            library.impl(kernel.__name__, opaque(kernel), "PrivateUse1")
+            op = getattr(torch.ops._c10d_functional, kernel.__name__).default
+            library.impl(kernel.__name__, opaque(_below(op, kernel)), "PrivateUse1")
         for name, writing in _WRITING.items():
             stock = torch.library.get_kernel(f"_c10d_functional::{name}", "Functionalize")
             library.impl(name, opaque(for_ours(writing, stock)), "Functionalize", with_keyset=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..device.names import NAME
+from ..device.names import NAME, device_of
 from ..device.patches import replace, when_imported
 from ..device.ready import is_ready
 
@@ -23,6 +23,7 @@ def register_process_group() -> None:
     if torch.distributed.is_available():
         when_imported("torch.distributed.distributed_c10d", _process_groups)
         when_imported("torch.distributed.fsdp._fully_shard._fsdp_init", _sharded_modules)
+        when_imported("torch.distributed.fsdp._fully_shard._fsdp_param", _sharded_parameters)
 
 
 def _create(options: Any, backend_options: Any) -> Any:
@@ -58,3 +59,41 @@ def _sharded_modules(module: Any) -> None:
         return original("cpu" if device_type == NAME and not is_ready() else device_type, *args, **kwargs)
 
     replace("torch.distributed.fsdp._fully_shard._fsdp_init.init_device_mesh", init_device_mesh)
+
+
+def _sharded_parameters(module: Any) -> None:
+    """``fully_shard`` frees gathered parameters by resizing storages, and asks whether two tensors share one."""
+    alloc, free, reset = module.alloc_storage, module.free_storage, module.FSDPParam.reset_sharded_param
+
+    @functools.wraps(alloc)
+    def alloc_storage(tensor: torch.Tensor) -> None:
+        if device_of(tensor).type != NAME:
+            return alloc(tensor)
+        from . import sharding  # on demand: ``import torch`` must stay light
+
+        return sharding.make_again(tensor)
+
+    @functools.wraps(free)
+    def free_storage(tensor: torch.Tensor) -> None:
+        if device_of(tensor).type != NAME:
+            return free(tensor)
+        from . import sharding  # on demand: ``import torch`` must stay light
+
+        return sharding.free(tensor)
+
+    @functools.wraps(reset)
+    def reset_sharded_param(self: Any) -> None:
+        if device_of(self._sharded_param_data).type != NAME:
+            return reset(self)
+        # It asks whether the data that it holds and the parameter's share memory. What is held is never the newer.
+        held, self._sharded_param_data = self._sharded_param_data, None
+        try:
+            return reset(self)
+        finally:
+            if self._sharded_param_data is None:
+                self._sharded_param_data = held
+
+    name = "torch.distributed.fsdp._fully_shard._fsdp_param"
+    replace(f"{name}.alloc_storage", alloc_storage)
+    replace(f"{name}.free_storage", free_storage)
+    replace(f"{name}.FSDPParam.reset_sharded_param", reset_sharded_param)

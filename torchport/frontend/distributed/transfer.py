@@ -159,7 +159,7 @@ class TransferWork(dist.Work):
     def get_future(self) -> Any:
         """A future of the tensors."""
         if self._future is None:
-            self._future = torch.futures.Future(devices=[torch.device(DEVICE_TYPE, self._transfer.runtime.index)])
+            self._future = torch.futures.Future()
             self._future.set_result(self._outputs)
             self._outputs = None
         return self._future
