@@ -91,8 +91,8 @@ _HOMES = {
     "torchport.core.config": "config",
     "torchport.core.errors": (
         "AmbiguousKernel BackendNotFound BackendUnavailable CollectiveError CompileError ConfigError DelegateError "
-        "DeviceMismatch DispatchError ErrorCode ExecutionError GraphError MethodError MissingKernel ProgramError StorageAccess "
-        "TorchportError UnsupportedOp"
+        "DeviceMismatch DispatchError ErrorCode ExecutionError GraphError MethodError MissingKernel ProgramError "
+        "StorageAccess TorchportError UnsupportedOp"
     ),
     "torchport.core.specs": "CompileSpec CompileSpecs TensorSpec",
     "torchport.debug.analysis": "Finding analyze compile_reasons",

@@ -32,9 +32,7 @@ def is_bypassed(value: object) -> bool:
 
     PyTorch's C++ calls operators so on the tensors inside of a ``DTensor``.
     """
-    return (
-        isinstance(value, torch.Tensor) and torch._is_functional_tensor(value) and _is_excluded(_FUNCTIONALIZE)
-    )
+    return isinstance(value, torch.Tensor) and torch._is_functional_tensor(value) and _is_excluded(_FUNCTIONALIZE)
 
 
 def call_above(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -1,1 +1,1 @@
-"""``torch.distributed`` for tensors of the device: a process group, collectives as cut points, and faults that are told."""
+"""``torch.distributed`` for tensors of the device: collectives between computations, and faults that are told."""

@@ -82,7 +82,9 @@ def _start(
     results: Sequence[tuple[torch.Tensor, Callable[[], torch.Tensor]] | None],
 ) -> Outcome:
     transfer = launch(communicator, _runtime(like), works() if communicator.size > 1 else (), what)
-    handles = [None if one is None else transfer.result(contiguous(one[0].shape, one[0].dtype), one[1]) for one in results]
+    handles = [
+        None if one is None else transfer.result(contiguous(one[0].shape, one[0].dtype), one[1]) for one in results
+    ]
     return Outcome(transfer, handles)
 
 
@@ -136,7 +138,11 @@ def reduce(communicator: Communicator, tensors: Handles, reduce_op: Any, root: i
 
 
 def reduce_scatter(
-    communicator: Communicator, outputs: Handles, inputs: Sequence[Handles], reduce_op: Any, name: str = "reduce_scatter"
+    communicator: Communicator,
+    outputs: Handles,
+    inputs: Sequence[Handles],
+    reduce_op: Any,
+    name: str = "reduce_scatter",
 ) -> Outcome:
     """Each output becomes its rank's share of the reduction of its inputs: one tensor, or one per rank."""
     size = communicator.size
@@ -201,8 +207,8 @@ def all_gather(
     for parts, given in zip(outputs, inputs, strict=True):
         if sum(part.numel() for part in parts) != given.numel() * size or parts[0].dtype != given.dtype:
             raise ValueError(
-                f"{name} of {describe([given])} over {size} ranks gives {given.numel() * size} elements, but the output "
-                f"is {describe(parts)}"
+                f"{name} of {describe([given])} over {size} ranks gives {given.numel() * size} elements, but the "
+                f"output is {describe(parts)}"
             )
     hosts = host_values(name, inputs)
     what = f"{name} of {describe(inputs)}"

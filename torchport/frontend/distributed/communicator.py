@@ -1,4 +1,4 @@
-"""The ranks of a process group, as the device has them: gloo carries the bytes, a store what the ranks say to each other.
+"""The ranks of a process group, as the device has them: gloo carries bytes, a store what ranks say to each other.
 
 Before a collective each rank writes to the store what it is about to do, and reads what the others wrote
 (:meth:`Communicator.agree`). Only where that fits is anything handed to gloo, which would otherwise hang, mix up values
@@ -49,8 +49,8 @@ T = TypeVar("T")
 class Communicator:
     """The ranks of one process group.
 
-    ``rank`` is the process's in the group, ``ranks`` the global ranks of all members. ``gloo`` carries the bytes of host
-    tensors. ``watch`` may be ``None`` for a group of one.
+    ``rank`` is the process's in the group, ``ranks`` the global ranks of all members. ``gloo`` carries the bytes of
+    host tensors. ``watch`` may be ``None`` for a group of one.
     """
 
     def __init__(
@@ -112,12 +112,10 @@ class Communicator:
         what = f"{mine.signature}\n    at {mine.line}"
         return [Statement.decode(text) for text in self.wait(meet, absent, what, self.timeout)]
 
-    def wait(
-        self, attempt: Callable[[], T | None], absent: Callable[[], Sequence[int]], what: str, limit: float
-    ) -> T:
+    def wait(self, attempt: Callable[[], T | None], absent: Callable[[], Sequence[int]], what: str, limit: float) -> T:
         """Try until something comes, each time for a bounded while, and look after the ranks that are ``absent``.
 
-        Raises :class:`CollectiveError` where one of them is gone, another rank has failed, or ``limit`` seconds are over.
+        Raises :class:`CollectiveError` where one is gone, another rank has failed, or ``limit`` seconds are over.
         """
         begun, warned = 0.0, False
         while True:
@@ -138,7 +136,7 @@ class Communicator:
                 warn_user(f"torchport: rank {self.ranks[self.rank]} waits at {what}\n{places}", RuntimeWarning)
 
     def _look(self, missing: Sequence[int], what: str) -> str:
-        """Where the missing ranks are. Raises :class:`CollectiveError` if one of them is gone or another rank has failed."""
+        """Where the missing ranks are. Raises :class:`CollectiveError` if one is gone or another rank has failed."""
         watch = self._watch
         assert watch is not None
         key = f"{self._prefix}/failed"
@@ -158,13 +156,15 @@ class Communicator:
             return call()
         except dist.DistNetworkError as error:
             self.failure = CollectiveError(
-                f"the store of the process group is gone, so the process that keeps it has ended (rank 0, or torchrun): "
+                "the store of the process group is gone, so the process that keeps it has ended (rank 0, or torchrun): "
                 f"{str(error).partition(chr(10))[0]}"
             )
+            if self._watch is not None:
+                self._watch.store_is_gone()
             raise self.failure from error
 
     def fail(self, message: str, tell: bool = True) -> NoReturn:
-        """Raise :class:`CollectiveError`, now and for whatever is asked of the group later; the other ranks are told."""
+        """Raise :class:`CollectiveError`, now and for all that is asked of the group later; other ranks are told."""
         self.failure = CollectiveError(message)
         if tell and self._watch is not None:
             self._of_store(lambda: self._watch.store.set(f"{self._prefix}/failed", message))  # type: ignore[union-attr]

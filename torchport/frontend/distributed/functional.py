@@ -155,6 +155,7 @@ _WRITING: Final[dict[str, Callable[..., Any]]] = {
     "reduce_scatter_tensor_out": _writing(reduce_scatter_tensor),
 }
 
+
 def _below(op: Any, kernel: Callable[..., Any]) -> Callable[..., Any]:
     """A kernel on handles; what the user holds goes through functionalization first."""
 

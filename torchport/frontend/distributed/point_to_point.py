@@ -1,4 +1,4 @@
-"""``send`` and ``recv``: a header tells what comes, so that what does not fit is an error and not the end of the process.
+"""``send`` and ``recv``: a header tells what comes, so that a misfit is an error and not the end of the process.
 
 gloo pairs messages by sender and tag, and ends the process where a message is longer than what was made ready for it.
 So each message is two: a header of fixed length with the sender's statement, and the values, which the receiver makes
@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future as Promise
-from typing import Any, Final
+from typing import Final
 
 import torch
 

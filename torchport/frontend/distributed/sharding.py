@@ -1,4 +1,4 @@
-"""``fully_shard``: it frees and makes again the memory of gathered parameters, which tensors of the device have none of.
+"""``fully_shard``: it frees the memory of gathered parameters, and makes it again; here there is none.
 
 It resizes storages, so that whatever autograd has saved of a gathered parameter finds the values that are gathered
 again for backward. On this device a view finds its base's present value anyway, so only the values are let go of.

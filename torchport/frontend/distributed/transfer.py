@@ -21,7 +21,7 @@ from ...core.errors import CollectiveError, TorchportError
 from ...core.specs import TensorSpec
 from ...run.device_runtime import DeviceRuntime
 from ...run.future import Future
-from ...trace.handle import DEVICE_TYPE, LazyTensor, make_handle
+from ...trace.handle import LazyTensor, make_handle
 from .communicator import Communicator
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class TransferWork(dist.Work):
         _kept.append(self)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # type: ignore[override]
-        """Return when the bytes are there. Raises :class:`CollectiveError`. A ``timeout`` is the group's alone to say."""
+        """Return when the bytes are there. Raises :class:`CollectiveError`. The limit is the group's own."""
         self._transfer.finish()
         if self._transfer.error is not None:
             raise self._transfer.error

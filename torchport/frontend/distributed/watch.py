@@ -57,6 +57,7 @@ class Watch:
                 while self.garbage:
                     self._own.delete_key(self.garbage.popleft())
             except RuntimeError:  # the store is gone; whoever waits for something finds out
+                self.store_is_gone()
                 return
 
     def end(self) -> None:
@@ -72,6 +73,11 @@ class Watch:
             self._beat(said)
         except RuntimeError:
             return
+
+    def store_is_gone(self) -> None:
+        """Say nothing any more: the process that keeps the store has ended."""
+        atexit.unregister(self.end)
+        self._ended.set()
 
     def look(self, rank: int) -> tuple[str | None, str]:
         """What is wrong with a rank, if anything is, and where it was last."""
