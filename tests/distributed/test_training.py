@@ -5,7 +5,18 @@ from __future__ import annotations
 import pytest
 from launch_ranks import all_well, run_ranks
 
-EVERY = ("ddp", "ddp_views", "ddp_hook", "ddp_accumulated", "tensor_parallel", "fsdp", "pipeline", "checkpointed")
+EVERY = (
+    "ddp",
+    "ddp_views",
+    "ddp_hook",
+    "ddp_accumulated",
+    "ddp_unused",
+    "ddp_static",
+    "tensor_parallel",
+    "fsdp",
+    "pipeline",
+    "checkpointed",
+)
 
 
 def test_two_ranks_train_as_one() -> None:

@@ -180,7 +180,9 @@ def _with_host_indices(op: Any) -> Callable[..., Any]:
 
 
 def _copy_from(self: torch.Tensor, dst: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """``dst.copy_(self)`` where one of the two is not on this device."""
+    """``dst.copy_(self)`` where one of the two is not on this device, or inside of a ``DTensor``."""
+    if is_bypassed(dst):
+        return call_above(aten.copy_.default, (dst, self), {})
     inner = unwrap(self)
     if isinstance(inner, LazyTensor) and not isinstance(unwrap(dst), LazyTensor):
         return dst.copy_(host_tensor(inner))

@@ -62,6 +62,8 @@ class Communicator:
         self.timeout = timeout.total_seconds()
         self.sequence = 0
         self.failure: CollectiveError | None = None
+        self.is_default = False
+        """Whether it is the program's first group, which the others are part of."""
         self._watch = watch
         self._prefix = f"{name}/{zlib.crc32(repr(self.ranks).encode()):x}{nonce}"
 
@@ -83,6 +85,11 @@ class Communicator:
         wrong = disagreement(dict(zip(self.ranks, said, strict=True)))
         if wrong is not None:
             self.fail(f"in collective {self.sequence} of group {self.name!r} {wrong}")
+
+    def leave(self) -> None:
+        """Tell the others that this rank has destroyed the group: it will come to nothing any more."""
+        if self._watch is not None:
+            self._watch.end()
 
     def note(self, place: str) -> None:
         """Note where this rank is, for others to be told. Raises what the group has failed of."""
@@ -231,6 +238,7 @@ def create_gloo(options: Any) -> Any:
         gloo.broadcast(nonce, 0).wait()
     watch = _world[0] if size > 1 else None
     made = Communicator(options.group_id, gloo, rank, ranks, watch, options.timeout, f"-{int(nonce):x}")
+    made.is_default = not options.global_ranks_in_group
     _created[options.group_id] = made
     return gloo
 
@@ -247,6 +255,8 @@ def communicator_of(group: Any) -> Communicator:
             found = Communicator(group.group_name, backend, group.rank(), ranks, watch, _timeout_of(backend), "")
         found.gloo = backend  # with PyTorch's own checks around it, where they are switched on
         _of_group[group] = found
+        if found.is_default:
+            weakref.finalize(group, found.leave).atexit = False
     return found
 
 

@@ -68,7 +68,11 @@ class Watch:
         self._ended.set()
         self._thread.join(2 * EVERY)
         error = getattr(sys, "last_value", None)
-        said = "ended" if error is None else f"ended with {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        said = (
+            "left the group"
+            if error is None
+            else f"ended with {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        )
         try:
             self._beat(said)
         except RuntimeError:
