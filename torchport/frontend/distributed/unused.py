@@ -1,7 +1,7 @@
 """``DistributedDataParallel`` that looks for unused parameters: it copies a map of them through pinned memory.
 
-It asks the device for an allocator of such memory in C++, which a device in Python cannot give. Nothing here is faster from
-pinned memory, so once there is such a module, tensors that are asked for in it are made in other memory of the host.
+It asks the device for an allocator of such memory in C++, which a device in Python cannot give. Nothing here is faster
+from pinned memory, so once there is such a module, tensors that are asked for in it are made in other memory.
 """
 
 from __future__ import annotations
