@@ -132,9 +132,8 @@ def __dir__() -> list[str]:
 def _autoload() -> None:
     """Called by ``import torch`` (entry point group ``torch.backends``); must never make that import fail."""
     try:
-        # On demand: importing torchport imports nothing else.
-        from .frontend.device.register import register_device
-        from .frontend.distributed.register import register_process_group
+        from .frontend.device.register import register_device  # on demand: importing torchport imports nothing else
+        from .frontend.distributed.register import register_process_group  # on demand: the same
 
         register_device()
         register_process_group()

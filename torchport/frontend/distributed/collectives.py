@@ -23,7 +23,7 @@ from .staging import Reduction, as_bytes, describe, host_values, reduction_of
 from .transfer import Transfer, launch
 
 __all__ = [
-    "Outcome",
+    "Launched",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -40,7 +40,7 @@ __all__ = [
 Handles = Sequence[LazyTensor]
 
 
-class Outcome(NamedTuple):
+class Launched(NamedTuple):
     """A transfer, and the new handles in the order of the tensors that are written; ``None``: it stays as it is."""
 
     transfer: Transfer
@@ -80,12 +80,12 @@ def _start(
     what: str,
     works: Callable[[], Sequence[Any]],
     results: Sequence[tuple[torch.Tensor, Callable[[], torch.Tensor]] | None],
-) -> Outcome:
+) -> Launched:
     transfer = launch(communicator, _runtime(like), works() if communicator.size > 1 else (), what)
     handles = [
         None if one is None else transfer.result(contiguous(one[0].shape, one[0].dtype), one[1]) for one in results
     ]
-    return Outcome(transfer, handles)
+    return Launched(transfer, handles)
 
 
 def _reduced(reduction: Reduction, staged: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -102,7 +102,7 @@ def _staged(reduction: Reduction, hosts: Sequence[torch.Tensor]) -> list[torch.T
     return [reduction.prepare(host).contiguous() for host in hosts]
 
 
-def all_reduce(communicator: Communicator, tensors: Handles, reduce_op: Any, name: str = "all_reduce") -> Outcome:
+def all_reduce(communicator: Communicator, tensors: Handles, reduce_op: Any, name: str = "all_reduce") -> Launched:
     """Every tensor becomes the reduction of those of all ranks."""
     reduction = reduction_of(reduce_op, tensors[0].dtype, communicator.size)
     hosts = host_values(name, tensors, private=True)
@@ -119,7 +119,7 @@ def all_reduce(communicator: Communicator, tensors: Handles, reduce_op: Any, nam
     )
 
 
-def reduce(communicator: Communicator, tensors: Handles, reduce_op: Any, root: int) -> Outcome:
+def reduce(communicator: Communicator, tensors: Handles, reduce_op: Any, root: int) -> Launched:
     """The tensor of rank ``root`` becomes the reduction of those of all ranks; the others' stay."""
     reduction = reduction_of(reduce_op, tensors[0].dtype, communicator.size)
     hosts = host_values("reduce", tensors, private=True)
@@ -143,7 +143,7 @@ def reduce_scatter(
     inputs: Sequence[Handles],
     reduce_op: Any,
     name: str = "reduce_scatter",
-) -> Outcome:
+) -> Launched:
     """Each output becomes its rank's share of the reduction of its inputs: one tensor, or one per rank."""
     size = communicator.size
     reduction = reduction_of(reduce_op, outputs[0].dtype, size)
@@ -183,7 +183,7 @@ def _flat(hosts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 # -- what only moves -------------------------------------------------------------------------------------------------
-def broadcast(communicator: Communicator, tensors: Handles, root: int) -> Outcome:
+def broadcast(communicator: Communicator, tensors: Handles, root: int) -> Launched:
     """Every tensor becomes that of rank ``root``."""
     mine = communicator.rank == root
     hosts = host_values("broadcast", tensors) if mine else [_empty(tensor) for tensor in tensors]
@@ -201,7 +201,7 @@ def broadcast(communicator: Communicator, tensors: Handles, root: int) -> Outcom
 
 def all_gather(
     communicator: Communicator, outputs: Sequence[Handles], inputs: Handles, name: str = "all_gather"
-) -> Outcome:
+) -> Launched:
     """Each output, one tensor or one per rank, becomes the inputs of all ranks one behind the other."""
     size = communicator.size
     for parts, given in zip(outputs, inputs, strict=True):
@@ -240,7 +240,7 @@ def _part(whole: torch.Tensor, like: torch.Tensor, at: int | None) -> Callable[[
     return lambda: whole.reshape(shape) if at is None else whole[at].reshape(shape).clone()
 
 
-def gather(communicator: Communicator, outputs: Handles, given: LazyTensor, root: int) -> Outcome:
+def gather(communicator: Communicator, outputs: Handles, given: LazyTensor, root: int) -> Launched:
     """Output *n* of rank ``root`` becomes the input of rank *n*; other ranks have no outputs."""
     mine = communicator.rank == root
     (host,) = host_values("gather", [given])
@@ -259,7 +259,7 @@ def gather(communicator: Communicator, outputs: Handles, given: LazyTensor, root
     return _start(communicator, given, what, works, results)
 
 
-def scatter(communicator: Communicator, output: LazyTensor, given: Handles, root: int) -> Outcome:
+def scatter(communicator: Communicator, output: LazyTensor, given: Handles, root: int) -> Launched:
     """The output becomes the input that rank ``root`` has for this one; other ranks have no inputs."""
     mine = communicator.rank == root
     hosts = host_values("scatter", given) if mine else []
@@ -282,7 +282,7 @@ def all_to_all(
     received: Sequence[int],
     sent: Sequence[int],
     name: str = "all_to_all",
-) -> Outcome:
+) -> Launched:
     """Element *n* of what each rank sends goes to rank *n*.
 
     ``inputs`` and ``outputs`` are one tensor, or one per rank; ``sent`` and ``received`` say how many elements of the

@@ -20,7 +20,7 @@ from ...trace.wrapping import call_above, is_bypassed
 from ..device.inplace import overriding
 from ..device.opaque import opaque
 from . import collectives, point_to_point
-from .collectives import Outcome, contiguous, counts
+from .collectives import Launched, contiguous, counts
 from .communicator import Communicator, communicator_of
 from .kernels import for_ours, write
 from .staging import handles_of
@@ -41,7 +41,7 @@ def _like(handle: LazyTensor, rows: int | None = None) -> LazyTensor:
     return make_handle(contiguous(shape, handle.dtype), handle.get_device())
 
 
-def _results(outcome: Outcome, given: Sequence[LazyTensor]) -> list[torch.Tensor]:
+def _results(outcome: Launched, given: Sequence[LazyTensor]) -> list[torch.Tensor]:
     return [
         aten.alias_copy.default(old) if new is None else new for old, new in zip(given, outcome.handles, strict=True)
     ]

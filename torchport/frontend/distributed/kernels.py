@@ -23,7 +23,7 @@ from ..device import ready
 from ..device.inplace import overriding, unwrapped
 from ..device.opaque import opaque
 from . import collectives, point_to_point
-from .collectives import Outcome
+from .collectives import Launched
 from .communicator import Communicator, communicator_of
 from .staging import handles_of
 from .transfer import Transfer, TransferWork
@@ -55,7 +55,7 @@ def write(tensor: torch.Tensor, handle: LazyTensor) -> None:
     torch._functionalize_sync(tensor)  # type: ignore[attr-defined]
 
 
-def _finish(outcome: Outcome, written: Iterable[torch.Tensor], shown: Sequence[Any]) -> Any:
+def _finish(outcome: Launched, written: Iterable[torch.Tensor], shown: Sequence[Any]) -> Any:
     """Write what came, and give the boxed ``Work``; ``shown`` is what its future gives."""
     with torch.no_grad():
         for tensor, handle in zip(written, outcome.handles, strict=True):
