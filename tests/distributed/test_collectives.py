@@ -7,10 +7,10 @@ from launch_ranks import all_well, run_ranks
 
 
 def test_random_programs_of_two_ranks_agree_with_gloo(commit_seed: str) -> None:
-    all_well(run_ranks("collective_program.py", commit_seed, "25"))
+    all_well(run_ranks("../collective_fuzz.py", commit_seed, "25"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "xla"])
 def test_random_programs_of_four_ranks_agree_with_gloo(commit_seed: str, backend: str) -> None:
-    all_well(run_ranks("collective_program.py", commit_seed, "60", "100000", ranks=4, backend=backend, limit=400))
+    all_well(run_ranks("../collective_fuzz.py", commit_seed, "60", "100000", ranks=4, backend=backend, limit=400))

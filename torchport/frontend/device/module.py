@@ -292,7 +292,7 @@ def empty_cache() -> None:
     """Values are freed with their last reference; there is no cache of memory to empty."""
 
 
-class Event:
+class DeviceEvent:
     """A point in the device's work. There is one stream of work, and values wait for themselves."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -313,9 +313,12 @@ class Event:
         """Compute everything pending."""
         synchronize()
 
-    def elapsed_time(self, end_event: Event) -> float:
+    def elapsed_time(self, end_event: DeviceEvent) -> float:
         """Milliseconds of the program's time between two recorded points."""
         return (end_event._time - self._time) * 1e3
+
+
+Event = DeviceEvent
 
 
 class Stream:
@@ -346,9 +349,9 @@ class Stream:
     def wait_event(self, event: object) -> None:
         """Work is in order already."""
 
-    def record_event(self, event: Event | None = None) -> Event:
+    def record_event(self, event: DeviceEvent | None = None) -> DeviceEvent:
         """A point in the work."""
-        event = Event() if event is None else event
+        event = DeviceEvent() if event is None else event
         event.record(self)
         return event
 

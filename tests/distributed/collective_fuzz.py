@@ -1,6 +1,6 @@
 """Random programs of collectives, each run on tensors of the device and, by gloo alone, on tensors of the CPU.
 
-``python collective_program.py SEED COUNT [LARGEST]`` under the environment of a rank: ``COUNT`` programs from ``SEED``,
+``python collective_fuzz.py SEED COUNT [LARGEST]`` under the environment of a rank: ``COUNT`` programs from ``SEED``,
 with tensors of up to ``LARGEST`` elements. Every rank draws the same programs.
 """
 
