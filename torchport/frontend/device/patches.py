@@ -255,6 +255,16 @@ ADDITIONS: Final[dict[str, tuple[str, str, str]]] = {
     "torch._C._autograd.DeviceType.*": ("PORT", _NAMES, _IMPORT),
     "torch._C._profiler.ProfilerActivity.*": ("PORT", _NAMES, _IMPORT),
     "PrivateUse1": ("its name, hooks and device guard", "the key that PyTorch has for such devices", _IMPORT),
+    "torch.distributed.distributed_c10d.Backend.*": (
+        "a backend, port",
+        "torch.distributed has a way of its own to register one",
+        "its import",
+    ),
+    "torch.library, c10d, _c10d_functional and fsdp": (
+        "kernels of collectives and of what fully_shard copies with, at PrivateUse1 and Functionalize",
+        "they carry tensors of the device; others go to PyTorch's kernels",
+        "first process group",
+    ),
     "torch.optim.optimizer._global_optimizer_pre_hooks": ("a hook", "see twins.own_gradients", _IMPORT),
     "torch.optim.optimizer._global_optimizer_post_hooks": ("a hook", "a training step ends", _IMPORT),
     "torch.serialization._package_registry": ("a package", "files name storages of the device", _IMPORT),
