@@ -132,11 +132,9 @@ def __dir__() -> list[str]:
 def _autoload() -> None:
     """Called by ``import torch`` (entry point group ``torch.backends``); must never make that import fail."""
     try:
-        from .frontend.device.register import register_device  # on demand: importing torchport imports nothing else
-        from .frontend.distributed.register import register_process_group  # on demand: the same
+        from .frontend.register import register_frontends  # on demand: importing torchport imports nothing else
 
-        register_device()
-        register_process_group()
+        register_frontends()
     except Exception as error:
         # Not a warning: where warnings are errors, it would break the very import it must not break.
         print(f"torchport: torch.device('port') is not available: {type(error).__name__}: {error}", file=sys.stderr)

@@ -28,9 +28,13 @@ def register_process_group() -> None:
 
 
 def _create(options: Any, backend_options: Any) -> Any:
-    from .backend import create  # on demand: ``import torch`` must stay light
+    return _room().create(options)
 
-    return create(options)
+
+def _room() -> Any:
+    from . import backend  # on demand: ``import torch`` must stay light
+
+    return backend
 
 
 def _process_groups(module: Any) -> None:
@@ -71,9 +75,7 @@ def _parallel_modules(module: Any) -> None:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         if (self.find_unused_parameters or self.static_graph) and self.device_type == NAME:
-            from .unused import make_without_pinning  # on demand: ``import torch`` must stay light
-
-            make_without_pinning()
+            _room().unused.make_without_pinning()
 
     replace("torch.nn.parallel.distributed.DistributedDataParallel.__init__", init)
 
@@ -86,17 +88,13 @@ def _sharded_parameters(module: Any) -> None:
     def alloc_storage(tensor: torch.Tensor) -> None:
         if device_of(tensor).type != NAME:
             return alloc(tensor)
-        from . import sharding  # on demand: ``import torch`` must stay light
-
-        return sharding.make_again(tensor)
+        return _room().sharding.make_again(tensor)
 
     @functools.wraps(free)
     def free_storage(tensor: torch.Tensor) -> None:
         if device_of(tensor).type != NAME:
             return free(tensor)
-        from . import sharding  # on demand: ``import torch`` must stay light
-
-        return sharding.free(tensor)
+        return _room().sharding.free(tensor)
 
     @functools.wraps(reset)
     def reset_sharded_param(self: Any) -> None:
