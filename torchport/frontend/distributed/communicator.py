@@ -226,7 +226,7 @@ _world: list[Watch] = []
 def create_gloo(options: Any) -> Any:
     """The gloo of a new process group, by the options that PyTorch gives to whoever makes one."""
     rank, size = options.group_rank, options.group_size
-    gloo = dist.ProcessGroupGloo(options.store, rank, size, options.timeout)  # type: ignore[attr-defined]
+    gloo: Any = dist.ProcessGroupGloo(options.store, rank, size, options.timeout)  # type: ignore[attr-defined]
     ranks = list(options.global_ranks_in_group) or list(range(size))
     if not options.global_ranks_in_group:
         while _world:

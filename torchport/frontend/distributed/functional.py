@@ -32,7 +32,7 @@ aten = torch.ops.aten
 
 
 def _group(named: Any) -> Communicator:
-    return communicator_of(_resolve_process_group(named) if isinstance(named, str) else named)
+    return communicator_of(_resolve_process_group(named) if isinstance(named, str) else named)  # type: ignore[arg-type]
 
 
 def _like(handle: LazyTensor, rows: int | None = None) -> LazyTensor:
@@ -91,8 +91,9 @@ def all_to_all_single(given: torch.Tensor, received: Sequence[int], sent: Sequen
     name = "all_to_all_single"
     communicator, (handle,) = _group(group), handles_of(name, [given])
     output = _like(handle, sum(received)) if received else _like(handle)
-    sizes = [counts(name, one, list(rows), communicator.size) for one, rows in ((output, received), (handle, sent))]
-    outcome = collectives.all_to_all(communicator, [output], [handle], *sizes, name)
+    coming = counts(name, output, list(received), communicator.size)
+    going = counts(name, handle, list(sent), communicator.size)
+    outcome = collectives.all_to_all(communicator, [output], [handle], coming, going, name)
     return _results(outcome, [output])[0]
 
 
@@ -113,7 +114,8 @@ def irecv(given: torch.Tensor, source: int, tag: int, group: Any) -> Any:
 
 def batch_p2p_ops(ops: Sequence[str], peers: Sequence[int], tags: Sequence[int], tensors: Tensors, group: Any) -> Any:
     done = {"isend": isend, "irecv": irecv}
-    return [done[op](one, *to, group) for op, one, *to in zip(ops, tensors, peers, tags, strict=True)]
+    given = zip(ops, tensors, peers, tags, strict=True)
+    return [done[op](one, peer, tag, group) for op, one, peer, tag in given]
 
 
 _FUNCTIONAL: Final = (

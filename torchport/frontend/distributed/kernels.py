@@ -159,10 +159,9 @@ def alltoall_base_(
 ) -> Any:
     communicator, name = _group(group), "all_to_all_single"
     (target,), (source,) = handles_of(name, [output]), handles_of(name, [given])
-    counts = [
-        collectives.counts(name, one, rows, communicator.size) for one, rows in ((target, received), (source, sent))
-    ]
-    outcome = collectives.all_to_all(communicator, [target], [source], *counts, name)
+    coming = collectives.counts(name, target, received, communicator.size)
+    going = collectives.counts(name, source, sent, communicator.size)
+    outcome = collectives.all_to_all(communicator, [target], [source], coming, going, name)
     return _finish(outcome, [output], [output])
 
 

@@ -85,7 +85,7 @@ _GLOO: Final = frozenset(
         torch.int64,
     }
 )
-_Op: Final = dist.ReduceOp.RedOpType  # type: ignore[attr-defined]
+_Op: Final[Any] = dist.ReduceOp.RedOpType  # type: ignore[attr-defined]
 
 
 def reduction_of(kind: Any, dtype: torch.dtype, size: int) -> Reduction:
