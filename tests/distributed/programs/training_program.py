@@ -57,12 +57,6 @@ class Training:
     def ddp_hook(self) -> list[float]:
         return self.ddp(hook=default_hooks.allreduce_hook)
 
-    def ddp_unused(self) -> list[float]:
-        return self.ddp(find_unused_parameters=True)
-
-    def ddp_static(self) -> list[float]:
-        return self.ddp(static_graph=True)
-
     def ddp_accumulated(self) -> list[float]:
         """Two halves of a rank's part, the first without communication."""
         net = DistributedDataParallel(model(self.layers).to(DEVICE))

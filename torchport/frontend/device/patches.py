@@ -91,11 +91,6 @@ PATCHES: Final[dict[str, tuple[str, str, str]]] = {
         "PyTorch takes the accelerator's alone; objects and checkpoints travel as tensors of the CPU",
         "its import",
     ),
-    "torch.nn.parallel.distributed.DistributedDataParallel.__init__": (
-        "has pinned memory replaced, where a module on the device looks for unused parameters",
-        _ALLOCATOR,
-        _IMPORT,
-    ),
     "torch.distributed.fsdp._fully_shard._fsdp_init.init_device_mesh": (
         "spreads over CPUs where the program has not used the device",
         _PICK,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ..device.patches import when_imported
-from . import communicator, functional, kernels, sharding, unused
+from . import communicator, functional, kernels, sharding
 
-__all__ = ["create", "sharding", "unused"]
+__all__ = ["create", "sharding"]
 
 
 def create(options: Any) -> Any:

@@ -22,7 +22,6 @@ def register_process_group() -> None:
     """Register the backend ``port`` once ``torch.distributed`` is imported, if PyTorch has it at all."""
     if torch.distributed.is_available():
         when_imported("torch.distributed.distributed_c10d", _process_groups)
-        when_imported("torch.nn.parallel.distributed", _parallel_modules)
         when_imported("torch.distributed.fsdp._fully_shard._fsdp_init", _sharded_modules)
         when_imported("torch.distributed.fsdp._fully_shard._fsdp_param", _sharded_parameters)
 
@@ -64,20 +63,6 @@ def _sharded_modules(module: Any) -> None:
         return original("cpu" if device_type == NAME and not is_ready() else device_type, *args, **kwargs)
 
     replace("torch.distributed.fsdp._fully_shard._fsdp_init.init_device_mesh", init_device_mesh)
-
-
-def _parallel_modules(module: Any) -> None:
-    """``DistributedDataParallel`` that looks for unused parameters asks the device for pinned memory."""
-    kind = module.DistributedDataParallel
-    original = kind.__init__
-
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if (self.find_unused_parameters or self.static_graph) and self.device_type == NAME:
-            _room().unused.make_without_pinning()
-
-    replace("torch.nn.parallel.distributed.DistributedDataParallel.__init__", init)
 
 
 def _sharded_parameters(module: Any) -> None:
