@@ -10,8 +10,6 @@ EVERY = (
     "ddp_views",
     "ddp_hook",
     "ddp_accumulated",
-    "ddp_unused",
-    "ddp_static",
     "tensor_parallel",
     "fsdp",
     "pipeline",
