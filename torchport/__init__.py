@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         BackendNotFound,
         BackendUnavailable,
         CacheMiss,
+        CollectiveError,
         CompileError,
         ConfigError,
         ContractError,
@@ -95,9 +96,9 @@ _HOMES = {
     "torchport.backend.registry": "BackendInfo Registry registry",
     "torchport.core.config": "config",
     "torchport.core.errors": (
-        "AmbiguousKernel BackendNotFound BackendUnavailable CacheMiss CompileError ConfigError ContractError "
-        "DelegateError DeviceMismatch DispatchError ErrorCode ExecutionError GraphError MethodError MissingKernel "
-        "ProgramError "
+        "AmbiguousKernel BackendNotFound BackendUnavailable CacheMiss CollectiveError CompileError ConfigError "
+        "ContractError DelegateError DeviceMismatch DispatchError ErrorCode ExecutionError GraphError MethodError "
+        "MissingKernel ProgramError "
         "StorageAccess TorchportError UnsupportedOp"
     ),
     "torchport.core.specs": "CompileSpec CompileSpecs TensorSpec",
@@ -139,9 +140,9 @@ def __dir__() -> list[str]:
 def _autoload() -> None:
     """Called by ``import torch`` (entry point group ``torch.backends``); must never make that import fail."""
     try:
-        from .frontend.device.register import register_device  # on demand: importing torchport imports nothing else
+        from .frontend.register import register_frontends  # on demand: importing torchport imports nothing else
 
-        register_device()
+        register_frontends()
     except Exception as error:
         # Not a warning: where warnings are errors, it would break the very import it must not break.
         print(f"torchport: torch.device('port') is not available: {type(error).__name__}: {error}", file=sys.stderr)

@@ -21,6 +21,7 @@ attribute              environment variable        meaning
                                                    on disk; with ``cache-only`` what is not there is an error
 ``cache_dir``          ``TORCHPORT_CACHE_DIR``     where they are; empty: in the user's cache folder
 ``cache_size``         ``TORCHPORT_CACHE_SIZE``    bytes they may take, such as ``5G``
+``peer_timeout``       ``TORCHPORT_PEER_TIMEOUT``  seconds of silence after which a rank counts as gone (distributed)
 """
 
 from __future__ import annotations
@@ -110,6 +111,7 @@ _FIELDS: Final[dict[str, tuple[Callable[[object], Any], Any]]] = {
     "cache": (_choice("on", "read-only", "cache-only", "off"), "on"),
     "cache_dir": (_text, ""),
     "cache_size": (parse_size, 5 << 30),
+    "peer_timeout": (_count(2), 20),
 }
 
 
@@ -135,6 +137,7 @@ class Config:
     cache: str
     cache_dir: str
     cache_size: int
+    peer_timeout: int
 
     def __init__(self, environ: dict[str, str] | None = None) -> None:
         env = os.environ if environ is None else environ

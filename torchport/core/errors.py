@@ -11,6 +11,7 @@
     ├── ExecutionError       a compiled computation failed while it ran
     ├── DeviceMismatch       tensors of different devices met in one op
     ├── ContractError        a backend's method answered or did what the contract does not allow
+    ├── CollectiveError      ranks disagree about a collective, or one of them is gone
     ├── GraphError           a graph is not in FX normal form
     ├── StorageAccess        memory of a device tensor was asked for; it has none in this process
     │                        (a NotImplementedError, too)
@@ -36,6 +37,7 @@ __all__ = [
     "BackendNotFound",
     "BackendUnavailable",
     "CacheMiss",
+    "CollectiveError",
     "CompileError",
     "ConfigError",
     "ContractError",
@@ -111,6 +113,10 @@ class ContractError(TorchportError):
         super().__init__(message)
         self.method = method
         self.op = None if op is None else str(op)
+
+
+class CollectiveError(TorchportError):
+    """Ranks disagree about a collective, one of them is gone, or the bytes did not arrive; names ranks and lines."""
 
 
 class GraphError(TorchportError):

@@ -47,13 +47,13 @@ __all__ = [
     "note_fallbacks",
 ]
 
-NOW: Final = frozenset({"read", "eager", "host", "kernel"})
+NOW: Final = frozenset({"read", "eager", "host", "kernel", "collective"})
 """Causes of a flush after which the calling thread needs a value at once."""
 
 PLANS_AT_MOST: Final = 256
 """Plans kept at one place of a trie: a program that keeps other values each time would fill it without end."""
 
-WAITING: Final = NOW - {"eager"}
+WAITING: Final = NOW - {"eager", "collective"}
 """Those that the program could do without."""
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import torch
 
-__all__ = ["unwrap", "wrap"]
+__all__ = ["WrappedArgument", "call_above", "is_bypassed", "unwrap", "wrap"]
 
 
 def unwrap(tensor: torch.Tensor) -> torch.Tensor:
@@ -18,10 +19,33 @@ def unwrap(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _FUNCTIONALIZE: Final = torch._C.DispatchKey.Functionalize
+_is_excluded: Final = torch._C._dispatch_tls_is_dispatch_key_excluded
+_exclude: Final = torch._C._dispatch_tls_set_dispatch_key_excluded
+
+
+class WrappedArgument(Exception):
+    """A kernel was given what the user holds, where functionalization is switched off and could not unwrap it."""
+
+
+def is_bypassed(value: object) -> bool:
+    """Whether a value is what the user holds of a handle, though functionalization is switched off.
+
+    PyTorch's C++ calls operators so on the tensors inside of a ``DTensor``.
+    """
+    return isinstance(value, torch.Tensor) and torch._is_functional_tensor(value) and _is_excluded(_FUNCTIONALIZE)
+
+
+def call_above(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call an operator with functionalization switched on, as if the program had called it."""
+    _exclude(_FUNCTIONALIZE, False)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        _exclude(_FUNCTIONALIZE, True)
 
 
 def wrap(tensor: torch.Tensor) -> torch.Tensor:
     """A new value as the user gets it: in a functionalization wrapper, unless functionalization itself asked for it."""
-    if torch._C._dispatch_tls_is_dispatch_key_excluded(_FUNCTIONALIZE):
+    if _is_excluded(_FUNCTIONALIZE):
         return tensor
     return torch._to_functional_tensor(tensor)

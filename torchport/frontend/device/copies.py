@@ -23,7 +23,7 @@ from ...trace.layouts import kind_of, refusal
 from ...trace.threads import threads
 from ...trace.trace import COPIES_UNDER_GRAD, Trace
 from ...trace.trie import NONE
-from ...trace.wrapping import unwrap, wrap
+from ...trace.wrapping import call_above, is_bypassed, unwrap, wrap
 from . import layouts
 from .generators import owner_of
 from .opaque import opaque
@@ -160,6 +160,8 @@ def _copy(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> 
 
 def _same_value(self: torch.Tensor) -> torch.Tensor:
     """``detach`` and its kin: another handle of the same value; nothing is traced."""
+    if is_bypassed(self):
+        return call_above(aten.alias_copy.default, (self,), {})
     inner = unwrap(self)
     if not isinstance(inner, LazyTensor):
         raise UnsupportedOp(f"expected a tensor on {DEVICE_TYPE}, got one on {inner.device}", source=user_line())
@@ -194,7 +196,9 @@ def _with_host_indices(op: Any) -> Callable[..., Any]:
 
 
 def _copy_from(self: torch.Tensor, dst: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """``dst.copy_(self)`` where one of the two is not on this device."""
+    """``dst.copy_(self)`` where one of the two is not on this device, or inside of a ``DTensor``."""
+    if is_bypassed(dst):
+        return call_above(aten.copy_.default, (dst, self), {})
     inner = unwrap(self)
     if isinstance(inner, LazyTensor) and not isinstance(unwrap(dst), LazyTensor):
         return dst.copy_(host_tensor(inner))

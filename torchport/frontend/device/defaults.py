@@ -1,7 +1,7 @@
 """What PyTorch picks for a program that names no device, where its pick of the accelerator would not work.
 
 Most of PyTorch that is told no device stays on the CPU. A few places take the accelerator, and then need of it what
-this device does not have: ``torch._C._scatter``, a communication backend, masks for tensors of the CPU.
+this device does not have: ``torch._C._scatter``, masks for tensors of the CPU.
 A program for the CPU worked there before torchport was installed, so there the pick is the CPU, as if this device were
 not. A program that names ``port`` gets it. Runs inside ``import torch``.
 
@@ -28,8 +28,6 @@ def install() -> None:
     _data_parallel(sys.modules["torch.nn.parallel.data_parallel"])
     when_imported("torch.nn.attention.flex_attention", _block_masks)
     if torch.distributed.is_available():
-        when_imported("torch.distributed.distributed_c10d", _process_groups)
-        when_imported("torch.distributed.fsdp._fully_shard._fsdp_init", _sharded_modules)
         when_imported("torch.distributed.run", _processes_of_torchrun)
 
 
@@ -60,32 +58,6 @@ def _block_masks(module: Any) -> None:
         return original(*args, **kwargs)
 
     replace("torch.nn.attention.flex_attention.create_block_mask", create_block_mask)
-
-
-def _process_groups(module: Any) -> None:
-    """``init_process_group()`` without a backend takes the CPU's, unless somebody registered one for this device."""
-    kind, known = module.BackendConfig, module.Backend.default_device_backend_map
-    original = kind.__init__
-
-    @functools.wraps(original)
-    def init(self: Any, backend: Any) -> None:
-        if str(backend) == module.Backend.UNDEFINED and _is_ours() and NAME not in known:
-            backend = f"cpu:{known['cpu']}"
-        original(self, backend)
-
-    replace("torch.distributed.distributed_c10d.BackendConfig.__init__", init)
-
-
-def _sharded_modules(module: Any) -> None:
-    """``fully_shard`` without a mesh spreads modules over the CPUs of a process group that only they take part in."""
-    original = module.init_device_mesh
-
-    @functools.wraps(original)
-    def init_device_mesh(device_type: str, *args: Any, **kwargs: Any) -> Any:
-        known = sys.modules["torch.distributed.distributed_c10d"].Backend.default_device_backend_map
-        return original("cpu" if device_type == NAME and NAME not in known else device_type, *args, **kwargs)
-
-    replace("torch.distributed.fsdp._fully_shard._fsdp_init.init_device_mesh", init_device_mesh)
 
 
 def _processes_of_torchrun(module: Any) -> None:

@@ -13,7 +13,7 @@ from ...trace.handle import DEVICE_TYPE, IndexedLazyTensor
 from ...trace.kernels import Kernel, make_kernel, supported_schema
 from ...trace.threads import threads
 from ...trace.trace import Trace
-from ...trace.wrapping import unwrap
+from ...trace.wrapping import call_above, is_bypassed, unwrap
 from . import (
     autocast,
     composites,
@@ -114,6 +114,8 @@ def _install() -> None:
     _libraries.append(anything)
 
     def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(map(is_bypassed, tree_leaves((args, kwargs)))):
+            return call_above(op, args, kwargs)
         return inner.fallback(threads.of(0), op, args, kwargs, call)
 
     anything.fallback(opaque(fallback), "PrivateUse1")

@@ -5,6 +5,7 @@ Everything that needs the lazy core imports it when called, so that ``import tor
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -110,10 +111,11 @@ def current_device() -> int:
 def set_device(device: Any) -> None:
     """Only index 0 can be the current device: PyTorch's Python-defined devices know no other.
 
+    A process of a distributed program may name its ``LOCAL_RANK``: each has one device, which is index 0 there.
     Raises ``RuntimeError`` for another index. ``torchport.use(name)`` binds index 0 to another backend.
     """
     index = _index(device)
-    if index != 0:
+    if index != 0 and str(index) != os.environ.get("LOCAL_RANK"):
         raise RuntimeError(
             f"port:{index} cannot be made the current device: PyTorch knows index 0 only for devices defined in "
             "Python. Write the index in full, torch.device('port', index), or bind index 0 with torchport.use(name)"

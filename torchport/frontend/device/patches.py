@@ -96,13 +96,28 @@ PATCHES: Final[dict[str, tuple[str, str, str]]] = {
         "its import",
     ),
     "torch.distributed.distributed_c10d.BackendConfig.__init__": (
-        "takes the CPU's backend where none is named and none registered for the device",
-        _PICK,
+        "takes the backends of both the CPU and the device where none is named",
+        "PyTorch takes the accelerator's alone; objects and checkpoints travel as tensors of the CPU",
         "its import",
     ),
     "torch.distributed.fsdp._fully_shard._fsdp_init.init_device_mesh": (
-        "spreads over CPUs where no backend is registered for the device",
+        "spreads over CPUs where the program has not used the device",
         _PICK,
+        "its import",
+    ),
+    "torch.distributed.fsdp._fully_shard._fsdp_param.alloc_storage": (
+        "gives a freed tensor of the device a value",
+        "it resizes a storage",
+        "its import",
+    ),
+    "torch.distributed.fsdp._fully_shard._fsdp_param.free_storage": (
+        "lets go of the value of a tensor of the device",
+        "the same",
+        "its import",
+    ),
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.reset_sharded_param": (
+        "takes the parameter's data anew, for the device",
+        "it asks whether two tensors share one",
         "its import",
     ),
     "torch.distributed.run.determine_local_world_size": (
@@ -258,6 +273,16 @@ ADDITIONS: Final[dict[str, tuple[str, str, str]]] = {
     "torch._C._autograd.DeviceType.*": ("PORT", _NAMES, _IMPORT),
     "torch._C._profiler.ProfilerActivity.*": ("PORT", _NAMES, _IMPORT),
     "PrivateUse1": ("its name, hooks and device guard", "the key that PyTorch has for such devices", _IMPORT),
+    "torch.distributed.distributed_c10d.Backend.*": (
+        "a backend, port",
+        "torch.distributed has a way of its own to register one",
+        "its import",
+    ),
+    "torch.library, c10d, _c10d_functional and fsdp": (
+        "kernels of collectives and of what fully_shard copies with, at PrivateUse1 and Functionalize",
+        "they carry tensors of the device; others go to PyTorch's kernels",
+        "first process group",
+    ),
     "torch.optim.optimizer._global_optimizer_pre_hooks": ("a hook", "see twins.own_gradients", _IMPORT),
     "torch.optim.optimizer._global_optimizer_post_hooks": ("a hook", "a training step ends", _IMPORT),
     "torch.serialization._package_registry": ("a package", "files name storages of the device", _IMPORT),

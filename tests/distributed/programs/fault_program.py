@@ -1,0 +1,44 @@
+"""Programs whose ranks come apart in some way: ``python fault_program.py KIND``. Rank 1 is the one that errs."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+def main(kind: str) -> None:
+    """Agree three times, then come apart."""
+    dist.init_process_group()
+    rank = dist.get_rank()
+    x = torch.ones(4, device="port")
+    for _ in range(3):
+        dist.all_reduce(x)
+    Path(os.environ["TEST_FOLDER"], f"ready{rank}").touch()
+    if rank == 1:
+        if kind == "raises":
+            raise ValueError("a bad batch")
+        if kind == "ends":
+            return
+        if kind in ("killed", "stopped"):
+            time.sleep(600)
+        if kind == "operation":
+            dist.broadcast(x, 0)
+        if kind == "shape":
+            x = torch.ones(5, device="port")
+        if kind == "message":
+            dist.send(torch.ones(5, device="port"), 0)
+            return
+    if kind == "message":
+        dist.recv(x, 1)
+        print(x)
+    dist.all_reduce(x)  # where the others are
+    print("came through")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

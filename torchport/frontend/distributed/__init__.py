@@ -1,0 +1,1 @@
+"""``torch.distributed`` for tensors of the device: collectives between computations, and faults that are told."""

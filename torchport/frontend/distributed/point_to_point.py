@@ -1,0 +1,168 @@
+"""``send`` and ``recv``: a header tells what comes, so that a misfit is an error and not the end of the process.
+
+gloo pairs messages by sender and tag, and ends the process where a message is longer than what was made ready for it.
+So each message is two: a header of fixed length with the sender's statement, and the values, which the receiver makes
+room for once it has seen that they fit. A thread per receive waits for the header, since gloo cannot be asked whether
+it is there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future as Promise
+from typing import Final
+
+import torch
+
+from ...core import metrics
+from ...core.errors import CollectiveError, TorchportError
+from ...core.frames import user_line
+from ...core.specs import TensorSpec
+from ...run.device_runtime import runtimes
+from ...trace.handle import LazyTensor
+from .communicator import POLL, Communicator
+from .staging import as_bytes, describe, host_values
+from .transfer import Received, Transfer
+
+__all__ = ["receive", "send"]
+
+HEADER: Final = 512
+"""Bytes of a header: what comes, and the user's line, cut where it is longer."""
+_OURS: Final = 1 << 30
+"""Tags from here on are of this module; a CPU tensor of the same group may have the ones below."""
+_TAGS: Final = 1 << 29  # tags of gloo are 31 bits
+
+_last: Final[dict[tuple[int, int, int], threading.Event]] = {}
+"""By communicator, rank and tag, when the last receive has been posted: values must be in the order of headers."""
+
+
+def _tags(tag: int) -> tuple[int, int]:
+    """The tags of a message's header and of its values."""
+    if not 0 <= tag < _TAGS:
+        raise ValueError(f"a tag is a number from 0 to {_TAGS - 1}, got {tag}")
+    return _OURS + 2 * tag, _OURS + 2 * tag + 1
+
+
+def _header(text: str) -> torch.Tensor:
+    raw = text.encode()[:HEADER]
+    return torch.frombuffer(bytearray(raw.ljust(HEADER, b"\0")), dtype=torch.uint8)
+
+
+def _text(header: torch.Tensor) -> str:
+    return bytes(header.tolist()).rstrip(b"\0").decode(errors="replace")
+
+
+def _in_background(call: Callable[[], None], name: str) -> Promise[None]:
+    promise: Promise[None] = Promise()
+
+    def run() -> None:
+        try:
+            call()
+            promise.set_result(None)
+        except BaseException as error:
+            promise.set_exception(error)
+
+    threading.Thread(target=run, name=f"torchport {name}", daemon=True).start()
+    return promise
+
+
+def _arrive(communicator: Communicator, promise: Promise[None], peer: int | None, what: str) -> Callable[[], None]:
+    """Waits for what is done in the background, and looks after the other side meanwhile."""
+
+    def attempt() -> bool | None:
+        try:
+            promise.result(POLL)
+        except TimeoutError:
+            if not promise.done():
+                return None
+        except RuntimeError:
+            pass
+        return True
+
+    def absent() -> list[int]:
+        return [r for r in communicator.ranks if r != communicator.ranks[communicator.rank]] if peer is None else [peer]
+
+    def arrive() -> None:
+        with metrics.metrics.timer("CollectiveTime"):
+            communicator.wait(attempt, absent, what, communicator.timeout)
+            error = promise.exception()
+            if isinstance(error, TorchportError):
+                raise error
+            if error is not None:
+                communicator.blame(error, what)  # type: ignore[arg-type]
+
+    return arrive
+
+
+def _place(communicator: Communicator, what: str) -> str:
+    line = user_line() or "a line of PyTorch's"
+    communicator.note(f"{what} at {line}")
+    return line
+
+
+def send(communicator: Communicator, tensor: LazyTensor, to: int, tag: int) -> Transfer:
+    """Send a tensor's values to rank ``to`` of the group."""
+    first, second = _tags(tag)
+    (host,) = host_values("send", [tensor])
+    what = f"send to rank {communicator.ranks[to]} of {describe([tensor])} with tag {tag}"
+    line = _place(communicator, what)
+    gloo, header = communicator.gloo, _header(f"{describe([tensor])}\n{line}")
+    works = [gloo.send([header], to, first)]
+    if host.numel():
+        works.append(gloo.send([as_bytes(host)], to, second))
+    kept = [header, host]
+
+    def wait() -> None:
+        for work in works:
+            work.wait()
+        kept.clear()
+
+    promise = _in_background(wait, "send")
+    runtime = runtimes.get(tensor.get_device())
+    return Transfer(runtime, _arrive(communicator, promise, communicator.ranks[to], f"{what}\n    at {line}"))
+
+
+def receive(
+    communicator: Communicator, tensor: LazyTensor, source: int | None, tag: int
+) -> tuple[Transfer, LazyTensor, Received]:
+    """A new handle for a tensor that gets its values from rank ``source`` of the group, or from whichever sends."""
+    first, second = _tags(tag)
+    gloo, expected = communicator.gloo, describe([tensor])
+    sender = "any rank" if source is None else f"rank {communicator.ranks[source]}"
+    what = f"receive from {sender} of {expected} with tag {tag}"
+    line = _place(communicator, what)
+    header, host = torch.zeros(HEADER, dtype=torch.uint8), torch.empty(tensor.shape, dtype=tensor.dtype)
+    received = Received(source)
+    key = (id(communicator), -1 if source is None else source, tag)
+    before, posted = _last.get(key), threading.Event()
+    _last[key] = posted
+    coming = gloo.recv_anysource([header], first) if source is None else gloo.recv([header], source, first)
+
+    def wait() -> None:
+        try:
+            coming.wait()
+            if source is None:
+                received.source = coming._source_rank()
+            comes, _, where = _text(header).partition("\n")
+            if comes != expected:
+                rank = communicator.ranks[received.source or 0]
+                raise CollectiveError(
+                    f"rank {rank} sends {comes}\n    at {where}\n  but rank {communicator.ranks[communicator.rank]} "
+                    f"receives {expected}\n    at {line}"
+                )
+            if before is not None:
+                before.wait()
+            values = gloo.recv([as_bytes(host)], received.source, second) if host.numel() else None
+        finally:
+            posted.set()
+            if _last.get(key) is posted:
+                del _last[key]
+        if values is not None:
+            values.wait()
+
+    promise = _in_background(wait, "receive")
+    peer = None if source is None else communicator.ranks[source]
+    runtime = runtimes.get(tensor.get_device())
+    transfer = Transfer(runtime, _arrive(communicator, promise, peer, f"{what}\n    at {line}"))
+    return transfer, transfer.result(TensorSpec.of(host), lambda: host), received

@@ -1,0 +1,99 @@
+"""Tell ``torch.distributed`` that there is a backend for the device. Runs inside ``import torch`` and imports little.
+
+Private torch APIs used here: ``torch.distributed.distributed_c10d.BackendConfig``,
+``torch.distributed.fsdp._fully_shard._fsdp_init.init_device_mesh``, ``torch._C._get_accelerator``.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from ..device.names import NAME, device_of
+from ..device.patches import replace, when_imported
+from ..device.ready import is_ready
+
+__all__ = ["register_process_group"]
+
+
+def register_process_group() -> None:
+    """Register the backend ``port`` once ``torch.distributed`` is imported, if PyTorch has it at all."""
+    if torch.distributed.is_available():
+        when_imported("torch.distributed.distributed_c10d", _process_groups)
+        when_imported("torch.distributed.fsdp._fully_shard._fsdp_init", _sharded_modules)
+        when_imported("torch.distributed.fsdp._fully_shard._fsdp_param", _sharded_parameters)
+
+
+def _create(options: Any, backend_options: Any) -> Any:
+    return _room().create(options)
+
+
+def _room() -> Any:
+    from . import backend  # on demand: ``import torch`` must stay light
+
+    return backend
+
+
+def _process_groups(module: Any) -> None:
+    """``init_process_group()`` without a backend makes one for tensors of the device, and gloo's for those of the CPU.
+
+    PyTorch would make one for the accelerator alone. Objects and checkpoints travel as tensors of the CPU.
+    """
+    kind, backend_type = module.BackendConfig, module.Backend
+    backend_type.register_backend(NAME, _create, extended_api=True, devices=["cpu", NAME])
+    original = kind.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, backend: Any) -> None:
+        if str(backend) == backend_type.UNDEFINED and torch._C._get_accelerator().type == NAME:
+            backend = f"cpu:{backend_type.default_device_backend_map['cpu']},{NAME}:{NAME}"
+        original(self, backend)
+
+    replace("torch.distributed.distributed_c10d.BackendConfig.__init__", init)
+
+
+def _sharded_modules(module: Any) -> None:
+    """``fully_shard`` without a mesh spreads over CPUs where the program has not used the device."""
+    original = module.init_device_mesh
+
+    @functools.wraps(original)
+    def init_device_mesh(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return original("cpu" if device_type == NAME and not is_ready() else device_type, *args, **kwargs)
+
+    replace("torch.distributed.fsdp._fully_shard._fsdp_init.init_device_mesh", init_device_mesh)
+
+
+def _sharded_parameters(module: Any) -> None:
+    """``fully_shard`` frees gathered parameters by resizing storages, and asks whether two tensors share one."""
+    alloc, free, reset = module.alloc_storage, module.free_storage, module.FSDPParam.reset_sharded_param
+
+    @functools.wraps(alloc)
+    def alloc_storage(tensor: torch.Tensor) -> None:
+        if device_of(tensor).type != NAME:
+            return alloc(tensor)
+        return _room().sharding.make_again(tensor)
+
+    @functools.wraps(free)
+    def free_storage(tensor: torch.Tensor) -> None:
+        if device_of(tensor).type != NAME:
+            return free(tensor)
+        return _room().sharding.free(tensor)
+
+    @functools.wraps(reset)
+    def reset_sharded_param(self: Any) -> None:
+        if device_of(self._sharded_param_data).type != NAME:
+            return reset(self)
+        # It asks whether the data that it holds and the parameter's share memory. What is held is never the newer.
+        held, self._sharded_param_data = self._sharded_param_data, None
+        try:
+            return reset(self)
+        finally:
+            if self._sharded_param_data is None:
+                self._sharded_param_data = held
+
+    name = "torch.distributed.fsdp._fully_shard._fsdp_param"
+    replace(f"{name}.alloc_storage", alloc_storage)
+    replace(f"{name}.free_storage", free_storage)
+    replace(f"{name}.FSDPParam.reset_sharded_param", reset_sharded_param)

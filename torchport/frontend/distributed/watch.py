@@ -1,0 +1,102 @@
+"""What the ranks of a program know of each other: each says in the store that it lives, and where it is.
+
+A thread of each process writes a line to the store every second, on a connection of its own. Whoever waits for a rank
+looks there: a rank that has ended, or has said nothing for a while, is an error with a name, not a wait without end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+import time
+from collections import deque
+from typing import Any, Final
+
+from ...core.config import config
+
+__all__ = ["Watch"]
+
+EVERY: Final = 1.0
+"""Seconds between two lines of a rank."""
+
+
+class Watch:
+    """The process's line in a store that all ranks share, and a look at those of others.
+
+    ``store`` is for the calling threads; the thread that writes has a client of its own.
+    """
+
+    def __init__(self, store: Any, rank: int) -> None:
+        self.store = store.clone()
+        self.rank = rank
+        self.garbage: deque[str] = deque()
+        """Keys that every rank has read: the thread deletes them."""
+        self._own = store.clone()
+        self._place = "it has come to no collective yet"
+        self._beats = 0
+        self._seen: dict[int, tuple[str, float]] = {}
+        self._ended = threading.Event()
+        self._beat("")
+        self._thread = threading.Thread(target=self._work, name="torchport watch", daemon=True)
+        self._thread.start()
+        atexit.register(self.end)
+
+    def at(self, place: str) -> None:
+        """Note where this rank is, for others to be told."""
+        self._place = place
+
+    def _beat(self, ended: str) -> None:
+        self._beats += 1
+        self._own.set(f"rank/{self.rank}", f"{ended}\n{self._beats}\n{self._place}")
+
+    def _work(self) -> None:
+        while not self._ended.wait(EVERY):
+            try:
+                self._beat("")
+                while self.garbage:
+                    self._own.delete_key(self.garbage.popleft())
+            except RuntimeError:  # the store is gone; whoever waits for something finds out
+                self.store_is_gone()
+                return
+
+    def end(self) -> None:
+        """Say that this process ends, and of what, so that nobody waits for it."""
+        atexit.unregister(self.end)
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        self._thread.join(2 * EVERY)
+        error = getattr(sys, "last_value", None)
+        said = (
+            "left the group"
+            if error is None
+            else f"ended with {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        )
+        try:
+            self._beat(said)
+        except RuntimeError:
+            return
+
+    def store_is_gone(self) -> None:
+        """Say nothing any more: the process that keeps the store has ended."""
+        atexit.unregister(self.end)
+        self._ended.set()
+
+    def look(self, rank: int) -> tuple[str | None, str]:
+        """What is wrong with a rank, if anything is, and where it was last."""
+        ended, _, rest = self.store.get(f"rank/{rank}").decode().partition("\n")
+        beats, _, place = rest.partition("\n")
+        now = time.monotonic()
+        if rank not in self._seen or self._seen[rank][0] != beats:
+            self._seen[rank] = beats, now
+        if ended:
+            return f"its process has {ended}", place
+        silent = now - self._seen[rank][1]
+        if silent > config.peer_timeout:
+            return f"its process has given no sign of life for {silent:.0f} s: killed, stopped or cut off", place
+        return None, place
+
+    def begin(self) -> None:
+        """Begin to wait for others: only their silence from now on counts."""
+        self._seen.clear()
