@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..backend.builder import GraphBuilder, Refused
 from ..backend.decompositions import DECOMPOSE
@@ -60,7 +60,7 @@ def component_of(device: str) -> BackendComponent | None:
 
 def _device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
     """The device of the first ``port`` tensor among arguments."""
-    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+    leaves = tree_leaves((args, kwargs))
     return next((str(v.device) for v in leaves if isinstance(v, torch.Tensor) and v.device.type == "port"), None)
 
 

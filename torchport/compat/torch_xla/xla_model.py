@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 import torchport
 
@@ -91,7 +92,7 @@ def master_print(*args: Any, **kwargs: Any) -> None:
 def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: bool = False) -> None:
     """``torch.save`` of host copies."""
     if not master_only or is_master_ordinal():
-        host = torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), data)
+        host = tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), data)
         torch.save(host, file_or_path)
 
 
