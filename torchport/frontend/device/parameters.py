@@ -119,9 +119,9 @@ def _without_base(converted: torch.nn.Parameter) -> torch.nn.Parameter:
     """
     if not _is_port(converted) or not torch._is_functional_tensor(converted):
         return converted
-    from ...trace.wrapping import unwrap, wrap  # on demand: ``import torch`` must stay light
+    from ...trace import wrapping  # on demand: ``import torch`` must stay light
 
-    own: Any = wrap(unwrap(converted)).requires_grad_(converted.requires_grad)
+    own: Any = wrapping.wrap(wrapping.unwrap(converted)).requires_grad_(converted.requires_grad)
     own.__class__ = type(converted)
     own.grad, converted.grad = converted.grad, None
     return own

@@ -31,6 +31,9 @@ Tensors = Sequence[torch.Tensor]
 aten = torch.ops.aten
 
 
+_NAMESPACE: Final = "_c10d_functional"
+
+
 def _group(named: Any) -> Communicator:
     return communicator_of(_resolve_process_group(named) if isinstance(named, str) else named)  # type: ignore[arg-type]
 
@@ -176,12 +179,12 @@ def install() -> None:
     """Register the kernels, once in a process."""
     if _library:
         return
-    library = torch.library.Library("_c10d_functional", "IMPL")
+    library = torch.library.Library(_NAMESPACE, "IMPL")
     _library.append(library)
     with overriding():
         for kernel in _FUNCTIONAL:
-            op = getattr(torch.ops._c10d_functional, kernel.__name__).default
+            op = getattr(getattr(torch.ops, _NAMESPACE), kernel.__name__).default
             library.impl(kernel.__name__, opaque(_below(op, kernel)), "PrivateUse1")
         for name, writing in _WRITING.items():
-            stock = torch.library.get_kernel(f"_c10d_functional::{name}", "Functionalize")
+            stock = torch.library.get_kernel(f"{_NAMESPACE}::{name}", "Functionalize")
             library.impl(name, opaque(for_ours(writing, stock)), "Functionalize", with_keyset=True)
