@@ -365,7 +365,7 @@ def test_the_policy_forbids_the_host(refusing: tuple[str, torch.device]) -> None
     name, device = refusing
     with (
         torchport.config.override(fallback="error"),
-        pytest.raises(Exception, match=r"no trigonometry(.|\n)*aten\.sin\.default(.|\n)*test_compile_door\.py"),
+        pytest.raises(Exception, match=r"no trigonometry(.|\n)*aten\.sin\.default(.|\n)*test_compile_frontend\.py"),
     ):
         compiled(_around, name)(torch.randn(4).to(device))
     run = compiled(_around, name)
@@ -430,7 +430,7 @@ def test_an_error_in_a_backends_own_kernel_names_backend_operator_and_line(place
     ) as caught:
         compiled(lambda v: (v + 1).sin(), fake.name)(torch.ones(3).to(device)).cpu()
     assert caught.value.op == "aten.sin.default"
-    assert "test_compile_door.py" in str(caught.value.source)
+    assert "test_compile_frontend.py" in str(caught.value.source)
     assert isinstance(caught.value.__cause__, OSError)
 
 

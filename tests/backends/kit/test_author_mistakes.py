@@ -1,6 +1,6 @@
 """What the author of a backend may do wrong, method by method, and what each mistake is told.
 
-``docs/author-mistakes.md`` is made of this table: ``python tests/backends/test_author_mistakes.py`` writes it.
+``docs/author-mistakes.md`` is made of this table: ``python tests/backends/kit/test_author_mistakes.py`` writes it.
 """
 
 # ruff: noqa: E501 - a table, a line per row
@@ -27,7 +27,7 @@ from torchport.backend.compiler import computations
 from torchport.backends.reference import ReferenceBackend
 from torchport.run.device_runtime import rebind
 
-PAGE = Path(__file__).parents[2] / "docs" / "author-mistakes.md"
+PAGE = Path(__file__).parents[3] / "docs" / "author-mistakes.md"
 aten = torch.ops.aten
 
 
@@ -302,7 +302,7 @@ def _page() -> str:
 _HEAD = """# Mistakes, and what they are told
 
 What the author of a backend may do wrong, method by method, and the error that each gets. A test makes every one of them; this
-table is what it found. Made by `python tests/backends/test_author_mistakes.py`.
+table is what it found. Made by `python tests/backends/kit/test_author_mistakes.py`.
 
 `torchport.config.check_backends = True` (or `TORCHPORT_CHECK_BACKENDS=1`) is the switch: after each computation torchport looks
 whether `execute` changed an argument, kept one, or returned memory that somebody else has. It copies every argument, so it is
@@ -315,7 +315,7 @@ runs a backend in processes of its own.
 
 
 def test_the_page_is_what_the_messages_are() -> None:
-    assert PAGE.read_text(encoding="utf-8") == _page(), "run: python tests/backends/test_author_mistakes.py"
+    assert PAGE.read_text(encoding="utf-8") == _page(), "run: python tests/backends/kit/test_author_mistakes.py"
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ QUICK = {("openvino", "file")}
 def test_a_forked_child_computes_or_says_why_not(engine: str, door: str, tmp_path: Path) -> None:
     if registry.get_optional(engine) is None:
         pytest.skip(f"{engine} cannot run here")
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     environment.pop("OMP_NUM_THREADS", None)
     done = subprocess.run(
         [sys.executable, "-c", COMMON + DOORS[door] + FORKS, engine],

@@ -237,7 +237,7 @@ def run_many(frontend: str, backend: str, first: int, count: int) -> None:
         theirs = upstream(program, frontend_of(frontend, seed)) if frontend != "lazy" else None
         if theirs is None or not (raised(theirs) and raised(why)):
             options = f"--only {seed} --frontend {frontend} --backend {backend} --minimise"
-            pytest.fail(f"{why}\npython tests/backends/alias_fuzz.py {options}")
+            pytest.fail(f"{why}\npython tests/backends/support/alias_fuzz.py {options}")
     assert compared > count // 2
 
 

@@ -28,7 +28,7 @@ if backend.is_available():
     from torchport.backends.xla.ops import TABLE
 
 CPU = BackendDevice("cpu", 0)
-PAGE = Path(__file__).parents[2] / "docs" / "xla-ops.md"
+PAGE = Path(__file__).parents[3] / "docs" / "xla-ops.md"
 aten = torch.ops.aten
 getitem: Any = operator.getitem
 FAST = 10

@@ -474,7 +474,7 @@ print(product.handle.devices())
 torch.testing.assert_close(backend.from_device(product), x @ w)
 """
     environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-    tests = str(Path(__file__).parents[1])
+    tests = str(Path(__file__).parents[2])
     command = [sys.executable, "-W", "ignore", "-c", program, tests]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     lines = done.stdout.splitlines()

@@ -17,7 +17,7 @@ import torch
 from torchport.frontend.device import patches
 from torchport.frontend.device.patches import ADDITIONS, PATCHES, replace
 
-SCAN = Path(__file__).with_name("patch_scan.py")
+SCAN = Path(__file__).parents[1] / "support" / "patch_scan.py"
 USES = """
 import torch, torchport
 torchport.use("reference")

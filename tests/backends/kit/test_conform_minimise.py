@@ -11,7 +11,7 @@ import pytest
 import torchport
 from torchport.testing import Case, minimise_case, minimise_script
 
-FAKES = Path(__file__).with_name("conform_fakes.py")
+FAKES = Path(__file__).parents[1] / "support" / "conform_fakes.py"
 PROGRAM = """
 import torch
 torch.manual_seed(0)

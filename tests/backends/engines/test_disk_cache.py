@@ -30,7 +30,7 @@ from torchport.core.errors import CacheMiss, GraphError
 from torchport.core.specs import CompileSpecs
 
 COUNTED = ("DiskCacheHit", "DiskCacheMiss", "DiskCacheRefused", "UncachedCompile")
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1] / "support"
 
 
 @pytest.fixture
@@ -456,7 +456,7 @@ def _program(body: str) -> str:
 def _start(body: str, tmp_path: Path, **environ: str) -> subprocess.Popen[str]:
     variables = {
         **os.environ, "TORCHPORT_CACHE": "on", "TORCHPORT_CACHE_DIR": str(tmp_path / "cache"),
-        cache_engine.LOG: str(tmp_path / "compiled"), "PYTHONPATH": str(HERE.parents[1]), **environ,
+        cache_engine.LOG: str(tmp_path / "compiled"), "PYTHONPATH": str(HERE.parents[2]), **environ,
     }  # fmt: skip
     folder = environ.get("PWD", str(tmp_path))
     return subprocess.Popen(
@@ -541,7 +541,7 @@ def test_warm_fills_it_for_a_script(tmp_path: Path) -> None:
     script.write_text(_program(MODEL.format(index=0, names=NAMES.format(a="one", b="two"))))
     environ = {
         **os.environ, "TORCHPORT_CACHE": "on", "TORCHPORT_CACHE_DIR": str(tmp_path / "cache"),
-        cache_engine.LOG: str(tmp_path / "compiled"), "PYTHONPATH": str(HERE.parents[1]),
+        cache_engine.LOG: str(tmp_path / "compiled"), "PYTHONPATH": str(HERE.parents[2]),
     }  # fmt: skip
 
     def run(*command: str) -> list[str]:

@@ -6,7 +6,7 @@ expanded and overlapping tensors, results on another device, 0-dim CPU tensors.
 
 Run a larger part than the tests do::
 
-    python tests/backends/refusals.py --per-operator 40 --seed 1 --show 3
+    python tests/backends/support/refusals.py --per-operator 40 --seed 1 --show 3
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from torchport.program.writer import atomic_file
 from torchport.testing.page import write_page
 from torchport.testing.report import Report
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parents[1] / "support"
 KIB = 1024
 
 
@@ -49,7 +49,7 @@ def _in_namespace(folder: Path) -> list[str]:
 
 def _save_with(engine: str, sizes: list[int], folder: Path) -> str:
     before = _in_namespace(folder)
-    path = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(HERE.parents[2]), os.environ.get("PYTHONPATH", "")])
     command = [*before, sys.executable, str(HERE / "save_on_full_disk.py"), engine, str(folder), *map(str, sizes)]
     environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=900)

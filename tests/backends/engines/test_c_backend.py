@@ -9,7 +9,7 @@ import pytest
 
 from torchport.testing import Plan, assert_conforms, conform
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "c_backend.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "c_backend.py"
 OPERATORS = (
     "add sub mul div neg exp tanh sqrt pow le where sum mean mm addmm permute expand view select full_like "
     "nn.functional.relu nn.functional.linear nn.functional.mse_loss"

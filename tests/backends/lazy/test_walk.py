@@ -2,7 +2,7 @@
 
 The calls (``walk_calls.py``) are made in subprocesses, many in each. A process says which call it is about to make, so
 when it dies of a signal, or is silent for too long, that call is the culprit and the rest go on in a new process.
-As a script: ``python tests/backends/test_walk.py [regular expression]`` prints culprits, and counts of what came.
+As a script: ``python tests/backends/lazy/test_walk.py [regular expression]`` prints culprits, and counts of what came.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import pytest
 DEVICE = os.environ.get("TORCHPORT_TEST_DEVICE", "port")
 BACKEND = os.environ.get("TORCHPORT_TEST_BACKEND", "reference")
 SILENCE = 60.0
-SCRIPT = Path(__file__).with_name("walk_calls.py")
+SCRIPT = Path(__file__).parents[1] / "support" / "walk_calls.py"
 KINDS = ["special", "member", "storage", "method", "function"]
 
 

@@ -18,7 +18,7 @@ from torchport import native
 
 pytestmark = [pytest.mark.slow, compiles]
 
-PROGRAM = Path(__file__).with_name("sanitized_program.py")
+PROGRAM = Path(__file__).parents[1] / "support" / "sanitized_program.py"
 FLAGS = (
     "-fsanitize=address,undefined", "-fno-sanitize=vptr", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer",
     "-O0",

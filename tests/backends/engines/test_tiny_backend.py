@@ -14,7 +14,7 @@ from torch import nn
 
 import torchport
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny_backend.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "tiny_backend.py"
 aten = torch.ops.aten
 
 

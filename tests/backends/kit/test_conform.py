@@ -13,7 +13,7 @@ from torchport import cli
 from torchport.testing import Plan, Report, conform, read_report
 from torchport.testing.plan import FAILED
 
-FAKES = Path(__file__).with_name("conform_fakes.py")
+FAKES = Path(__file__).parents[1] / "support" / "conform_fakes.py"
 FEW = "^(sin|cos|add)$"
 LAZY = ("lazy", "float32", "forward")
 
