@@ -1,8 +1,8 @@
 """Random programs of views and writes, on the lazy device and through torch.compile, compared with eager on the CPU.
 
 Run as a program for large numbers: ``python tests/backends/support/alias_fuzz.py --frontend compile --count 20000``.
-After each call it compares results, the memory of all inputs, buffers, and gradients; then it writes to each result, and
-compares what that changed. ``--only SEED --minimise`` shortens a program that differs and prints it.
+After each call it compares results, the memory of all inputs, buffers, and gradients; then it writes to each result,
+and compares what that changed. ``--only SEED --minimise`` shortens a program that differs and prints it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """PyTorch's OpInfo samples of sparse and of jagged nested tensors on the device, for crashes and wrong values.
 
 ``python tests/backends/support/layout_sweep.py [sparse|nested] [--samples N] [--only NAME] [--part K/N]`` runs a
-child process per batch of operators and prints the shares: worked (equal to the CPU), refused in words, as the CPU (which
-refuses as well), wrong, internal (PyTorch's assertions and dispatch tables), crashed. The last three must be 0.
+child process per batch of operators and prints the shares: worked (equal to the CPU), refused in words, as the CPU
+(which refuses as well), wrong, internal (PyTorch's assertions and dispatch tables), crashed. The last three must be 0.
 """
 
 from __future__ import annotations
