@@ -14,7 +14,7 @@ from torchport.core.specs import TensorSpec
 from torchport.trace.handle import LazyTensor, make_template
 from torchport.trace.kernels import Kernel, make_kernel
 from torchport.trace.trace import Trace, owners
-from torchport.trace.trie import SPAN
+from torchport.trace.trie import SPAN, Sights
 
 aten = torch.ops.aten
 
@@ -77,7 +77,11 @@ class FakeRunner:
         self.keys_drawn = 0
         self.keys_returned: list[int] = []
 
-    def begin_direct(self, trace: Trace) -> None:
+    def is_worth_recording(self, sights: Sights) -> bool:
+        return sights.times > 1
+
+    def begin_direct(self, trace: Trace, sights: Sights) -> None:
+        sights.times += 1
         trace.direct = 1
 
     def run_direct(self, trace: Trace, kernel: Kernel, args: Sequence[Any], kwargs: Any) -> Any:

@@ -42,7 +42,7 @@ class Rounding(ReferenceBackend):
             with module.graph.inserting_after(node):
                 wrong = module.graph.call_function(aten.add.Tensor, (node, 0.01))
             node.replace_all_uses_with(wrong, delete_user_cb=lambda user, wrong=wrong: user is not wrong)
-        return make_run(module)
+        return make_run(module, {})
 
 
 class Waves(nn.Module):

@@ -108,7 +108,8 @@ def _to_copy(
         made = _host_to_device(inner, index, dtype)
         if memory_format is not None and memory_format is not torch.preserve_format:
             made = _call(aten.clone.default, threads.of(index), made, memory_format=memory_format)
-        return wrap(made)
+        # ``torch.tensor`` copies with functionalization switched off, and gives the program what comes back.
+        return torch._to_functional_tensor(made)
     here = inner.get_device() if isinstance(inner, IndexedLazyTensor) else 0
     if device is not None and device.type != DEVICE_TYPE:
         result = _shared_copy(inner, dtype)
@@ -117,8 +118,10 @@ def _to_copy(
         return result if memory_format is None else result.contiguous(memory_format=memory_format)
     asked = _index_of(device)
     if asked is not None and asked != here:
-        return wrap(_host_to_device(host_tensor(inner), asked, dtype))
-    return wrap(_call(aten._to_copy.default, _trace_of(inner), inner, dtype=dtype, memory_format=memory_format))
+        made = _host_to_device(host_tensor(inner), asked, dtype)
+    else:
+        made = _call(aten._to_copy.default, _trace_of(inner), inner, dtype=dtype, memory_format=memory_format)
+    return made if inner is self else torch._to_functional_tensor(made)
 
 
 def install(library: torch.library.Library) -> None:

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...core.errors import UnsupportedOp
 from ...core.frames import user_line
+from .places import as_view
 
 __all__ = ["ExactWrites", "call_exactly", "exact_writes", "is_of_expanded", "write_back"]
 
@@ -37,20 +38,32 @@ _is_base: Final = torch._is_functional_tensor_base
 def is_of_expanded(tensor: torch.Tensor) -> bool:
     """Whether a wrapper of functionalization's, which is to be written, is a view of an expanded tensor, or one itself.
 
-    Raises :class:`UnsupportedOp` for a view by ``unfold``: functionalization would take the write back as a sum over
-    windows, and as zeros between them, without a look at the base.
+    Raises :class:`UnsupportedOp` for a view by ``unfold``, unless its windows lie side by side and fill the dimension:
+    functionalization would take the write back as a sum over windows, and as zeros between them.
     """
     if not _is_functional(tensor) or _is_base(tensor):
         return False
     views = _views.get_view_meta_sequence(tensor)
-    if any(isinstance(view, _views.unfold_ViewMeta) for view in views):
+    if any(isinstance(view, _views.unfold_ViewMeta) and not _fills(tensor, views, n) for n, view in enumerate(views)):
         raise UnsupportedOp(
-            "a write through a view by unfold() is not taken back to the tensor that it is a view of; write to that "
-            "tensor by index, or to a clone of the view",
+            "a write through a view by unfold() whose windows overlap or leave something out is not taken back to the "
+            "tensor that it is a view of; write to that tensor by index, or to a clone of the view",
             op="aten.unfold.default",
             source=user_line(),
         )
     return any(isinstance(view, _views.expand_ViewMeta) for view in views)
+
+
+def _fills(tensor: torch.Tensor, views: Sequence[Any], position: int) -> bool:
+    """Whether the windows of an ``unfold``, the view at this position, show each element of the dimension once."""
+    dim, size, step = views[position].as_tuple()[-3:]
+    base: Any = tensor._base
+    if size != step or base is None:
+        return False
+    source = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
+    first = len(_views.get_view_meta_sequence(base))
+    shape = _views.apply_view_meta_sequence(source, [as_view(view) for view in views[first:position]]).shape
+    return shape[dim] % size == 0
 
 
 class ExactWrites(TorchDispatchMode):

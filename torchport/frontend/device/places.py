@@ -15,7 +15,7 @@ import torch
 from ...core.default_state import default_state
 from ...core.specs import is_dense
 
-__all__ = ["begins_somewhere", "offset", "place"]
+__all__ = ["as_view", "begins_somewhere", "offset", "place"]
 
 _views: Final[Any] = torch._C._functionalization  # type: ignore[attr-defined]
 _storage_of: Final[Any] = torch.Tensor.untyped_storage  # as it is before anybody wraps it
@@ -30,10 +30,10 @@ def place(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
     root = tensor if base is None else base
     placed = torch.empty_strided(root.shape, root.stride(), dtype=root.dtype, device="meta")
     made_by = _views.get_view_meta_sequence(tensor)[len(_views.get_view_meta_sequence(root)) :]
-    return id(root), _views.apply_view_meta_sequence(placed, [_as_view(meta) for meta in made_by])
+    return id(root), _views.apply_view_meta_sequence(placed, [as_view(meta) for meta in made_by])
 
 
-def _as_view(meta: Any) -> Any:
+def as_view(meta: Any) -> Any:
     """The same step, giving a view where functionalization has a copy."""
     parts = list(meta.as_tuple())
     mode = next(at for at, part in enumerate(parts) if isinstance(part, _views.InverseReturnMode))
