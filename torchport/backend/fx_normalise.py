@@ -77,7 +77,7 @@ def _functional(graph: fx.GraphModule, specs: Sequence[Any]) -> fx.GraphModule:
     fakes = [fake_tensor(spec) if isinstance(spec, TensorSpec) else spec for spec in specs]
 
     def run(*args: Any) -> Any:
-        return fx.Interpreter(graph).run(*args)
+        return _Interpreted(graph).run(*args)
 
     with preserve_node_meta(), torch.no_grad():
         traced = make_fx(torch.func.functionalize(run, remove="mutations"), tracing_mode="fake")(*fakes)
@@ -87,6 +87,21 @@ def _functional(graph: fx.GraphModule, specs: Sequence[Any]) -> fx.GraphModule:
             "ExportedProgram.run_decompositions() first, which return the new value instead"
         )
     return traced
+
+
+_OF_SEVERAL: Final = (operator.add, operator.mul)
+"""What PyTorch writes as one node with several arguments: sums and products of symbolic sizes."""
+
+
+def _of_several(fn: Callable[[Any, Any], Any], args: Sequence[Any]) -> Any:
+    return functools.reduce(fn, args)
+
+
+class _Interpreted(fx.Interpreter):
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target in _OF_SEVERAL and len(args) > 2:
+            return _of_several(target, args)
+        return super().call_function(target, args, kwargs)
 
 
 class _Normaliser:
@@ -162,9 +177,7 @@ class _Normaliser:
         higher_order = isinstance(node.target, torch._ops.HigherOrderOperator)
         if not higher_order and not tree_any(lambda v: isinstance(v, fx.Node), (args, kwargs)):
             assert callable(node.target)
-            if node.target in (operator.add, operator.mul):  # a symbolic product of several sizes is one node
-                return functools.reduce(node.target, args)
-            return node.target(*args, **kwargs)
+            return _of_several(node.target, args) if node.target in _OF_SEVERAL else node.target(*args, **kwargs)
         if node.target in CONTROL_FLOW:
             return self._control_flow(node, args, kwargs)
         what = "a higher-order operator" if higher_order else "a Python function"

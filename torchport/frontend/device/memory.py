@@ -180,6 +180,8 @@ def _data_ptr(original: Any, self: torch.Tensor) -> int:
 
 
 def _storage_offset(original: Any, self: torch.Tensor) -> int:
+    if torch._is_functional_tensor(self) and not isinstance(torch._from_functional_tensor(self), LazyTensor):
+        return original(self)  # a compiler's, whose sizes may be symbols: comparing them would add to its graph
     return places.offset(self) or 0
 
 
