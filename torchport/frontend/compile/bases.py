@@ -9,7 +9,7 @@ Inputs count as sharing memory where they overlap. PyTorch's test takes rows of 
 another that has rows of the whole width (``x`` and ``x[1:, :2]``); here they overlap.
 
 The gradients that AOTAutograd expects with bases, and which results are inputs that the graph has written, are counted
-anew: it miscounts both.
+anew: it miscounts both. So are results that are views of other results.
 
 The inputs are taken of the base by size, strides and storage offset. Here they are conjugate and negative views, too,
 where they were.
@@ -53,8 +53,8 @@ def mended_bases() -> Iterator[None]:
 
     def create(known: Any, places: Sequence[Any], *args: Any) -> Any:
         _refuse_conjugate_views(places, args[0])
-        made, reshaped = metadata(_without_a_say(known, places), places, *args)  # type: ignore[arg-type]
-        return _with_own_tangents(made, known), reshaped
+        made, reshaped = metadata(_of_inputs_alone(_without_a_say(known, places)), places, *args)  # type: ignore[arg-type]
+        return _of_own_results(_with_own_tangents(made, known), known), reshaped
 
     def functional(*args: Any, meta: Any, **kwargs: Any) -> Any:
         return functionalized(*args, meta=_with_written_inputs_last(meta), **kwargs)
@@ -154,6 +154,32 @@ def _with_own_tangents(made: Any, known: Any) -> Any:
 
 
 _SEEN: Final = "MUTATED_OUT_GRAPH"
+
+
+def _of_inputs_alone(known: Any) -> Any:
+    """What is known of a graph, without which results are views of other results.
+
+    AOTAutograd counts the inputs anew when it puts bases in their place, and what results are views of with them, also
+    where that is another result.
+    """
+    told = copy.copy(known)
+    told.output_info = [
+        dataclasses.replace(info, base_idx=None) if info.output_type.name.startswith(_OF_RESULT) else info
+        for info in known.output_info
+    ]
+    return told
+
+
+def _of_own_results(made: Any, known: Any) -> Any:
+    """The opposite of :func:`_of_inputs_alone`, once AOTAutograd has counted: results keep their numbers."""
+    for at, info in enumerate(known.output_info):
+        if info.output_type.name.startswith(_OF_RESULT):
+            made.output_info[at] = dataclasses.replace(made.output_info[at], base_idx=info.base_idx)
+    return made
+
+
+_OF_RESULT: Final = "alias_of_intermediate"
+"""How the names of the kinds of results begin whose ``base_idx`` counts results, not inputs."""
 
 
 def _without_a_say(known: Any, places: Sequence[Any]) -> Any:

@@ -21,6 +21,7 @@ from ...backend.masking import Inexact, mask_padding
 from ...backend.partition import Delegate, partition
 from ...backend.registrar import registrar_of
 from ...core import metrics
+from ...core.config import config
 from ...core.default_state import default_state, modes_are_on
 from ...core.errors import GraphError
 from ...core.frames import warn_user
@@ -37,7 +38,7 @@ from .graph_program import make_program
 from .options import Options
 from .places import DataPlace, place_of
 from .saved import partition_fn
-from .sharing import as_captured_where_shared_otherwise
+from .sharing import as_captured, as_captured_where_shared_otherwise
 
 __all__ = ["compile_captured", "compile_graph_module"]
 
@@ -271,7 +272,8 @@ def compile_captured(
     """The Dynamo backend ``torchport``: called by ``torch.compile`` with each graph it captures.
 
     ``options``: ``backend`` (a name, or several in order of preference), ``ordinal``, and compile specs of those
-    backends; ``mode`` is a compile spec, too. Raises :class:`ConfigError` for options nothing reads.
+    backends; ``mode`` is a compile spec, too. What AOTAutograd refuses before it reaches a backend runs operator by
+    operator, with a warning. Raises :class:`ConfigError` for options nothing reads.
     """
     from torch._dynamo.backends.common import aot_autograd
 
@@ -282,12 +284,15 @@ def compile_captured(
         handle_handles()
 
     writes: list[bool] = []
+    reached: list[bool] = []
 
     def forward(made: fx.GraphModule, inputs: Sequence[Any], inference: bool = False) -> Callable[..., Any]:
+        reached.append(True)
         writes.append(writes_to_inputs())
         return compile_graph_module(made, chosen, aliases_of(made), inference)
 
     def backward(made: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        reached.append(True)
         return compile_graph_module(made, chosen)
 
     # Autograd must not see writes under ``no_grad``, and those in the graph alone are hidden from it.
@@ -298,6 +303,11 @@ def compile_captured(
         partition_fn=partition_fn,
         keep_inference_input_mutations=True,
     )
-    with mended_bases(), exact_writes():
-        compiled = build(graph, example_inputs)
+    try:
+        with mended_bases(), exact_writes():
+            compiled = build(graph, example_inputs)
+    except Exception as error:
+        if reached or config.fallback == "error":
+            raise
+        return as_captured(graph, error)
     return as_captured_where_shared_otherwise(compiled, graph) if any(writes) else compiled

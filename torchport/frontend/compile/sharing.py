@@ -1,9 +1,12 @@
-"""Inputs that share memory otherwise than when a graph was compiled.
+"""What Dynamo captured run as it is, operator by operator: where a compiled graph would be wrong, or there is none.
 
 A graph that writes to inputs is compiled for those that overlap at the first call: a write to one is seen in the
 others. Dynamo guards on that only where sizes are symbols, so later calls may come with inputs that overlap in other
 places, or that share memory where the first call's did not. Those calls run what Dynamo captured as it is, operator by
 operator.
+
+AOTAutograd refuses some graphs: most of them write to inputs that share memory in ways that it does not follow. Those
+run as they were captured, too.
 """
 
 from __future__ import annotations
@@ -21,10 +24,27 @@ from ...trace.handle import DEVICE_TYPE
 from ..device.fake import offset_in_base
 from ..device.inplace import may_share_memory, storage_name
 
-__all__ = ["as_captured_where_shared_otherwise"]
+__all__ = ["as_captured", "as_captured_where_shared_otherwise"]
 
 Sharing: TypeAlias = tuple[Any, ...]
 _NONE: Final[Sharing] = ()
+
+
+def as_captured(graph: fx.GraphModule, why: Exception) -> Callable[..., Any]:
+    """A captured graph that AOTAutograd refuses, as a function that runs it operator by operator; warned of once."""
+    metrics.count("RefusedByAOTAutograd")
+    said = next((line.strip() for line in str(why).splitlines() if line.strip()), type(why).__name__)
+    warnings.warn(
+        "a function given to torch.compile runs operator by operator, as in eager mode: AOTAutograd, PyTorch's part "
+        f"of torch.compile, does not take it ({said}); write to clones of inputs that share memory, and return them, "
+        'or set torchport.config.fallback = "error" to see where it is',
+        stacklevel=2,
+    )
+
+    def call(*args: Any) -> Any:
+        return graph(*args)
+
+    return call
 
 
 def as_captured_where_shared_otherwise(compiled: Callable[..., Any], graph: fx.GraphModule) -> Callable[..., Any]:
