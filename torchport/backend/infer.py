@@ -293,6 +293,19 @@ def _is_within(x: Any, *rest: Any, storage_offset: Any = None) -> bool:
     return start + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) <= memory
 
 
+def _is_a_view(x: Any, size: Any, **_: Any) -> bool:
+    """Whether memory can be shown in another shape; PyTorch's rule errs where sizes of 1 stand beside strides of 0."""
+    if not isinstance(x, TensorSpec):
+        return True
+    with _disable_current_modes():
+        memory = torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device="meta")
+        try:
+            memory.view(size)
+        except RuntimeError:
+            return False
+    return True
+
+
 def _is_a_list_of_boundaries(x: Any, boundaries: Any, **_: Any) -> bool:
     return not isinstance(boundaries, TensorSpec) or len(boundaries.shape) == 1
 
@@ -302,6 +315,7 @@ _CHECKS: Final[Mapping[Any, Callable[..., bool]]] = {
     torch.ops.aten.as_strided_scatter.default: _is_within,
     torch.ops.aten.as_strided_copy.default: _is_within,
     torch.ops.aten.bucketize.Tensor: _is_a_list_of_boundaries,
+    torch.ops.aten.view.default: _is_a_view,
 }
 """What the CPU's kernels refuse and PyTorch's shape rules let pass; engines broadcast, or read what lies beside."""
 

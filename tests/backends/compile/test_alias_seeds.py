@@ -10,13 +10,16 @@ import torch
 from alias_fuzz import check, refused
 from alias_programs import COMPLEX, FLOAT, INT, Base, Holder, Program
 
-pytestmark = pytest.mark.usefixtures("reference")
+import torchport
+
+pytestmark = [
+    pytest.mark.usefixtures("reference"),
+    pytest.mark.filterwarnings("error:a computation failed as a whole"),
+]
 
 
 @pytest.fixture
 def reference() -> None:
-    import torchport
-
     torchport.use("reference")
     torch._dynamo.reset()
 
@@ -32,9 +35,11 @@ def _program(
     results: tuple[str, ...] = (),
     dynamic: bool = False,
     apart: bool = False,
+    runs: tuple[tuple[int, int], ...] = (),
 ) -> Program:
     sizes = (4, 6, 4) if dynamic else (4, 4)
-    return Program(bases, holders, lines, results, tuple((n, at) for at, n in enumerate(sizes)), dynamic, apart)
+    runs = runs or tuple((n, at) for at, n in enumerate(sizes))
+    return Program(bases, holders, lines, results, runs, dynamic, apart)
 
 
 LEAF, MADE = "leaf", "made"
@@ -42,6 +47,13 @@ ROWS, SQUARE = Base((4, 2), FLOAT, ""), Base((4, 4), FLOAT, "")
 PAIRS = Base((2, 3), COMPLEX, "")
 
 COMPILED: Final = {
+    "a_result_that_is_a_view_of_another_where_inputs_share_memory": _program(
+        (Base((8,), FLOAT, ""), Base((8,), FLOAT, MADE)),
+        (Holder("c", "closure", 1, "x[0]"), _argument("a", 1)),
+        ("v = a.repeat(2)", "w = v.squeeze(0)", "a.neg_()", "w[:] = c"),
+        ("w", "v"),
+        runs=((4, 287),),
+    ),
     "no_grad_write_to_one_of_two_that_share": _program(
         (Base((4, 2), FLOAT, MADE),),
         (_argument("a", 0), _argument("b", 0, "x.narrow(0, 1, 1)")),
@@ -188,6 +200,9 @@ ON_THE_DEVICE: Final = {
     ),
 }
 LAZY: Final = {
+    "a_view_of_what_was_overwritten_by_an_expanded_tensor": _program(
+        (PAIRS,), (_argument("a", 0),), ("v = torch.zeros(2, 1, 2, 3)", "v[:] = a.real", "w = v.view(-1)"), ("w",)
+    ),
     "strides_of_a_single_row_after_a_write": _program(
         (Base((1, 4), FLOAT, ""),),
         (_argument("a", 0, "x.T"), Holder("c", "closure", 0, "x"), _argument("b", 0, "x.view_as(x)")),
@@ -326,13 +341,71 @@ def test_writes_through_expanded_views_are_exact(dtype: str, frontend: str) -> N
     torch.testing.assert_close(given.cpu(), want, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("frontend", ["lazy", "compile-cpu", "compile-port"])
-def test_a_write_through_unfold_is_refused(frontend: str) -> None:
-    def fn(x: torch.Tensor) -> None:
-        x.unfold(0, 2, 1)[0].fill_(5)
+def _fills_a_window(x: torch.Tensor) -> None:
+    x.unfold(0, 2, 1)[0].fill_(5)
 
-    given = torch.arange(4.0).to("cpu" if frontend == "compile-cpu" else "port")
+
+@pytest.mark.parametrize("frontend", ["lazy", "compile-port"])
+def test_a_write_through_unfold_is_refused(frontend: str) -> None:
+    fn, given = _fills_a_window, torch.arange(4.0).to("port")
     run = fn if frontend == "lazy" else torch.compile(fn, backend="torchport", options={"backend": "reference"})
     with pytest.raises(Exception, match="a write through a view by unfold"):
         run(given)
     assert given.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_a_write_through_unfold_on_the_cpu_runs_as_it_was_captured() -> None:
+    given = torch.arange(4.0)
+    with pytest.warns(UserWarning, match="runs operator by operator, as in eager mode"):
+        torch.compile(_fills_a_window, backend="torchport", options={"backend": "reference"})(given)
+    assert given.tolist() == [5.0, 5.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("device", ["cpu", "port"])
+def test_what_aotautograd_refuses_runs_operator_by_operator(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        y.mul_(2)
+        return x + 1
+
+    def made() -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.ones(4, device=device)
+        return x, x.detach()[1:] if device == "cpu" else x.view(torch.int32)[1:]
+
+    compiled = torch.compile(fn, backend="torchport", options={"backend": "reference"})
+    want, got = made(), made()
+    with pytest.warns(UserWarning, match="AOTAutograd, PyTorch's part of torch.compile, does not take it"):
+        result = compiled(*got)
+    assert torch.equal(result.cpu(), fn(*want).cpu())
+    assert torch.equal(got[0].cpu(), want[0].cpu())
+    torch._dynamo.reset()
+    monkeypatch.setattr(torchport.config, "fallback", "error")
+    with pytest.raises(Exception, match="aot_autograd"):
+        compiled(*made())
+
+
+@pytest.mark.parametrize("device", ["cpu", "port"])
+def test_an_offset_that_the_graph_takes_for_a_constant(device: str) -> None:
+    """The place of the last element depends on the size, which is a symbol; PyTorch puts no guard on it."""
+
+    def fn(last: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        whole.mul_(2)
+        return last * 3
+
+    compiled = torch.compile(fn, backend="torchport", options={"backend": "reference"}, dynamic=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="inputs of a compiled function share memory otherwise")
+        for size in (4, 6, 4, 9):
+            whole = torch.arange(1.0, size + 1, device=device)
+            assert compiled(whole.unbind()[-1], whole).item() == 6 * size
+
+
+def test_tensors_of_one_memory_that_know_no_base() -> None:
+    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        return y + 1
+
+    x = torch.arange(4.0, device="port")
+    with pytest.warns(UserWarning, match="share memory otherwise"):
+        got = torch.compile(fn, backend="torchport", options={"backend": "reference"})(x.detach(), x[1:].detach())
+    assert got.tolist() == [3.0, 5.0, 7.0]
+    assert x.tolist() == [0.0, 2.0, 4.0, 6.0]

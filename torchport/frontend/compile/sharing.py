@@ -1,8 +1,8 @@
 """What Dynamo captured run as it is, operator by operator: where a compiled graph would be wrong, or there is none.
 
 A graph that writes to inputs is compiled for those that overlap at the first call: a write to one is seen in the
-others. Dynamo guards on that only where sizes are symbols, so later calls may come with inputs that overlap in other
-places, or that share memory where the first call's did not. Those calls run what Dynamo captured as it is, operator by
+others. Dynamo guards on that only where sizes are symbols, and not on offsets that it took for constants, so later calls
+may come with inputs that overlap in other places, or that share memory where the first call's did not. Those calls run what Dynamo captured as it is, operator by
 operator.
 
 AOTAutograd refuses some graphs: most of them write to inputs that share memory in ways that it does not follow. Those
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -28,6 +28,9 @@ __all__ = ["as_captured", "as_captured_where_shared_otherwise"]
 
 Sharing: TypeAlias = tuple[Any, ...]
 _NONE: Final[Sharing] = ()
+_WITHOUT_BASE: Final[Sharing] = ("without a base",)
+"""Some of the device's tensors share memory, and none knows the tensor that they are views of: AOTAutograd would make
+a tensor of their storage, which the device has not."""
 
 
 def as_captured(graph: fx.GraphModule, why: Exception) -> Callable[..., Any]:
@@ -52,14 +55,16 @@ def as_captured_where_shared_otherwise(compiled: Callable[..., Any], graph: fx.G
 
     ``graph``, which it was compiled from, is run where they share memory otherwise than at the first call.
     """
+    places = [node.meta.get("example_value") for node in graph.graph.find_nodes(op="placeholder")]
     symbolic = any(isinstance(node.meta.get("example_value"), torch.SymInt) for node in graph.graph.nodes)
+    fixed = {at for at, value in enumerate(places) if not symbolic or _has_fixed_offset(value)}
     first: list[Sharing] = []
 
     def call(*args: Any) -> Any:
-        sharing = _sharing(args, symbolic)
+        sharing = _sharing(args, symbolic, fixed)
         if not first:
             first.append(sharing)
-        if sharing == first[0]:
+        if sharing == first[0] and sharing is not _WITHOUT_BASE:
             return compiled(*args)
         metrics.count("SharedOtherwise")
         warnings.warn(
@@ -72,8 +77,15 @@ def as_captured_where_shared_otherwise(compiled: Callable[..., Any], graph: fx.G
     return call
 
 
-def _sharing(args: Sequence[Any], symbolic: bool) -> Sharing:
-    """Which inputs share memory, and where they lie in it."""
+def _has_fixed_offset(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and isinstance(value.storage_offset(), int)
+
+
+def _sharing(args: Sequence[Any], symbolic: bool, fixed: Set[int]) -> Sharing:
+    """Which inputs share memory, and where they lie in it, as far as the compiled graph takes that for granted.
+
+    ``symbolic``: it does not take sizes and strides for granted. ``fixed``: the inputs whose offsets it does.
+    """
     tensors = [
         (at, arg) for at, arg in enumerate(args) if isinstance(arg, torch.Tensor) and arg.layout is torch.strided
     ]
@@ -82,17 +94,20 @@ def _sharing(args: Sequence[Any], symbolic: bool) -> Sharing:
     groups: dict[int, list[tuple[int, torch.Tensor]]] = defaultdict(list)
     for at, tensor in tensors:
         groups[storage_name(tensor)].append((at, tensor))
+    for group in groups.values():
+        if len(group) > 1 and all(t._base is None and t.device.type == DEVICE_TYPE for _, t in group):
+            return _WITHOUT_BASE
     return tuple(
-        tuple([(at, None if symbolic else _place(tensor)) for at, tensor in group])
+        tuple([(at, _place(tensor, symbolic) if at in fixed else None) for at, tensor in group])
         for group in groups.values()
         if len(group) > 1
     )
 
 
-def _place(tensor: torch.Tensor) -> Any:
+def _place(tensor: torch.Tensor, symbolic: bool) -> Any:
     """Where a tensor lies; its size and strides are guarded."""
     base = tensor._base
     if base is None:
         return tensor.storage_offset()
     offset = offset_in_base(tensor) if tensor.device.type == DEVICE_TYPE else tensor.storage_offset()
-    return (offset, base.dtype, base.shape, base.stride())
+    return offset if symbolic else (offset, base.dtype, base.shape, base.stride())

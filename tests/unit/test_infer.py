@@ -1,0 +1,42 @@
+"""Shape inference says what the CPU says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchport.backend.infer import infer
+from torchport.core.specs import TensorSpec
+
+
+@st.composite
+def views(draw: st.DrawFn) -> tuple[torch.Tensor, list[int]]:
+    """A tensor of any order of strides, with expanded dimensions, and a shape of as many elements, or of -1."""
+    sizes = draw(st.lists(st.sampled_from([1, 1, 2, 3]), min_size=1, max_size=4))
+    tensor = torch.empty(sizes).permute(*draw(st.permutations(range(len(sizes)))))
+    where = draw(st.integers(0, tensor.dim()))
+    tensor = tensor.unsqueeze(where)
+    if draw(st.booleans()):
+        tensor = tensor.expand(*(2 if at == where else n for at, n in enumerate(tensor.shape)))
+    wanted = draw(st.one_of(st.just([-1]), st.permutations(tensor.shape), st.just([1, -1]), st.just([2, -1])))
+    return tensor, list(wanted)
+
+
+@settings(deadline=None)
+@given(views())
+def test_a_view_is_taken_where_the_cpu_takes_it(drawn: tuple[torch.Tensor, list[int]]) -> None:
+    tensor, size = drawn
+    op = torch.ops.aten.view.default
+    try:
+        want = tensor.view(size)
+    except RuntimeError:
+        with pytest.raises(RuntimeError):
+            infer(op, [TensorSpec.of(tensor), size], {})
+    else:
+        (got,) = infer(op, [TensorSpec.of(tensor), size], {}).specs
+        assert got is not None
+        assert got.shape == tuple(want.shape)
+        told = [(a, b) for n, a, b in zip(want.shape, got.strides, want.stride(), strict=True) if n > 1]
+        assert all(a == b for a, b in told)
