@@ -201,7 +201,10 @@ ON_THE_DEVICE: Final = {
 }
 LAZY: Final = {
     "a_view_of_what_was_overwritten_by_an_expanded_tensor": _program(
-        (PAIRS,), (_argument("a", 0),), ("v = torch.zeros(2, 1, 2, 3)", "v[:] = a.real", "w = v.view(-1)"), ("w",)
+        (Base((2, 3, 2), FLOAT, ""),),
+        (_argument("a", 0, "x.unbind()[0]"), _argument("b", 0, "x.unflatten(0, (2, -1))")),
+        ("v = torch.zeros_like(b)", "v[:] = a", "w = v.view(-1)"),
+        ("w",),
     ),
     "strides_of_a_single_row_after_a_write": _program(
         (Base((1, 4), FLOAT, ""),),

@@ -1,9 +1,9 @@
 """What Dynamo captured run as it is, operator by operator: where a compiled graph would be wrong, or there is none.
 
 A graph that writes to inputs is compiled for those that overlap at the first call: a write to one is seen in the
-others. Dynamo guards on that only where sizes are symbols, and not on offsets that it took for constants, so later calls
-may come with inputs that overlap in other places, or that share memory where the first call's did not. Those calls run what Dynamo captured as it is, operator by
-operator.
+others. Dynamo guards on that only where sizes are symbols, and not on offsets that it took for constants. So later
+calls may come with inputs that overlap in other places, or that share memory where the first call's did not. Those
+calls run what Dynamo captured as it is, operator by operator.
 
 AOTAutograd refuses some graphs: most of them write to inputs that share memory in ways that it does not follow. Those
 run as they were captured, too.
