@@ -200,6 +200,12 @@ ON_THE_DEVICE: Final = {
     ),
 }
 LAZY: Final = {
+    "strides_stay_where_a_transposed_expanded_view_is_written": _program(
+        (Base((2, 3, 2), FLOAT, ""),),
+        (_argument("a", 0, "x.view(-1, 2)"), Holder("b", "buffer", 0, "x.mT")),
+        ("v = b.expand(2, *b.shape)", "a.unbind()[0].mul_(2)", "w = v.select(-1, 1).diagonal()"),
+        ("w",),
+    ),
     "a_view_of_what_was_overwritten_by_an_expanded_tensor": _program(
         (Base((2, 3, 2), FLOAT, ""),),
         (_argument("a", 0, "x.unbind()[0]"), _argument("b", 0, "x.unflatten(0, (2, -1))")),

@@ -91,7 +91,10 @@ class ExactWrites(TorchDispatchMode):
 
 
 def _written(base: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """The base with those elements that differ in ``new``, which shows each of them once or several times."""
+    """The base with those elements that differ in ``new``, which shows each of them once or several times.
+
+    Its strides stay: a write changes no strides, and views that are taken afterwards go by them.
+    """
     if base.dtype.is_complex:
         parts = _written(aten.view_as_real_copy.default(base), aten.view_as_real_copy.default(new))
         return aten.view_as_complex_copy.default(parts)
@@ -99,7 +102,7 @@ def _written(base: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     ahead = list(range(leading))
     inner = [dim for dim in range(base.dim()) if base.shape[dim] == 1 and new.shape[leading + dim] != 1]
     if not ahead and not inner:
-        return aten.clone.default(new)
+        return aten.copy.default(base, new)
     if any(new.shape[dim] == 0 for dim in (*ahead, *(leading + dim for dim in inner))):
         return aten.clone.default(base)
     differs = _differs(new, base)
@@ -108,7 +111,7 @@ def _written(base: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     for dims, keep in ((ahead, False), (inner, True)):
         if dims:
             largest, differs = aten.amax.default(largest, dims, keep), aten.amax.default(differs, dims, keep)
-    return aten.where.self(differs, largest, base)
+    return aten.copy.default(base, aten.where.self(differs, largest, base))
 
 
 def _differs(new: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
