@@ -23,7 +23,7 @@ from ...backend.registrar import registrar_of
 from ...core import metrics
 from ...core.config import config
 from ...core.default_state import default_state, modes_are_on
-from ...core.errors import GraphError
+from ...core.errors import GraphError, UnsupportedOp
 from ...core.frames import warn_user
 from ...core.specs import TensorSpec
 from ...trace.handle import DEVICE_TYPE
@@ -306,8 +306,9 @@ def compile_captured(
     try:
         with mended_bases(), exact_writes():
             compiled = build(graph, example_inputs)
-    except Exception as error:
-        if reached or config.fallback == "error":
+    except (AssertionError, RuntimeError) as error:
+        # Dynamo has subclasses of its own for what it answers itself, for instance by a graph break.
+        if reached or config.fallback == "error" or type(error) not in (AssertionError, RuntimeError, UnsupportedOp):
             raise
         return as_captured(graph, error)
     return as_captured_where_shared_otherwise(compiled, graph) if any(writes) else compiled
