@@ -45,8 +45,16 @@ def _program(
 LEAF, MADE = "leaf", "made"
 ROWS, SQUARE = Base((4, 2), FLOAT, ""), Base((4, 4), FLOAT, "")
 PAIRS = Base((2, 3), COMPLEX, "")
+PAIRS_OF_ROWS = Base((2, 3, 2), FLOAT, "")
 
 COMPILED: Final = {
+    "a_result_that_is_a_written_input_beside_others_that_share_memory": _program(
+        (PAIRS_OF_ROWS, PAIRS_OF_ROWS),
+        (_argument("a", 0, "x.unbind(-1)[-1]"), _argument("b", 1, "x[:, 1]"), _argument("c", 1, "x.narrow(-1, 0, 2)")),
+        ("v = a.float()", "u = b.unfold(-1, 2, 1)", "w = v.resolve_conj()", "a *= 2", "c[...] = w.t()"),
+        ("w",),
+        runs=((4, 152),),
+    ),
     "a_result_that_is_a_view_of_another_where_inputs_share_memory": _program(
         (Base((8,), FLOAT, ""), Base((8,), FLOAT, MADE)),
         (Holder("c", "closure", 1, "x[0]"), _argument("a", 1)),
@@ -201,13 +209,13 @@ ON_THE_DEVICE: Final = {
 }
 LAZY: Final = {
     "strides_stay_where_a_transposed_expanded_view_is_written": _program(
-        (Base((2, 3, 2), FLOAT, ""),),
+        (PAIRS_OF_ROWS,),
         (_argument("a", 0, "x.view(-1, 2)"), Holder("b", "buffer", 0, "x.mT")),
         ("v = b.expand(2, *b.shape)", "a.unbind()[0].mul_(2)", "w = v.select(-1, 1).diagonal()"),
         ("w",),
     ),
     "a_view_of_what_was_overwritten_by_an_expanded_tensor": _program(
-        (Base((2, 3, 2), FLOAT, ""),),
+        (PAIRS_OF_ROWS,),
         (_argument("a", 0, "x.unbind()[0]"), _argument("b", 0, "x.unflatten(0, (2, -1))")),
         ("v = torch.zeros_like(b)", "v[:] = a", "w = v.view(-1)"),
         ("w",),
@@ -255,7 +263,7 @@ LAZY: Final = {
         ("v",),
     ),
     "complex_view_of_a_strided_value": _program(
-        (Base((2, 3, 2), FLOAT, ""),),
+        (PAIRS_OF_ROWS,),
         (_argument("a", 0), _argument("b", 0, "x.mT")),
         ("b[::2] = 3", "b.masked_fill_(b == 2, 6)", "v = torch.view_as_complex(a)"),
         ("v", "a"),

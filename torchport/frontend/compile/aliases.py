@@ -311,10 +311,12 @@ def _found(graph: fx.GraphModule, known: Any) -> Aliases | None:
         if isinstance(place.meta.get("desc"), (SyntheticBaseAOTInput, ViewBaseAOTInput)):
             known.output_info[at] = dataclasses.replace(info, view_meta_sequence=None)
             known_views = None
-        looks = _looks(base, known_views) or Looks.of(val, base)
+        new = _written(graph, known, info.base_idx, place)
+        # The input itself, as it is after the write: the new value need not lie in memory as the input does.
+        looks = _looks(base, known_views) or Looks.of(base if node in (new, place) else val, base)
         position, views = len(known.tokens) + info.base_idx, None
         if known_views is None or any(view.has_symbolic_inputs for view in known_views.sequence):
-            taken = _views(node, _written(graph, known, info.base_idx, place)) or _views(node, place)
+            taken = _views(node, new) or _views(node, place)
             views = Views(first + at, position, tuple(view for view in taken if view.target not in _IDENTITIES))
             views = views if views.views and views.gives(base, val) else None
         found.append(Alias(first + at, position, looks, views))
