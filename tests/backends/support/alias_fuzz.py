@@ -38,6 +38,10 @@ REFUSALS = (
 """What the device refuses in words, before anything is computed: it has no memory to count in."""
 
 
+_FLUSHING = ("xla",)
+"""Engines to which a number too small to be normal is zero; integers that are viewed as floats often are."""
+
+
 class Refused(Exception):
     """The program raises in eager."""
 
@@ -263,6 +267,8 @@ def main() -> None:
     warnings.filterwarnings("error", message="a computation failed as a whole")
     torch.set_num_threads(1)
     torchport.use(options.backend)
+    if options.backend in _FLUSHING:
+        torch.set_flush_denormal(True)
     seeds = [options.only] if options.only is not None else range(options.seed, options.seed + options.count)
     counts: Counter[str] = Counter()
     start = time.monotonic()
