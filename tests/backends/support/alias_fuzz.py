@@ -39,7 +39,8 @@ REFUSALS = (
 
 
 _FLUSHING = ("xla",)
-"""Engines to which a number too small to be normal is zero; integers that are viewed as floats often are."""
+"""Engines to which a float too small to be normal is zero: integers that are viewed as floats, here, nearly always."""
+_REINTERPRETED = ("view(torch.int32)", "view(torch.float32)")
 
 
 class Refused(Exception):
@@ -267,8 +268,6 @@ def main() -> None:
     warnings.filterwarnings("error", message="a computation failed as a whole")
     torch.set_num_threads(1)
     torchport.use(options.backend)
-    if options.backend in _FLUSHING:
-        torch.set_flush_denormal(True)
     seeds = [options.only] if options.only is not None else range(options.seed, options.seed + options.count)
     counts: Counter[str] = Counter()
     start = time.monotonic()
@@ -277,6 +276,9 @@ def main() -> None:
             break
         if number % 50 == 0:
             torch._dynamo.reset()
+        if options.backend in _FLUSHING and any(text in str(draw(seed)) for text in _REINTERPRETED):
+            counts["left out: floats that are too small"] += 1
+            continue
         why, program = run_seed(seed, options.frontend, options.backend)
         kind = "refused by eager" if program is None else "equal" if why is None else "different"
         if why is not None and program is not None:
