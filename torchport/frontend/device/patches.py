@@ -79,6 +79,11 @@ PATCHES: Final[dict[str, tuple[str, str, str]]] = {
         "new ones would untie tied weights and orphan an optimizer made before",
         _IMPORT,
     ),
+    "torch.Tensor.data": (
+        "takes what is on the device for a tensor of the CPU, and the other way round; the object stays",
+        "PyTorch refuses it, since their insides are of different kinds",
+        _IMPORT,
+    ),
     "torch.Generator": (
         "makes generators of the device, too",
         "PyTorch asks C++ for a device's generators; all of its own are instances of the class as before",
@@ -186,6 +191,11 @@ PATCHES: Final[dict[str, tuple[str, str, str]]] = {
     "torch._C._dispatch_has_kernel_for_dispatch_key": (
         "does not tell of kernels for custom operators before functionalization",
         "PyTorch's compilers make an operator functional only if nobody registered how",
+        _USE,
+    ),
+    "torch._subclasses.functional_tensor.CppFunctionalizeAPI.wrap_tensors": (
+        "wraps a handle as every tensor of the device is wrapped",
+        "results of torch.cond and while_loop would be taken for tensors of a transformation",
         _USE,
     ),
     "torch._subclasses.meta_utils.MetaTensorDescriber.describe_tensor": (
