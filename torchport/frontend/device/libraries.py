@@ -23,9 +23,7 @@ from .patches import replace, when_imported
 __all__ = ["install"]
 
 ACCELERATE: Final = f"set the environment variable ACCELERATE_TORCH_DEVICE={NAME} before they are made"
-LIGHTNING: Final = (
-    "give Trainer or Fabric an accelerator object of its own for it, or move the model in a loop of yours"
-)
+LIGHTNING: Final = f"give Trainer or Fabric accelerator={NAME!r}"
 
 
 @functools.cache

@@ -253,6 +253,26 @@ PATCHES: Final[dict[str, tuple[str, str, str]]] = {
         "its list of devices is closed",
         _LATER,
     ),
+    "lightning.pytorch.trainer.connectors.accelerator_connector._AcceleratorConnector._choose_strategy": (
+        "takes the device for accelerator='port'",
+        "of an accelerator that is not on its list, it takes the CPU",
+        "its import",
+    ),
+    "pytorch_lightning.trainer.connectors.accelerator_connector._AcceleratorConnector._choose_strategy": (
+        "takes the device for accelerator='port'",
+        "of an accelerator that is not on its list, it takes the CPU",
+        "its import",
+    ),
+    "lightning.fabric.connector._Connector._choose_strategy": (
+        "takes the device for accelerator='port'",
+        "of an accelerator that is not on its list, it takes the CPU",
+        "its import",
+    ),
+    "lightning_fabric.connector._Connector._choose_strategy": (
+        "takes the device for accelerator='port'",
+        "of an accelerator that is not on its list, it takes the CPU",
+        "its import",
+    ),
     "torch.multiprocessing.reductions.reduce_tensor": (
         "sends a tensor of the device as a host copy, which the other process moves",
         _MEMORY,
@@ -295,6 +315,11 @@ ADDITIONS: Final[dict[str, tuple[str, str, str]]] = {
     ),
     "torch.optim.optimizer._global_optimizer_pre_hooks": ("a hook", "see twins.own_gradients", _IMPORT),
     "torch.optim.optimizer._global_optimizer_post_hooks": ("a hook", "a training step ends", _IMPORT),
+    "lightning.pytorch.accelerators.AcceleratorRegistry, and Fabric's": (
+        "an accelerator, port",
+        "Lightning has no way for packages to tell of one",
+        "its import",
+    ),
     "torch.serialization._package_registry": ("a package", "files name storages of the device", _IMPORT),
     "sys.meta_path": ("a finder that finds nothing", "tells of the imports that rows above wait for", _IMPORT),
     "multiprocessing.reduction.ForkingPickler": (
