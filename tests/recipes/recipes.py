@@ -98,7 +98,11 @@ def trainer(device: str) -> None:
         assert again.evaluate()["eval_loss"] > 0
 
 
-@recipe("transformers", "transformers", title="generate: greedy, beam, sampling")
+def _moved(value: Any, device: str) -> Any:
+    return value.to(device) if isinstance(value, nn.Module) else value
+
+
+@recipe("transformers", "transformers", title="generate: greedy, beam, sampling, prompt lookup, assisted")
 def generate(device: str) -> None:
     """Tokens are those of the CPU, with a growing and with a fixed cache."""
     model = _gpt2().eval()
@@ -113,6 +117,13 @@ def generate(device: str) -> None:
         assert torch.equal(tokens(device, **options), tokens("cpu", **options)), options
     torch.manual_seed(0)
     assert tokens(device, do_sample=True, top_k=5).shape == (2, 10)
+    ids = torch.tensor([[1, 2, 3, 1, 2, 3, 1, 2]])
+    assistant = _gpt2().eval()
+    for options in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": assistant}):
+        assert torch.equal(
+            tokens(device, do_sample=False, **{name: _moved(value, device) for name, value in options.items()}),
+            tokens("cpu", do_sample=False, **{name: _moved(value, "cpu") for name, value in options.items()}),
+        ), options
 
 
 @recipe("peft", "peft", "transformers", "accelerate", title="LoRA: train, save, load, merge")
@@ -371,8 +382,8 @@ def lightning_trainer(device: str) -> None:
         torch.manual_seed(0)
         module = Module()
         trainer = lightning.Trainer(
-            accelerator=on, devices=1, max_epochs=epochs, default_root_dir=folder, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False,
+            accelerator=on, devices=1, max_epochs=epochs, default_root_dir=folder, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
         loader = torch.utils.data.DataLoader(data, batch_size=4)
         trainer.fit(module, loader, ckpt_path=resume)
@@ -415,7 +426,7 @@ def lightning_fabric(device: str) -> None:
     _close(trained(device), trained("cpu"))
 
 
-@recipe("keras", "keras", "h5py", "optree", "absl", title="fit, predict, save, load", setting="`keras.device(\"port\")`")
+@recipe("keras", "keras", "h5py", "optree", "absl", title="fit, predict, save, load", setting='`keras.device("port")`')
 def keras_fit(device: str) -> None:
     """Losses and predictions are the CPU's."""
     import keras

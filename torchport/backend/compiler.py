@@ -19,8 +19,8 @@ from ..cache.folder import CacheFolder, say
 from ..core import metrics
 from ..core.config import config
 from ..core.errors import CompileError
-from ..core.profiling import profiled
 from ..core.forks import guarded_rlock
+from ..core.profiling import profiled
 from ..core.specs import CompileSpecs
 from .execution import Computation
 from .inferences import keep_inferences

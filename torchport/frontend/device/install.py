@@ -195,8 +195,8 @@ def _assert_async(self: torch.Tensor, message: str = "Expected Tensor with singl
 @functools.cache
 def _say_that_gradients_are_dense() -> None:
     warnings.warn(
-        f"gradients of an embedding with sparse=True are dense on {DEVICE_TYPE}: the same values, and memory for all rows; "
-        "optimizers that take sparse gradients only, such as SparseAdam, refuse them",
+        f"gradients of an embedding with sparse=True are dense on {DEVICE_TYPE}: the same values, and memory for all "
+        "rows; optimizers that take sparse gradients only, such as SparseAdam, refuse them",
         stacklevel=4,
     )
 

@@ -46,7 +46,7 @@ def _accelerator(base: Any) -> Any:
 
         def setup_device(self, device: torch.device) -> None:
             if device.type != NAME:
-                raise ValueError(f"the accelerator {NAME!r} was given the device {device}; give it torch.device({NAME!r})")
+                raise ValueError(f"the accelerator {NAME!r} was given the device {device}; use {NAME!r}")
 
         def get_device_stats(self, device: Any) -> dict[str, Any]:
             return dict(torch.accelerator.memory_stats())
@@ -90,10 +90,9 @@ def _on_one_device(owner: str) -> Callable[[Any], None]:
 
         @functools.wraps(original)
         def choose(self: Any) -> Any:
-            one = len(self._parallel_devices) == 1 and self._num_nodes_flag <= 1
-            if one and self._parallel_devices[0].type == NAME:
-                return module.SingleDeviceStrategy(device=self._parallel_devices[0])
-            return original(self)
+            made = original(self)
+            single = module.SingleDeviceStrategy
+            return single(device=NAME) if type(made) is single and self.accelerator.name() == NAME else made
 
         replace(f"{module.__name__}.{owner}.{_CHOICE}", choose)
 

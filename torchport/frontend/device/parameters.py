@@ -4,8 +4,8 @@ A new ``Parameter`` object would untie tied weights and orphan an optimizer made
 makes one where the two tensors cannot share an object's inside. ``Module.to`` may itself be the first use of the
 device, so this is in place before, from ``import torch`` on, and imports nothing of the device.
 
-Private torch APIs used here: ``torch.nn.Module._apply``, ``torch._C.TensorBase.data``, ``torch.Tensor._backward_hooks``,
-``torch.Tensor._post_accumulate_grad_hooks``, ``torch._C._swap_tensor_impl``.
+Private torch APIs used here: ``torch.nn.Module._apply``, ``torch._C.TensorBase.data``,
+``torch.Tensor._backward_hooks``, ``torch.Tensor._post_accumulate_grad_hooks``, ``torch._C._swap_tensor_impl``.
 """
 
 from __future__ import annotations
