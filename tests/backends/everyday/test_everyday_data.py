@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -139,3 +142,18 @@ def test_a_module_moves_while_a_graph_holds_its_parameters() -> None:
     after.sum().backward()
     assert net.bias.grad is not None
     assert net.bias.grad.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.slow
+def test_loading_safetensors_may_be_what_first_uses_the_device(tmp_path: Path) -> None:
+    """The library's list of devices is closed; that it is told of ours waited for the first use of the device."""
+    pytest.importorskip("safetensors.torch").save_file({"w": torch.arange(3.0)}, tmp_path / "w")
+    program = f"""
+import torch, safetensors.torch
+found = safetensors.torch.load_file({str(tmp_path / "w")!r}, device="port")["w"]
+with safetensors.safe_open({str(tmp_path / "w")!r}, "pt", device="port") as file:
+    assert file.get_tensor("w").device == found.device == torch.device("port", 0)
+print(found.tolist())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("[0.0, 1.0, 2.0]\n", 0), done.stderr

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, Final, cast
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .names import device_of
@@ -74,7 +75,7 @@ def install() -> None:
 _PLAIN_DATA: Final[Any] = torch._C.TensorBase.data
 
 
-def _set_data(self: torch.Tensor, value: torch.Tensor) -> None:
+def _set_data(self: Any, value: Any) -> None:
     """``p.data = value``, also where only one of the two is on the device.
 
     PyTorch refuses that, since their insides are of different kinds, so they are exchanged. The gradient comes along:
@@ -105,7 +106,7 @@ def _set_data(self: torch.Tensor, value: torch.Tensor) -> None:
 
 def _stands_for_another(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a compiler's or a transformation's, whose insides are not ours to exchange."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if is_functorch_wrapped_tensor(tensor):
         return not torch._is_functional_tensor(tensor)
     kind: Any = type(tensor)
     return kind.__torch_dispatch__ is not _PLAIN_DISPATCH and not is_traceable_wrapper_subclass(tensor)

@@ -283,8 +283,12 @@ PATCHES: Final[dict[str, tuple[str, str, str]]] = {
         "a worker's batches are made in memory that processes share",
         _LATER,
     ),
-    "safetensors.safe_open": ("reads on the CPU and moves what is asked for", "its list of devices is closed", _LATER),
-    "safetensors.torch.safe_open": ("the same", "the same", _LATER),
+    "safetensors.safe_open": (
+        "reads on the CPU and moves what is asked for",
+        "its list of devices is closed",
+        "its import",
+    ),
+    "safetensors.torch.safe_open": ("the same", "the same", "its import"),
     "torch.distributed.checkpoint._state_dict_stager.StateDictStager._offload_tensor": (
         "copies a tensor of the device as a tensor",
         "it copies storages, and a storage of the device has no contents",
