@@ -98,7 +98,11 @@ def trainer(device: str) -> None:
         assert again.evaluate()["eval_loss"] > 0
 
 
-@recipe("transformers", "transformers", title="generate: greedy, beam, sampling")
+def _moved(value: Any, device: str) -> Any:
+    return value.to(device) if isinstance(value, nn.Module) else value
+
+
+@recipe("transformers", "transformers", title="generate: greedy, beam, sampling, prompt lookup, assisted")
 def generate(device: str) -> None:
     """Tokens are those of the CPU, with a growing and with a fixed cache."""
     model = _gpt2().eval()
@@ -113,6 +117,13 @@ def generate(device: str) -> None:
         assert torch.equal(tokens(device, **options), tokens("cpu", **options)), options
     torch.manual_seed(0)
     assert tokens(device, do_sample=True, top_k=5).shape == (2, 10)
+    ids = torch.tensor([[1, 2, 3, 1, 2, 3, 1, 2]])
+    assistant = _gpt2().eval()
+    for options in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": assistant}):
+        assert torch.equal(
+            tokens(device, do_sample=False, **{name: _moved(value, device) for name, value in options.items()}),
+            tokens("cpu", do_sample=False, **{name: _moved(value, "cpu") for name, value in options.items()}),
+        ), options
 
 
 @recipe("peft", "peft", "transformers", "accelerate", title="LoRA: train, save, load, merge")
@@ -341,6 +352,107 @@ def reinforcement(device: str) -> None:
         (-torch.stack(logs).sum() * played).backward()
         opt.step()
     assert not torch.equal(before, policy[0].weight.detach().cpu())
+
+
+@recipe("lightning", "lightning", "lightning_utilities", "torchmetrics", title="Trainer: fit, checkpoint, resume, test")
+def lightning_trainer(device: str) -> None:
+    """A run that is resumed from a checkpoint ends where one without a break does, which is where the CPU's ends."""
+    import lightning
+
+    data = [(torch.arange(4.0) + at, torch.ones(2) * at) for at in range(8)]
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(4, 2)
+
+        def training_step(self, batch: Any, at: int) -> torch.Tensor:
+            loss = (self.net(batch[0]) - batch[1]).square().mean()
+            self.log("loss", loss)
+            return loss
+
+        def test_step(self, batch: Any, at: int) -> None:
+            assert self.device.type == batch[0].device.type
+            self.log("error", (self.net(batch[0]) - batch[1]).abs().mean())
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+    def run(on: str, epochs: int, folder: str, resume: str | None = None) -> Any:
+        torch.manual_seed(0)
+        module = Module()
+        trainer = lightning.Trainer(
+            accelerator=on, devices=1, max_epochs=epochs, default_root_dir=folder, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        loader = torch.utils.data.DataLoader(data, batch_size=4)
+        trainer.fit(module, loader, ckpt_path=resume)
+        return trainer, module, loader
+
+    with tempfile.TemporaryDirectory() as folder:
+        trainer, module, _ = run(device, 2, folder)
+        assert trainer.strategy.root_device.type == torch.device(device).type
+        trainer.save_checkpoint(f"{folder}/half.ckpt")
+        trainer, module, loader = run(device, 4, folder, f"{folder}/half.ckpt")
+        assert trainer.test(module, loader, verbose=False)[0]["error"] > 0
+        _, expected, _ = run("cpu", 4, folder)
+        _close(module.net.weight, expected.net.weight, 1e-3)
+
+
+@recipe("lightning", "lightning", "lightning_utilities", "torchmetrics", title="Fabric: setup, backward, save, load")
+def lightning_fabric(device: str) -> None:
+    """A step is the CPU's, and what was saved is read back."""
+    from lightning.fabric import Fabric
+
+    def trained(on: str) -> torch.Tensor:
+        fabric = Fabric(accelerator=on, devices=1)
+        torch.manual_seed(0)
+        net = nn.Linear(4, 2)
+        net, opt = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        loader = fabric.setup_dataloaders(torch.utils.data.DataLoader(list(torch.ones(4, 4)), batch_size=2))
+        for x in loader:
+            assert x.device.type == torch.device(on).type
+            opt.zero_grad()
+            fabric.backward(net(x).square().mean())
+            opt.step()
+        with tempfile.TemporaryDirectory() as folder:
+            fabric.save(f"{folder}/state", {"net": net})
+            weight = net.weight.detach().clone()
+            nn.init.zeros_(net.weight)
+            fabric.load(f"{folder}/state", {"net": net})
+            _close(net.weight, weight)
+        return net.weight
+
+    _close(trained(device), trained("cpu"))
+
+
+@recipe("keras", "keras", "h5py", "optree", "absl", title="fit, predict, save, load", setting='`keras.device("port")`')
+def keras_fit(device: str) -> None:
+    """Losses and predictions are the CPU's."""
+    import keras
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(32, 4)).astype("float32"), rng.normal(size=(32, 1)).astype("float32")
+
+    def fitted(on: str) -> Any:
+        with keras.device(on):
+            keras.utils.set_random_seed(0)
+            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
+            model.set_weights([np.full(w.shape, 0.1, "float32") for w in model.weights])
+            model.compile(optimizer="adam", loss="mse")
+            losses = model.fit(x, y, epochs=3, batch_size=8, shuffle=False, verbose=0).history["loss"]
+            assert next(iter(model.weights)).value.device.type == torch.device(on).type
+            with tempfile.TemporaryDirectory() as folder:
+                model.save(f"{folder}/model.keras")
+                read = keras.models.load_model(f"{folder}/model.keras")
+            return losses, model.predict(x, verbose=0), read.predict(x, verbose=0)
+
+    losses, found, read = fitted(device)
+    expected_losses, expected, _ = fitted("cpu")
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-4)
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(found, read, rtol=1e-5, atol=1e-6)
 
 
 @recipe("accelerate", "accelerate", title="prepare, save_state, load_state", setting="`ACCELERATE_TORCH_DEVICE=port`")

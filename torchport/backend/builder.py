@@ -281,7 +281,7 @@ class GraphBuilder(Builder):
     def attempt(self, capture: Capture | None, lower: Callable[[], _Made]) -> _Made:
         """What an operator is lowered to for a backend. Raises :class:`Refused`, and the graph is as it was."""
         graph = self.graph
-        last = next(reversed(graph.nodes), None)
+        last = next(iter(reversed(graph.nodes)), None)  # before PyTorch 2.13 it is a list, no iterator
         before = self.capture, self.strict
         self.capture, self.strict = capture, True
         try:

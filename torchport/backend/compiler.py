@@ -20,6 +20,7 @@ from ..core import metrics
 from ..core.config import config
 from ..core.errors import CompileError
 from ..core.forks import guarded_rlock
+from ..core.profiling import profiled
 from ..core.specs import CompileSpecs
 from .execution import Computation
 from .inferences import keep_inferences
@@ -178,10 +179,11 @@ def _refuse(folder: CacheFolder | None, prepared: Prepared, why: str) -> None:
 def _load_or_compile(
     backend: Backend, device: BackendDevice, specs: CompileSpecs, graph: fx.GraphModule, mark: str, source: str | None
 ) -> Computation:
-    prepared = find_or_prepare(backend, specs, graph, mark, source)
-    try:
-        return finish(backend, device, specs, prepared)
-    except EntryRefused:
-        if config.cache == "cache-only":
-            raise
-        return finish(backend, device, specs, find_or_prepare(backend, specs, graph, mark, source))
+    with profiled("compile", backend.name):
+        prepared = find_or_prepare(backend, specs, graph, mark, source)
+        try:
+            return finish(backend, device, specs, prepared)
+        except EntryRefused:
+            if config.cache == "cache-only":
+                raise
+            return finish(backend, device, specs, find_or_prepare(backend, specs, graph, mark, source))

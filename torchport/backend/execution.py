@@ -18,6 +18,7 @@ from ..core import metrics
 from ..core.config import config
 from ..core.errors import ExecutionError, TorchportError
 from ..core.forks import guarded_lock
+from ..core.profiling import is_profiled, profiled
 from ..core.specs import TensorSpec
 from .answers import contents_of
 from .interface import Backend, BackendData, BackendDevice, ExecutionContext, TensorData
@@ -128,12 +129,19 @@ def execute(
 
 
 def _run(computation: Computation) -> Callable[..., Sequence[BackendData]]:
-    """The backend's ``execute``, looked at where ``config.check_backends`` asks for that."""
-    if not config.check_backends:
-        return computation.backend.execute
-    from .watch import watched  # on demand: it needs PyTorch
+    """The backend's ``execute``, looked at where ``config.check_backends`` or a profiler asks for that."""
+    run: Callable[..., Sequence[BackendData]] = computation.backend.execute
+    if config.check_backends:
+        from .watch import watched  # on demand: it needs PyTorch
 
-    return functools.partial(watched, computation.backend)
+        run = functools.partial(watched, computation.backend)
+    return functools.partial(_profiled, computation, run) if is_profiled() and not computation.segments else run
+
+
+def _profiled(computation: Computation, run: Callable[..., Any], *args: Any) -> Any:
+    """A run as a range in the profiler's timeline."""
+    with profiled("execute", f"{computation.backend.name}, {computation.graph_ops} operators"):
+        return run(*args)
 
 
 def start(computation: Computation, args: Sequence[Any], context: ExecutionContext) -> Started | None:
@@ -160,7 +168,10 @@ def execute_on_host(computation: Computation, tensors: list[torch.Tensor]) -> Se
         try:
             with computation.lock:
                 begun = perf_counter()
-                results = host.execute_on_host(computation.handle, tensors, computation.parameters, computation.context)
+                run = host.execute_on_host
+                if is_profiled():
+                    run = functools.partial(_profiled, computation, run)
+                results = run(computation.handle, tensors, computation.parameters, computation.context)
                 computation.seconds = perf_counter() - begun
         except Exception as error:
             raise execution_error(computation, error) from error

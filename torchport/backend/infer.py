@@ -224,16 +224,22 @@ def _recall(
 def _confirmed(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Inferred:
     """What is inferred, if the CPU's own kernel takes the arguments and gives such results; raises what it raises.
 
-    Raises :class:`NoShapeRule` where the kernel gives others: it is right, as on the CPU.
+    Strides are the kernel's: of dimensions of size 1, PyTorch's rules know them no better than anybody, but whether
+    a result counts as channels-last can depend on them. Raises :class:`NoShapeRule` where the kernel gives other shapes
+    or dtypes: it is right, as on the CPU.
     """
     inferred = infer(op, args, kwargs)
     result = cpu_result(op, args, kwargs, inferred.specs)
-    if isinstance(result, (torch.Tensor, list, tuple)):
-        found = _describe(result).specs
-        for got, rule in zip(found, inferred.specs, strict=False):
-            if got is not None and rule is not None and (got.shape, got.dtype) != (rule.shape, rule.dtype):
-                raise NoShapeRule(f"PyTorch's shape rule of {op} says {rule}, and its CPU kernel gives {got}")
-    return inferred
+    if not isinstance(result, (torch.Tensor, list, tuple)):
+        return inferred
+    specs = list(inferred.specs)
+    for at, (got, rule) in enumerate(zip(_describe(result).specs, specs, strict=False)):
+        if got is None or rule is None:
+            continue
+        if (got.shape, got.dtype) != (rule.shape, rule.dtype):
+            raise NoShapeRule(f"PyTorch's shape rule of {op} says {rule}, and its CPU kernel gives {got}")
+        specs[at] = got
+    return inferred if tuple(specs) == inferred.specs else Inferred(inferred.container, tuple(specs))
 
 
 _WRONG_RULES: Final = frozenset({torch.ops.aten.multilabel_margin_loss_forward.default})

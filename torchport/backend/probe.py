@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..core.specs import TensorSpec
+from ..core.specs import TensorSpec, contiguous_strides
 from .normal_form import is_view
 
 __all__ = ["PlacedSpec", "cpu_result", "depends_on_values"]
@@ -27,6 +27,10 @@ aten = torch.ops.aten
 
 LARGEST: Final = 1 << 13
 """Elements of arguments and results up to which an operator is tried on the real shapes: tens of microseconds."""
+
+LARGEST_UNSETTLED: Final = 1 << 18
+"""The same for an elementwise operator where what the sizes and strides say of the result's strides depends on the
+kernel: less than a millisecond, once."""
 
 _SMALL: Final = 2
 """What the larger sizes become where a try on the real shapes would take long. Sizes that fit together still do."""
@@ -175,6 +179,11 @@ def _has_mask(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     )
 
 
+def _is_unsettled(spec: TensorSpec) -> bool:
+    """Whether a tensor has dimensions of size 1 with strides that are not those of its place."""
+    return 1 in spec.shape and spec.strides != contiguous_strides(spec.shape)
+
+
 def cpu_result(op: Any, args: Any, kwargs: Any, results: Sequence[Any] = ()) -> Any:
     """What the CPU's kernel of an operator gives, ``None`` where it was not asked on these shapes.
 
@@ -184,7 +193,8 @@ def cpu_result(op: Any, args: Any, kwargs: Any, results: Sequence[Any] = ()) -> 
     if not _can_be_asked(op) or _has_mask(op, args, kwargs):
         return None
     count = sum(math.prod(spec.shape) for spec in (*_specs((args, kwargs)), *_specs(list(results))))
-    if count <= LARGEST or any(isinstance(spec, PlacedSpec) for spec in _specs((args, kwargs))):
+    largest = LARGEST_UNSETTLED if _is_elementwise(op) and any(map(_is_unsettled, _specs((args, kwargs)))) else LARGEST
+    if count <= largest or any(isinstance(spec, PlacedSpec) for spec in _specs((args, kwargs))):
         found = _ask(op, args, kwargs)
         if isinstance(found, Exception):
             raise found

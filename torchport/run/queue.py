@@ -24,6 +24,7 @@ from ..core import metrics
 from ..core.config import config
 from ..core.default_state import default_state
 from ..core.errors import ExecutionError, TorchportError
+from ..core.profiling import is_profiled
 from ..trace.trace import lock
 from .future import UnseenErrors
 from .jobs import Job, JobState, here, on_device_thread
@@ -53,6 +54,11 @@ class Where(enum.Enum):
     OVERLAPPED = enum.auto()
     THREAD = enum.auto()
     BACKEND = enum.auto()
+
+
+def _execution() -> str:
+    """What ``config.execution`` says; while a profiler is on, which sees the program's thread, that is where to run."""
+    return "inline" if config.execution == "auto" and is_profiled() else config.execution
 
 
 class DeviceQueue:
@@ -105,8 +111,9 @@ class DeviceQueue:
             return False
         if not computation.checked or self._stopping:
             return False
-        if config.execution != "auto":
-            if config.execution == "inline" or on_device_thread():
+        execution = _execution()
+        if execution != "auto":
+            if execution == "inline" or on_device_thread():
                 return False
             self._wait(self._thread_is_busy)
             return True
@@ -119,13 +126,13 @@ class DeviceQueue:
     def _here_or_thread(self, job: Job, wanted_now: bool) -> Where:
         """Settle whether a job runs at once on the calling thread, overlapped or not, or on the device's."""
         assert job.computation is not None
-        backend, short = job.computation.backend, self._is_short(job)
+        backend, short, execution = job.computation.backend, self._is_short(job), _execution()
         if self._started:  # it could not be started itself
-            if config.execution == "auto" and wanted_now and short and self._can_overlap(job):
+            if execution == "auto" and wanted_now and short and self._can_overlap(job):
                 return Where.OVERLAPPED
             self.collect_started()
-        if config.execution != "auto":
-            return Where.THREAD if config.execution == "worker" and not self._stopping else Where.HERE
+        if execution != "auto":
+            return Where.THREAD if execution == "worker" and not self._stopping else Where.HERE
         if not backend.capabilities.releases_gil or self._stopping:
             return Where.HERE
         if self.poll():

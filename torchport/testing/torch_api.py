@@ -6,6 +6,7 @@ import functools
 import random
 import warnings
 from collections.abc import Iterator
+from importlib.util import find_spec
 from itertools import islice
 from typing import Any
 
@@ -13,6 +14,13 @@ import numpy as np
 import torch
 
 from .plan import DTYPES, seed_of
+
+if find_spec("expecttest") is None:
+    raise ModuleNotFoundError(
+        "torchport.testing uses PyTorch's operator database, which needs the package expecttest: "
+        "pip install 'torchport[conformance]'",
+        name="expecttest",
+    )
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # the database makes sparse tensors and calls deprecated functions when imported

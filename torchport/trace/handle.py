@@ -2,7 +2,7 @@
 
 Private torch APIs used here: ``torch._C._acc.create_empty_tensor`` (an inner tensor without memory),
 ``OpOverload._handle.redispatch_boxed`` (to give it strides), ``torch.Tensor._make_wrapper_subclass`` (indices above 0),
-``torch._C._disabled_torch_function_impl``.
+``torch._C._disabled_torch_function_impl``, ``torch._C.TensorBase.data``.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ class LazyTensor(torch.Tensor):
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    data = torch._C.TensorBase.data  # type: ignore[assignment]
+    """PyTorch's own, which is faster than the program's (``frontend/device/parameters.py``)."""
 
     value_id: int = -1
     value: BackendData | None = None

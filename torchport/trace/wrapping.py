@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["WrappedArgument", "call_above", "is_bypassed", "unwrap", "wrap"]
+__all__ = ["WrappedArgument", "call_above", "is_below", "is_bypassed", "unwrap", "wrap"]
 
 
 def unwrap(tensor: torch.Tensor) -> torch.Tensor:
@@ -42,6 +42,11 @@ def call_above(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return op(*args, **kwargs)
     finally:
         _exclude(_FUNCTIONALIZE, True)
+
+
+def is_below() -> bool:
+    """Whether functionalization is switched off: what is made is its own, and in no wrapper."""
+    return _is_excluded(_FUNCTIONALIZE)
 
 
 def wrap(tensor: torch.Tensor) -> torch.Tensor:

@@ -115,7 +115,6 @@ SPARSE: dict[str, Case] = {
     "host coo product": lambda d: C.to_sparse() @ _x(d).t(),
     "copied from": lambda d: _x(d).copy_(C.to_sparse()),
     "spdiags": lambda d: torch.sparse.spdiags(torch.ones(1, 3).to(d), _i(d, 0), (3, 3)),
-    "embedding": lambda d: _embedding_step(torch.nn.Embedding, d),
     "embedding bag": lambda d: _embedding_step(torch.nn.EmbeddingBag, d),
     "gather": _gathered,
     "vmap": lambda d: torch.vmap(lambda a: a.to_sparse())(_x(d)),

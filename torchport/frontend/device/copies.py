@@ -23,7 +23,7 @@ from ...trace.layouts import kind_of, refusal
 from ...trace.threads import threads
 from ...trace.trace import COPIES_UNDER_GRAD, Trace
 from ...trace.trie import NONE
-from ...trace.wrapping import call_above, is_bypassed, unwrap, wrap
+from ...trace.wrapping import call_above, is_below, is_bypassed, unwrap, wrap
 from . import layouts
 from .generators import owner_of
 from .opaque import opaque
@@ -250,6 +250,14 @@ def _set_storage(
     return leaf_from_host(runtimes.get(index), held.clone(), private=True)
 
 
+def _empty_strided(size: Sequence[int], stride: Sequence[int], **kwargs: Any) -> torch.Tensor:
+    """A tensor that shows elements more than once is a view of one that holds each once."""
+    held = [1 if step == 0 else n for n, step in zip(size, stride, strict=False)]
+    if held == [*size] or len(size) != len(stride) or is_below():
+        return kernels[aten.empty_strided.default].fast(size, stride, **kwargs)
+    return torch.empty_strided(held, stride, **kwargs).expand(size)
+
+
 def with_generator(trace: Trace, kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """A random op that was given a generator of its own: this device's keys, or CPU's numbers, moved to the device."""
     generator = next(v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator))
@@ -291,6 +299,7 @@ def special_kernels() -> dict[Any, Callable[..., Any]]:
         **dict.fromkeys(SAME_VALUE, _same_value),
         **{op: _with_host_indices(op) for op in _INDEXING},
         aten.set.source_Storage_storage_offset: _set_storage,
+        aten.empty_strided.default: _empty_strided,
         **layouts.refusing(kernels),
     }
     return table

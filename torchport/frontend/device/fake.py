@@ -4,7 +4,8 @@ Private torch APIs used here: ``torch._subclasses.meta_utils.MetaTensorDescriber
 functionalization wrapper apart except those of the devices ``xla`` and ``lazy``. A ``port`` tensor is such a wrapper,
 too, and is to be described as what the user sees: a plain strided tensor, whose storage says which tensors are views
 of one another. ``torch._functorch._aot_autograd.runtime_wrappers.HANDLED_TYPES`` are the classes of tensors that a
-compiled function's first call may meet. ``torch.multiprocessing.reductions.StorageWeakRef`` is what fake tensors hold
+compiled function's first call may meet. ``torch._subclasses.functional_tensor.CppFunctionalizeAPI.wrap_tensors`` wraps
+what comes out of higher-order operators. ``torch.multiprocessing.reductions.StorageWeakRef`` is what fake tensors hold
 of constants' storages.
 """
 
@@ -19,11 +20,12 @@ from typing import Any, Final
 from weakref import WeakSet
 
 import torch
+from torch.utils._pytree import tree_map
 
 from ...core.default_state import default_state
 from ...trace.handle import DEVICE_TYPE, IndexedLazyTensor, LazyTensor
 from .memory import is_ours
-from .patches import replace
+from .patches import is_applied, replace, when_imported
 from .shims import TorchWithoutWrapping
 from .writes import is_conjugate_view
 
@@ -37,6 +39,7 @@ def install() -> None:
     _describe_as_seen()
     _no_constants()
     _share_weak_references()
+    when_imported("torch._subclasses.functional_tensor", _wrap_results_of_higher_order_operators)
     _handle_handles_if_compiling()
 
 
@@ -113,6 +116,23 @@ def _share_weak_references() -> None:
     reference = "torch.multiprocessing.reductions.StorageWeakRef"
     replace(f"{reference}.__copy__", lambda self: self)
     replace(f"{reference}.__deepcopy__", lambda self, memo: self)
+
+
+def _wrap_results_of_higher_order_operators(module: Any) -> None:
+    """Results of ``torch.cond`` are wrapped as every tensor of the device is, and not for a transformation's level."""
+    target = "torch._subclasses.functional_tensor.CppFunctionalizeAPI.wrap_tensors"
+    if is_applied(target):  # installing was tried again
+        return
+    original = module.CppFunctionalizeAPI.wrap_tensors
+
+    @functools.wraps(original)
+    def wrap_tensors(self: Any, args: Any) -> Any:
+        def wrapped(value: Any) -> Any:
+            return torch._to_functional_tensor(value) if isinstance(value, LazyTensor) else original(self, value)
+
+        return tree_map(wrapped, args)
+
+    replace(target, wrap_tensors)
 
 
 _RUNTIME_WRAPPERS = "torch._functorch._aot_autograd.runtime_wrappers"

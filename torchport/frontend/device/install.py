@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from typing import Any, Final
 
 import torch
@@ -9,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...core.default_state import default_state
 from ...core.errors import UnsupportedOp
+from ...dispatch import Functionality
 from ...trace.handle import DEVICE_TYPE, IndexedLazyTensor
 from ...trace.kernels import Kernel, make_kernel, supported_schema
 from ...trace.threads import threads
@@ -107,6 +110,7 @@ def _install() -> None:
     library.impl("copy_", opaque(_copy_), "AutogradPrivateUse1", with_keyset=True)
     for name in ("_assert_async", "_assert_async.msg"):
         library.impl(name, opaque(_assert_async), "PrivateUse1")
+    library.impl("embedding_sparse_backward", opaque(_embedding_sparse_backward), "AutogradPrivateUse1")
     strided.install(library)
     library.impl("native_batch_norm", opaque(_native_batch_norm), "AutogradPrivateUse1", with_keyset=True)
     fake.install_lift(library)
@@ -186,6 +190,28 @@ def _assert_async(self: torch.Tensor, message: str = "Expected Tensor with singl
     """Read the value, here and now: nothing on this device says later that an assertion was wrong."""
     if not self.item():
         raise RuntimeError(message)
+
+
+@functools.cache
+def _say_that_gradients_are_dense() -> None:
+    warnings.warn(
+        f"gradients of an embedding with sparse=True are dense on {DEVICE_TYPE}: the same values, and memory for all "
+        "rows; optimizers that take sparse gradients only, such as SparseAdam, refuse them",
+        stacklevel=4,
+    )
+
+
+def _embedding_sparse_backward(
+    grad: torch.Tensor, indices: torch.Tensor, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
+) -> torch.Tensor:
+    """The gradient of ``embedding(sparse=True)``, with the rows that are 0 in it: this device holds no sparse tensors,
+    unless its backend has kernels for them."""
+    registrar = routes.registrar_for((grad, indices), {})
+    if registrar is not None and Functionality.Sparse in registrar.functionalities:  # its backend makes them
+        op = torch.ops.aten.embedding_sparse_backward.default
+        return op._op_dk(_IMPLICIT, grad, indices, num_weights, padding_idx, scale_grad_by_freq)
+    _say_that_gradients_are_dense()
+    return torch.ops.aten.embedding_dense_backward.default(grad, indices, num_weights, padding_idx, scale_grad_by_freq)
 
 
 def _polygamma_(self: torch.Tensor, n: int) -> torch.Tensor:

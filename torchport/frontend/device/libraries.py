@@ -4,7 +4,7 @@ accelerate, and transformers' Trainer with it, look for the devices on their lis
 also where a program has been using ``port``; so does Lightning. Nobody can add to the list, but each can be told
 (``torchport doctor`` prints how). A program that uses the device and lets such a library pick the CPU is warned, once.
 
-Called when the device is first used; changes a library when it is imported, and imports none.
+Changes a library when it is imported, and imports none.
 """
 
 from __future__ import annotations
@@ -20,12 +20,16 @@ import torch
 from .names import NAME, device_of
 from .patches import replace, when_imported
 
-__all__ = ["install"]
+__all__ = ["expect", "install"]
 
 ACCELERATE: Final = f"set the environment variable ACCELERATE_TORCH_DEVICE={NAME} before they are made"
-LIGHTNING: Final = (
-    "give Trainer or Fabric an accelerator object of its own for it, or move the model in a loop of yours"
-)
+LIGHTNING: Final = f"give Trainer or Fabric accelerator={NAME!r}"
+
+
+def expect() -> None:
+    """Ask to be told of a library that may be what first uses the device: called while torch is imported."""
+    for package in ("safetensors", "safetensors.torch"):
+        when_imported(package, _safetensors)
 
 
 @functools.cache
@@ -36,8 +40,6 @@ def install() -> None:
         when_imported(f"{package}.trainer.connectors.accelerator_connector", _lightning("_AcceleratorConnector"))
     for package in ("lightning.fabric", "lightning_fabric"):
         when_imported(f"{package}.connector", _lightning("_Connector"))
-    for package in ("safetensors", "safetensors.torch"):
-        when_imported(package, _safetensors)
     when_imported("torch.distributed.checkpoint._state_dict_stager", _staged_checkpoints)
 
 

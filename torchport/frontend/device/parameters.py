@@ -1,20 +1,21 @@
-"""``Module.to`` keeps the module's parameters when they come to the device or leave it.
+"""``Module.to`` and ``p.data = …`` keep parameters when they come to the device or leave it.
 
 A new ``Parameter`` object would untie tied weights and orphan an optimizer made before, as PyTorch's own conversion
 makes one where the two tensors cannot share an object's inside. ``Module.to`` may itself be the first use of the
 device, so this is in place before, from ``import torch`` on, and imports nothing of the device.
 
-Private torch APIs used here: ``torch.nn.Module._apply``, ``torch.Tensor._backward_hooks``,
-``torch.Tensor._post_accumulate_grad_hooks``, ``torch._C._swap_tensor_impl``.
+Private torch APIs used here: ``torch.nn.Module._apply``, ``torch._C.TensorBase.data``,
+``torch.Tensor._backward_hooks``, ``torch.Tensor._post_accumulate_grad_hooks``, ``torch._C._swap_tensor_impl``.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .names import device_of
@@ -57,7 +58,8 @@ def install() -> None:
                 if _is_port(converted) != _is_port(parameter):
                     _become(parameter, converted)
                     self._parameters[name] = parameter
-            self._parameters.update(uninitialized)
+            for name, parameter in uninitialized.items():
+                self._parameters[name] = parameter
 
     def outside_of_graphs(self: torch.nn.Module, fn: _Convert, recurse: bool) -> Any:
         return convert(self, fn, recurse)
@@ -67,6 +69,50 @@ def install() -> None:
     for wrapper in (convert, outside_of_graphs):
         opaque(wrapper)
     replace("torch.nn.Module._apply", opaque(apply))
+    replace("torch.Tensor.data", property(_PLAIN_DATA.__get__, opaque(_set_data), doc=_PLAIN_DATA.__doc__))
+
+
+_PLAIN_DATA: Final[Any] = torch._C.TensorBase.data
+
+
+def _set_data(self: Any, value: Any) -> None:
+    """``p.data = value``, also where only one of the two is on the device.
+
+    PyTorch refuses that, since their insides are of different kinds, so they are exchanged. The gradient comes along:
+    PyTorch takes none of another device. Raises ``RuntimeError`` for the result of an operator that autograd recorded,
+    whose place in the graph cannot come along.
+    """
+    known = isinstance(value, torch.Tensor) and not torch.compiler.is_compiling()
+    if not known or _is_port(self) == _is_port(value) or _stands_for_another(self) or _stands_for_another(value):
+        _PLAIN_DATA.__set__(self, value)
+        return
+    if self.grad_fn is not None:
+        raise RuntimeError(
+            f"the data of a result that autograd recorded ({self.grad_fn.name()}) cannot come from {device_of(value)}: "
+            f"it is on {device_of(self)}. Write x = x.to({str(device_of(value))!r})"
+        )
+    grad, kind = self.grad, type(self)
+    with torch.no_grad():
+        inside: Any = torch.nn.Parameter(value.detach(), False) if _is_port(value) else value.detach()
+    if self.requires_grad:
+        inside.requires_grad_()
+    if grad is not None and grad.shape == inside.shape and grad.dtype == inside.dtype:
+        grad.data = grad.data.to(inside.device)
+        inside.grad, self.grad = grad, None
+    _become(self, inside)
+    if type(self) is not kind:
+        self.__class__ = kind
+
+
+def _stands_for_another(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a compiler's or a transformation's, whose insides are not ours to exchange."""
+    if is_functorch_wrapped_tensor(tensor):
+        return not torch._is_functional_tensor(tensor)
+    kind: Any = type(tensor)
+    return kind.__torch_dispatch__ is not _PLAIN_DISPATCH and not is_traceable_wrapper_subclass(tensor)
+
+
+_PLAIN_DISPATCH: Final[Any] = cast("Any", torch.Tensor).__torch_dispatch__
 
 
 def _is_port(tensor: torch.Tensor) -> bool:

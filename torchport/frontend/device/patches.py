@@ -79,6 +79,11 @@ PATCHES: Final[dict[str, tuple[str, str, str]]] = {
         "new ones would untie tied weights and orphan an optimizer made before",
         _IMPORT,
     ),
+    "torch.Tensor.data": (
+        "takes what is on the device for a tensor of the CPU, and the other way round; the object stays",
+        "PyTorch refuses it, since their insides are of different kinds",
+        _IMPORT,
+    ),
     "torch.Generator": (
         "makes generators of the device, too",
         "PyTorch asks C++ for a device's generators; all of its own are instances of the class as before",
@@ -188,6 +193,11 @@ PATCHES: Final[dict[str, tuple[str, str, str]]] = {
         "PyTorch's compilers make an operator functional only if nobody registered how",
         _USE,
     ),
+    "torch._subclasses.functional_tensor.CppFunctionalizeAPI.wrap_tensors": (
+        "wraps a handle as every tensor of the device is wrapped",
+        "results of torch.cond and while_loop would be taken for tensors of a transformation",
+        _USE,
+    ),
     "torch._subclasses.meta_utils.MetaTensorDescriber.describe_tensor": (
         "describes a tensor of the device as the user sees it",
         "it takes functionalization's wrappers apart, which each tensor of the device is in",
@@ -243,6 +253,26 @@ PATCHES: Final[dict[str, tuple[str, str, str]]] = {
         "its list of devices is closed",
         _LATER,
     ),
+    "lightning.pytorch.trainer.connectors.accelerator_connector._AcceleratorConnector._choose_strategy": (
+        "takes the device for accelerator='port'",
+        "of an accelerator that is not on its list, it takes the CPU",
+        "its import",
+    ),
+    "pytorch_lightning.trainer.connectors.accelerator_connector._AcceleratorConnector._choose_strategy": (
+        "takes the device for accelerator='port'",
+        "of an accelerator that is not on its list, it takes the CPU",
+        "its import",
+    ),
+    "lightning.fabric.connector._Connector._choose_strategy": (
+        "takes the device for accelerator='port'",
+        "of an accelerator that is not on its list, it takes the CPU",
+        "its import",
+    ),
+    "lightning_fabric.connector._Connector._choose_strategy": (
+        "takes the device for accelerator='port'",
+        "of an accelerator that is not on its list, it takes the CPU",
+        "its import",
+    ),
     "torch.multiprocessing.reductions.reduce_tensor": (
         "sends a tensor of the device as a host copy, which the other process moves",
         _MEMORY,
@@ -253,8 +283,12 @@ PATCHES: Final[dict[str, tuple[str, str, str]]] = {
         "a worker's batches are made in memory that processes share",
         _LATER,
     ),
-    "safetensors.safe_open": ("reads on the CPU and moves what is asked for", "its list of devices is closed", _LATER),
-    "safetensors.torch.safe_open": ("the same", "the same", _LATER),
+    "safetensors.safe_open": (
+        "reads on the CPU and moves what is asked for",
+        "its list of devices is closed",
+        "its import",
+    ),
+    "safetensors.torch.safe_open": ("the same", "the same", "its import"),
     "torch.distributed.checkpoint._state_dict_stager.StateDictStager._offload_tensor": (
         "copies a tensor of the device as a tensor",
         "it copies storages, and a storage of the device has no contents",
@@ -285,6 +319,11 @@ ADDITIONS: Final[dict[str, tuple[str, str, str]]] = {
     ),
     "torch.optim.optimizer._global_optimizer_pre_hooks": ("a hook", "see twins.own_gradients", _IMPORT),
     "torch.optim.optimizer._global_optimizer_post_hooks": ("a hook", "a training step ends", _IMPORT),
+    "lightning.pytorch.accelerators.AcceleratorRegistry, and Fabric's": (
+        "an accelerator, port",
+        "Lightning has no way for packages to tell of one",
+        "its import",
+    ),
     "torch.serialization._package_registry": ("a package", "files name storages of the device", _IMPORT),
     "sys.meta_path": ("a finder that finds nothing", "tells of the imports that rows above wait for", _IMPORT),
     "multiprocessing.reduction.ForkingPickler": (

@@ -14,7 +14,18 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from . import accelerator, defaults, first_factories, generators, module, parameters, ready, storages
+from . import (
+    accelerator,
+    defaults,
+    first_factories,
+    generators,
+    libraries,
+    lightning,
+    module,
+    parameters,
+    ready,
+    storages,
+)
 from .names import NAME
 from .opaque import opaque
 
@@ -70,6 +81,8 @@ def _before_the_first_use() -> None:
     parameters.install()
     storages.install()
     generators.install()
+    libraries.expect()
+    lightning.install()
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
     first_factories.expect(ready.init)
