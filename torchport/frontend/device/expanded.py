@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
-from unittest.mock import patch
 
 import torch
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
@@ -25,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...core.errors import UnsupportedOp
 from ...core.frames import user_line
+from .patches import replaced
 from .places import as_view
 
 __all__ = ["ExactWrites", "call_exactly", "exact_writes", "is_of_expanded", "write_back"]
@@ -174,5 +174,5 @@ def exact_writes() -> Iterator[None]:
             return call_exactly(op, original, tensors, mode, op, types, args, kwargs)
         return original(mode, op, types, args, kwargs)
 
-    with patch.object(FunctionalTensorMode, "__torch_dispatch__", dispatch):
+    with replaced("torch._subclasses.functional_tensor.FunctionalTensorMode.__torch_dispatch__", dispatch):
         yield
