@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import importlib
 import json
 import os
 import re
@@ -124,12 +125,9 @@ def test_what_is_not_in_the_table_is_refused() -> None:
 
 
 def test_what_is_changed_while_a_graph_is_compiled_is_as_before_afterwards() -> None:
-    import torch._functorch._aot_autograd.graph_capture
-    import torch._functorch._aot_autograd.input_output_analysis
-    import torch._functorch._aot_autograd.runtime_wrappers
-
     for target in WHILE_COMPILING:
         path, _, name = target.rpartition(".")
+        importlib.import_module(path.removesuffix(".FunctionalTensorMode"))
         owner, new = patches._find(path), object()
         before = vars(owner)[name]
         with pytest.raises(ZeroDivisionError), replaced(target, new):
@@ -145,11 +143,6 @@ def test_what_is_not_in_the_table_is_not_changed_while_a_graph_is_compiled() -> 
 
 def test_no_other_module_changes_objects_of_pytorch_for_a_while() -> None:
     sources = Path(patches.__file__).parents[2]
-    users = [
-        str(path.relative_to(sources))
-        for path in sources.rglob("*.py")
-        if re.search(
-            r"^(from|import) unittest|mock\.patch|patch\.object", path.read_text(encoding="utf-8"), re.MULTILINE
-        )
-    ]
-    assert users == ["testing/judge.py"]  # the conformance kit's own runs
+    mocks = re.compile(r"^(from|import) unittest|mock\.patch|patch\.object", re.MULTILINE)
+    found = (path for path in sources.rglob("*.py") if mocks.search(path.read_text(encoding="utf-8")))
+    assert [str(path.relative_to(sources)) for path in found] == ["testing/judge.py"]  # the conformance kit's own runs
