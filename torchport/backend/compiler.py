@@ -90,9 +90,12 @@ class Computations:
     def touch(self, computation: Computation) -> None:
         """Note that a computation is used by somebody who holds it and so does not come by :meth:`get`."""
         with self._lock:
-            for one in computation.segments or (computation,):
-                if one.key in self._cache:
-                    self._cache.move_to_end(one.key)
+            if computation.key in self._cache:
+                self._cache.move_to_end(computation.key)
+            elif computation.segments:
+                for one in computation.segments:
+                    if one.key in self._cache:
+                        self._cache.move_to_end(one.key)
 
     def __len__(self) -> int:
         return len(self._cache)

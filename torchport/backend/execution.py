@@ -21,7 +21,8 @@ from ..core.forks import guarded_lock
 from ..core.profiling import is_profiled, profiled
 from ..core.specs import TensorSpec
 from .answers import contents_of
-from .interface import Backend, BackendData, BackendDevice, ExecutionContext, TensorData
+from .borrow import borrower
+from .interface import Backend, BackendData, BackendDevice, ExecutionContext
 from .optional import OptionalMethods, Started, optional_of
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Computation",
     "Failure",
-    "borrower",
     "call_kernel",
     "check_results",
     "count",
@@ -182,17 +182,6 @@ def execute_on_host(computation: Computation, tensors: list[torch.Tensor]) -> Se
     lend = borrower(backend)
     borrowed = [lend(t, spec, device) for t, spec in zip(tensors, specs, strict=True)]
     return _unaliased([backend.from_device(result) for result in execute(computation, borrowed)], tensors)
-
-
-def borrower(backend: Backend) -> Callable[[torch.Tensor, TensorSpec, BackendDevice], BackendData]:
-    """How a CPU tensor, its spec and a device become an argument of one call: as the backend says
-    (:class:`.SupportsBorrow`), as it is where the backend keeps tensors, else as a copy."""
-    borrows = optional_of(backend).borrow
-    if borrows is not None:
-        return borrows.borrow
-    if type(backend).to_device is Backend.to_device and not backend.capabilities.torch_free:
-        return lambda tensor, spec, device: TensorData(device, spec, tensor)
-    return lambda tensor, spec, device: backend.to_device(tensor.detach().clone(), device)
 
 
 def call_kernel(

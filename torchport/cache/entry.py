@@ -3,7 +3,8 @@
 Layout: magic number with the format's version, lengths of description and data as 8 little-endian bytes each, SHA-256
 of the description, SHA-256 of the data; then description and data. Every byte is covered, so whatever was cut off,
 added or changed is noticed before an engine sees it. An entry's key is the hash of its *manifest*, which holds what the
-bytes depend on as component → digest or short text; so a file under another entry's name is noticed, too.
+bytes depend on as component → digest or short text; so a file under another entry's name is noticed, too. The manifest
+is made in :mod:`torchport.backend.compile_key`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from ..cache.current import folder_in_settings
 from ..cache.folder import CacheFolder, trouble_with
 from ..core.config import config
 from ..frontend.device.libraries import ACCELERATE, LIGHTNING
-from ..frontend.device.patches import ADDITIONS, PATCHES, TORCH
+from ..frontend.device.patches import ADDITIONS, PATCHES, TORCH, WHILE_COMPILING
 from ..native.twins import twins
 
 __all__ = ["SECTIONS", "report"]
@@ -100,7 +100,7 @@ def _disk_cache() -> Rows:
 
 
 def _patches() -> Rows:
-    for target, (what, why, when) in (PATCHES | ADDITIONS).items():
+    for target, (what, why, when) in (PATCHES | WHILE_COMPILING | ADDITIONS).items():
         versions = f"torch {TORCH}" if target.startswith(("torch", "*", "PrivateUse1")) else "any version"
         yield target, f"{what}: {why} (at {when}; {versions})"
 

@@ -28,8 +28,10 @@ at::FunctionalTensorWrapper* wrapper_of(const at::Tensor& tensor) {
   return at::functionalization::impl::unsafeGetFunctionalWrapper(tensor);
 }
 
-// Whether a tensor is a view of an expanded one, or by ``unfold``: Python has writes to the first taken back to the base
-// exactly, and refuses those to the second. PyTorch ships no declaration of these kinds of view. Twin of ``frontend.device.expanded.is_of_expanded``.
+// Whether a tensor is a view of an expanded tensor, or a view by ``unfold``. Python's kernels take a write through the
+// former back to the base exactly, and refuse most writes through the latter. The classes of both kinds of view have no
+// declaration in PyTorch's headers, so their names are compared.
+// Twin of ``frontend.device.expanded.is_of_expanded``.
 bool is_of_expanded(const at::Tensor& tensor) {
   at::FunctionalTensorWrapper* wrapper = wrapper_of(tensor);
   if (wrapper == nullptr) {

@@ -2,6 +2,10 @@
 
 The steady state of a flush is a dictionary look-up of the live values' ids at the cursor's node, one list of
 arguments and one call of the backend. Everything else here runs once per new computation, or when something fails.
+
+Who asks names a cause: a value is read (:mod:`.values`), a barrier runs (:mod:`.barriers`), a batch comes from the host
+or an optimizer has stepped (``frontend.device.copies`` and ``shims``), ranks meet (``frontend.distributed``), the
+program asks (:mod:`.sync`), a trace is long (``trace.record``), a thread ends (``trace.threads``).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import keyword
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,7 +22,6 @@ from . import keys
 from .handle import IndexedLazyTensor, LazyTensor
 from .record import emit, record
 from .trie import FLOAT, LIMITS
-from .wrapping import WrappedArgument, call_above
 
 if TYPE_CHECKING:
     from .trace import Trace
@@ -286,11 +285,8 @@ def _source(kernel: Kernel, fast: bool) -> tuple[str, dict[str, Any]]:
     parameters, positional, keywords, defaults = _signature(kernel.arguments)
     call = f"{positional}, {keywords}"
     pooled = fast and not kernel.is_factory
-    made = _key_statements(kernel, call, fast)
-    if not kernel.is_factory:
-        made = ["try:", *_indented(made), f"except _WrappedArgument: return _bypassed(_trace, _K, {call})"]
     lines = [
-        *made,
+        *_key_statements(kernel, call, fast),
         "try: _node = _trace.cursor.children[_key]",
         "except KeyError: _node = None",
         "if _node is None:",
@@ -314,13 +310,6 @@ def _source(kernel: Kernel, fast: bool) -> tuple[str, dict[str, Any]]:
         lines[:0] = [interpreted]
         header = f"def kernel(_trace, {parameters}):"
     return "\n".join([header, *_indented(lines)]), defaults
-
-
-def _bypassed(trace: Trace, kernel: Kernel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an operator whose arguments functionalization should have seen. A key that is half made is forgotten."""
-    if not kernel.arguments[0].holds_tensors:  # a number before it may have become a scalar input
-        trace.runtime.flush(trace, "failure")
-    return call_above(kernel.op, args, kwargs)
 
 
 def make_kernel(
@@ -348,8 +337,6 @@ def make_kernel(
             "_with_generator": with_generator,
             "_elsewhere": elsewhere,
             "_record": record,
-            "_WrappedArgument": WrappedArgument,
-            "_bypassed": _bypassed,
             "_emit": emit,
         }
         exec(compile(source, f"<torchport kernel {op}>", "exec"), namespace)

@@ -15,8 +15,8 @@ import torch
 from ..core.specs import TensorSpec
 from .handle import IndexedLazyTensor, LazyTensor, intern_spec
 from .trace import COPIES_UNDER_GRAD, Trace
-from .trie import FLOAT, FLOATS, FOREIGN_DEVICE, LEAF, LIMITS
-from .wrapping import WrappedArgument, is_bypassed, unwrap
+from .trie import FLOAT, FLOATS, FOREIGN_DEVICE, LEAF, LIMITS, WRAPPED
+from .wrapping import is_bypassed, unwrap
 
 __all__ = ["constant", "constants", "filler", "foreign", "host_scalar", "leaf", "scalar", "scalars", "sized", "tensors"]
 
@@ -107,14 +107,15 @@ def foreign(trace: Trace, value: Any) -> Any:
     """Key part of what stands where a tensor does but is no handle of this device: ``None``, a number, a mistake.
 
     A 0-dim CPU tensor acts as a number, as on CUDA. A tensor of another device becomes :data:`FOREIGN_DEVICE` and is
-    refused when the op is recorded. Raises :class:`WrappedArgument` where functionalization was left out.
+    refused when the op is recorded. Where functionalization was left out, a wrapper becomes :data:`WRAPPED`.
     """
     if value is None:
         return None
     if not isinstance(value, torch.Tensor):  # a Python number: PyTorch hands wrapped numbers to Python as such
         return scalar(trace, value)
     if is_bypassed(value):
-        raise WrappedArgument
+        trace.bypassed = True
+        return WRAPPED
     tensor: Any = unwrap(value)
     cls = tensor.__class__
     if cls is LazyTensor or cls is IndexedLazyTensor:

@@ -22,8 +22,21 @@ from .keys import leaf
 from .layouts import kind_of, refusal
 from .pool import fill_pool, new_handle
 from .trace import CHECKPOINT_EVERY, Trace, lock
-from .trie import FOREIGN_DEVICE, LEAF, NONE, HostScalar, Leaf, Node, RandomKey, ScalarInput, Sights, Value, Varying
-from .wrapping import unwrap, wrap
+from .trie import (
+    FOREIGN_DEVICE,
+    LEAF,
+    NONE,
+    WRAPPED,
+    HostScalar,
+    Leaf,
+    Node,
+    RandomKey,
+    ScalarInput,
+    Sights,
+    Value,
+    Varying,
+)
+from .wrapping import call_above, unwrap, wrap
 
 if TYPE_CHECKING:
     from ..backend.infer import Inferred
@@ -39,6 +52,10 @@ def record(trace: Trace, kernel: Kernel, key: tuple[Any, ...], args: Sequence[An
     Raises what PyTorch's own shape inference raises for wrong arguments, and :class:`DeviceMismatch`,
     with the operator and the user's line as notes; the trace is then as if the op had not been called.
     """
+    if trace.bypassed and any(part is WRAPPED for part in _flat(key)):
+        trace.bypassed = False
+        _Mark(trace, key, is_random(kernel.op)).undo()
+        return call_above(kernel.op, args, kwargs)
     if trace.index == 0 and (index := _index_of_wrapper(args)):
         # Below functionalization, PyTorch's dispatcher looks for what is on other indices at a key that wrappers lack.
         _Mark(trace, key, is_random(kernel.op)).undo()

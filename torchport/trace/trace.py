@@ -106,8 +106,9 @@ class Trace:
     order. ``fresh`` tells whether one of the leaves came from the host for this trace, ``copies`` how many copies from
     the host came after that leaf was used. ``direct`` is above 0 while operators are interpreted at once and nothing is
     recorded: one more than how many were; ``sights`` says what is known of those, ``began`` when they did.
-    ``observing``: what they give is noted for when they are recorded. ``recording``: what is new to the trie becomes
-    part of it, until a flush; before, it has cost ``spent`` seconds.
+    ``observing``: what they give is noted for when they are recorded. ``bypassed``: a key with :data:`.WRAPPED` was
+    made. ``recording``: what is new to the trie becomes part of it, until a flush; before, it has cost ``spent``
+    seconds.
     """
 
     eager = False
@@ -117,6 +118,7 @@ class Trace:
         "__weakref__",
         "base",
         "began",
+        "bypassed",
         "computed",
         "copies",
         "cursor",
@@ -163,6 +165,7 @@ class Trace:
         self.sights: Sights | None = None
         self.began = 0.0
         self.observing = False
+        self.bypassed = False
         owners[epoch] = self
 
     def restart(self) -> None:

@@ -23,6 +23,7 @@ __all__ = [
     "LIMITS",
     "NONE",
     "SPAN",
+    "WRAPPED",
     "HostScalar",
     "Leaf",
     "Node",
@@ -74,6 +75,10 @@ FLOAT: Final = FLOATS[0]
 
 FOREIGN_DEVICE: Final = _Token("FOREIGN_DEVICE")
 """The key part of a tensor of another device. Recording refuses the call."""
+
+WRAPPED: Final = _Token("WRAPPED")
+"""The key part of a functionalization wrapper, where functionalization is switched off and could not unwrap it. No node
+has such a key; recording has functionalization see the call first."""
 
 
 # -- argument templates: what a node remembers of the arguments it was called with ------------------------------

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["WrappedArgument", "call_above", "is_below", "is_bypassed", "unwrap", "wrap"]
+__all__ = ["call_above", "is_below", "is_bypassed", "unwrap", "wrap"]
 
 
 def unwrap(tensor: torch.Tensor) -> torch.Tensor:
@@ -21,10 +21,6 @@ def unwrap(tensor: torch.Tensor) -> torch.Tensor:
 _FUNCTIONALIZE: Final = torch._C.DispatchKey.Functionalize
 _is_excluded: Final = torch._C._dispatch_tls_is_dispatch_key_excluded
 _exclude: Final = torch._C._dispatch_tls_set_dispatch_key_excluded
-
-
-class WrappedArgument(Exception):
-    """A kernel was given what the user holds, where functionalization is switched off and could not unwrap it."""
 
 
 def is_bypassed(value: object) -> bool:

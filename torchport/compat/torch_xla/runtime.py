@@ -46,5 +46,5 @@ def world_size() -> int:
 
 
 def initialize_cache(path: str, readonly: bool = False) -> None:
-    """Does nothing, and warns: computations are kept in memory, and not in files."""
-    warn_user(f"torchport keeps no computations in files: nothing is read from {path} or written there")
+    """Does nothing, and warns: the disk cache is on by default, and has settings of its own."""
+    warn_user(f"torchport has a disk cache of its own; for this folder, set TORCHPORT_CACHE_DIR={path}")

@@ -28,7 +28,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import combinations
 from typing import Any, Final
-from unittest.mock import patch
 
 import torch
 from torch._guards import TracingContext
@@ -36,9 +35,12 @@ from torch._guards import TracingContext
 from ...core.errors import UnsupportedOp
 from ...trace.handle import DEVICE_TYPE
 from ..device.fake import saw_conjugate_views
+from ..device.patches import replaced
 from .aliases import repeated
 
 __all__ = ["mended_bases"]
+
+_AUTOGRAD: Final = "torch._functorch._aot_autograd"
 
 
 @contextmanager
@@ -73,9 +75,10 @@ def mended_bases() -> Iterator[None]:
         return {*overlapping(list(tensors), symbolic=symbolic), *found}
 
     with (
-        patch.object(input_output_analysis, "compute_overlapping_tensors", all_overlapping),
-        patch.object(graph_capture, "create_functionalized_fn", functional),
-        patch.multiple(runtime_wrappers, create_synthetic_base_metadata=create, gen_alias_from_base=taken),
+        replaced(f"{_AUTOGRAD}.input_output_analysis.compute_overlapping_tensors", all_overlapping),
+        replaced(f"{_AUTOGRAD}.graph_capture.create_functionalized_fn", functional),
+        replaced(f"{_AUTOGRAD}.runtime_wrappers.create_synthetic_base_metadata", create),
+        replaced(f"{_AUTOGRAD}.runtime_wrappers.gen_alias_from_base", taken),
     ):
         try:
             yield

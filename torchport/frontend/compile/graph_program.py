@@ -16,8 +16,9 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ...backend.borrow import borrower
 from ...backend.builder import refusals
-from ...backend.execution import Computation, borrower, call_kernel
+from ...backend.execution import Computation, call_kernel
 from ...backend.interface import BackendData
 from ...backend.interpreted_graph import INTERPRETER
 from ...backend.partition import Partitioned

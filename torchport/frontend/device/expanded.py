@@ -14,9 +14,8 @@ Private torch APIs used here: ``torch._C._functionalization.get_view_meta_sequen
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Final
-from unittest.mock import patch
 
 import torch
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
@@ -25,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...core.errors import UnsupportedOp
 from ...core.frames import user_line
+from .patches import replaced
 from .places import as_view
 
 __all__ = ["ExactWrites", "call_exactly", "exact_writes", "is_of_expanded", "write_back"]
@@ -33,6 +33,10 @@ aten = torch.ops.aten
 _views: Final[Any] = torch._C._functionalization  # type: ignore[attr-defined]
 _is_functional: Final = torch._is_functional_tensor
 _is_base: Final = torch._is_functional_tensor_base
+_replace: Final = torch._functionalize_replace
+_commit: Final = torch._functionalize_commit_update
+_sync: Final = torch._functionalize_sync
+_WITH_SHARED_ELEMENTS: Final = frozenset({_views.expand_ViewMeta, _views.unfold_ViewMeta})
 
 
 def is_of_expanded(tensor: torch.Tensor) -> bool:
@@ -44,6 +48,11 @@ def is_of_expanded(tensor: torch.Tensor) -> bool:
     if not _is_functional(tensor) or _is_base(tensor):
         return False
     views = _views.get_view_meta_sequence(tensor)
+    for view in views:  # a loop without a generator: every write through a view comes here
+        if view.__class__ in _WITH_SHARED_ELEMENTS:
+            break
+    else:
+        return False
     if any(isinstance(view, _views.unfold_ViewMeta) and not _fills(tensor, views, n) for n, view in enumerate(views)):
         raise UnsupportedOp(
             "a write through a view by unfold() whose windows overlap or leave something out is not taken back to the "
@@ -131,11 +140,15 @@ def _lowest(dtype: torch.dtype) -> float | int | bool:
 
 def write_back(wrapper: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Replace a wrapper's value, as functionalization does after an operator that writes; gives the wrapper."""
-    exact = is_of_expanded(wrapper)
-    torch._functionalize_replace(wrapper, value)
-    with ExactWrites() if exact else nullcontext():
-        torch._functionalize_commit_update(wrapper)
-        torch._functionalize_sync(wrapper)
+    if _is_base(wrapper) or not is_of_expanded(wrapper):  # most often; each in-place operator comes here
+        _replace(wrapper, value)
+        _commit(wrapper)
+        _sync(wrapper)
+        return wrapper
+    _replace(wrapper, value)
+    with ExactWrites():
+        _commit(wrapper)
+        _sync(wrapper)
     return wrapper
 
 
@@ -161,5 +174,5 @@ def exact_writes() -> Iterator[None]:
             return call_exactly(op, original, tensors, mode, op, types, args, kwargs)
         return original(mode, op, types, args, kwargs)
 
-    with patch.object(FunctionalTensorMode, "__torch_dispatch__", dispatch):
+    with replaced("torch._subclasses.functional_tensor.FunctionalTensorMode.__torch_dispatch__", dispatch):
         yield

@@ -1,9 +1,9 @@
 """Operators of others' libraries that a backend has a kernel for: on its devices they are operators like PyTorch's own.
 
-The device has a kernel for every functional operator of ATen. What a library defines reaches it as PyTorch has it: a
-composite's body, a custom operator's Python code, the CPU's kernel on the host. Once some backend has a kernel for such
-an operator, it gets a kernel of the trace's, before functionalization and below it; calls on tensors of other backends
-go on to what was there.
+The device has a kernel for every functional operator of ATen. An operator of a library runs by what PyTorch knows:
+a composite's body, a custom operator's Python code, the CPU's kernel on the host. Once a backend has a kernel for such
+an operator, the device registers a tracing kernel for it, before functionalization and below it. Calls on tensors of
+other backends go on to what PyTorch knows.
 """
 
 from __future__ import annotations

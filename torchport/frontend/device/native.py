@@ -1,4 +1,4 @@
-"""Put torchport's C++ libraries in the place of what Python does on the device, where they are there."""
+"""Use torchport's C++ functions instead of the device's Python functions, as soon as the libraries are built."""
 
 from __future__ import annotations
 

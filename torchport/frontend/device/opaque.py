@@ -1,4 +1,4 @@
-"""Keep Dynamo out of the device: between graphs it looks at every Python function that runs, our kernels included.
+"""Keep Dynamo out of the device. Between graphs Dynamo looks at every Python function that runs, kernels included.
 
 Private torch APIs used here: ``torch._C._dynamo.eval_frame.set_code_exec_strategy``, which costs nothing where Dynamo
 is not in use and does not import it.

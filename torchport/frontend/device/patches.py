@@ -1,20 +1,22 @@
 """Every change to an object of PyTorch's, or of a library that uses it: one table, and the one function that makes it.
 
 A row of :data:`PATCHES` says what is changed, what the change does and why; :func:`replace` puts the new object
-in place. It refuses what is not in the table, and what has been changed already. What PyTorch has a way of its own
-for (a device module, hooks, kernels) is in :data:`ADDITIONS`. ``torchport doctor`` prints both. A module that is
+in place. It refuses what is not in the table, and what has been changed already. What is changed only while
+PyTorch's compilers work on a graph is in :data:`WHILE_COMPILING`. What PyTorch has a way of its own
+for (a device module, hooks, kernels) is in :data:`ADDITIONS`. ``torchport doctor`` prints all three. A module that is
 not imported yet is changed when it is (:func:`when_imported`). Runs inside ``import torch``.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final
 
-__all__ = ["ADDITIONS", "PATCHES", "is_applied", "replace", "when_imported"]
+__all__ = ["ADDITIONS", "PATCHES", "WHILE_COMPILING", "is_applied", "replace", "replaced", "when_imported"]
 
 
 TORCH: Final = "2.13"
@@ -355,6 +357,38 @@ ADDITIONS: Final[dict[str, tuple[str, str, str]]] = {
 }
 """What is added to PyTorch in ways that it has for that, told the same way."""
 
+_COMPILING: Final = "while a graph is compiled"
+_BASES: Final = "torch._functorch._aot_autograd"
+
+WHILE_COMPILING: Final[dict[str, tuple[str, str, str]]] = {
+    "torch._subclasses.functional_tensor.FunctionalTensorMode.__torch_dispatch__": (
+        "writes through expanded views pick the elements that differ",
+        "PyTorch adds up differences: inf - inf is NaN, and bools cannot be subtracted",
+        _COMPILING,
+    ),
+    f"{_BASES}.input_output_analysis.compute_overlapping_tensors": (
+        "finds rows of matrices that overlap, too",
+        "inputs that share memory would be taken for separate ones, and a write to one would not reach the other",
+        _COMPILING,
+    ),
+    f"{_BASES}.graph_capture.create_functionalized_fn": (
+        "is told that written inputs come last",
+        "a result that is a written input would have its value from before the write",
+        _COMPILING,
+    ),
+    f"{_BASES}.runtime_wrappers.create_synthetic_base_metadata": (
+        "inputs with one base keep their own tangents; conjugate views of one base are refused",
+        "gradients of inputs that share memory would be those of their base",
+        _COMPILING,
+    ),
+    f"{_BASES}.runtime_wrappers.gen_alias_from_base": (
+        "a result that shows an input is made by the graph's own views",
+        "PyTorch makes it by as_strided, which the device has no memory for",
+        _COMPILING,
+    ),
+}
+"""What is changed for that long only, under the lock that Dynamo holds then."""
+
 _applied: Final[set[str]] = set()
 
 
@@ -371,6 +405,21 @@ def replace(target: str, new: Any, owner: Any = None) -> None:
         raise RuntimeError(f"{target} is replaced twice: one wrapper should do both things")
     setattr(_find(path) if owner is None else owner, name, new)
     _applied.add(target)
+
+
+@contextmanager
+def replaced(target: str, new: Any) -> Iterator[None]:
+    """An object of :data:`WHILE_COMPILING`, replaced while the ``with`` lasts. Raises ``KeyError`` for any other."""
+    if target not in WHILE_COMPILING:
+        raise KeyError(target)
+    path, _, name = target.rpartition(".")
+    owner = _find(path)
+    before = vars(owner)[name]
+    setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def _find(path: str) -> Any:

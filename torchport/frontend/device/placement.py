@@ -1,7 +1,7 @@
 """Operators on a tensor of this device whose result is asked for on another: ``torch.zeros_like(x, device="cpu")``.
 
-Functionalization wraps what every operator returns, whatever device it is on, and PyTorch's operators on the CPU do not
-know its wrappers. So these are caught before it: the result is made here, and moved.
+Functionalization wraps every operator's result, on whatever device the result is, and PyTorch's operators on the CPU do
+not know such wrappers. So these operators are caught before functionalization: the result is made here, and moved.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Where a view lies in what it is a view of: handles do not know, each having a value of its own.
+"""Where a view lies in its base. A handle does not know: the handle of a view has a value of its own.
 
-Functionalization knows by which views a tensor was made, and autograd of what.
+Functionalization knows by which views a tensor was made, and autograd knows the base.
 
 Private torch APIs used here: ``torch._C._functionalization.get_view_meta_sequence`` and
 ``apply_view_meta_sequence``, ``torch._is_functional_tensor``, ``torch._is_functional_tensor_base``.

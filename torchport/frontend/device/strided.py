@@ -1,8 +1,8 @@
-"""``as_strided`` and its kin count from the start of the memory a tensor is a view of.
+"""``as_strided`` and its kin count from the start of the memory that a tensor is a view of.
 
-This device has no memory to count in. Outside inference mode PyTorch knows a view's base, which serves instead. Where a
-view begins is not known, as of ``x[1:].detach()`` and ``.data``, whose base autograd does not know, the operator is
-refused.
+The device has no memory to count in. Outside inference mode PyTorch knows a view's base, and elements are counted in
+the base instead. Autograd does not know the base of ``x[1:].detach()`` and of ``.data``: the operators are refused for
+them.
 """
 
 from __future__ import annotations
