@@ -28,6 +28,7 @@ from . import (
     inplace,
     layouts,
     libraries,
+    library_composites,
     library_ops,
     native,
     placement,
@@ -131,6 +132,7 @@ def _install() -> None:
         copies.install(library)
         checked = writes.install(library)
     custom.install()
+    library_composites.install()
     routes.install()
     library_ops.install()
     autocast.install(_libraries)
