@@ -21,8 +21,8 @@ from typing import Any, Final, TypeAlias
 from ..core.errors import BackendNotFound, BackendUnavailable, TorchportError
 from ..core.forks import guarded_rlock
 from .answers import checked_devices
-from .forked import end_openmp_team, refuse_lost
 from .declared import follow_declaration
+from .forked import end_openmp_team, refuse_lost
 from .interface import Backend, BackendDevice
 from .optional import optional_of
 
