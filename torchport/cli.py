@@ -85,8 +85,8 @@ def _parser() -> argparse.ArgumentParser:
         dest="kind",
         metavar="KIND",
         default="reference",
-        help="what it begins as: fx (an engine with a front end for FX graphs), table (one that is emitted to), onnx (one "
-        "that reads ONNX), pjrt (a plugin); default: reference, which hands everything over",
+        help="what it begins as: fx (an engine with a front end for FX graphs), table (one that is emitted to), "
+        "onnx (one that reads ONNX), pjrt (a plugin); default: reference, which hands everything over",
     )
     new.set_defaults(run=_new)
 

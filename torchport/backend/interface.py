@@ -343,7 +343,8 @@ class Capabilities:
         names = frozenset(str(one).removeprefix("torch.") for one in self.dtypes)
         if unknown := sorted(names - DTYPE_NAMES):
             raise ValueError(
-                f"dtypes has {', '.join(map(repr, unknown))}, which is no dtype of PyTorch's; write names such as 'float32'"
+                f"dtypes has {', '.join(map(repr, unknown))}, which is no dtype of PyTorch's; "
+                "write names such as 'float32'"
             )
         object.__setattr__(self, "dtypes", names)
 

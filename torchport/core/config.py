@@ -3,8 +3,8 @@
 attribute              environment variable        meaning
 ``backend``            ``TORCHPORT_BACKEND``       backend bound to ``port:0``; empty: chosen automatically
 ``fallback``           ``TORCHPORT_FALLBACK``      ``allow`` | ``warn`` | ``error``: ops a backend cannot take
-``fallback_backend``   ``TORCHPORT_FALLBACK_BACKEND`` backend that runs such ops where it takes all of a segment; empty: the
-                                                   host. Read when a computation is compiled
+``fallback_backend``   ``TORCHPORT_FALLBACK_BACKEND`` backend that runs such ops where it takes all of a segment;
+                                                   empty: the host. Read when a computation is compiled
 ``max_trace_ops``      ``TORCHPORT_MAX_TRACE_OPS`` ops traced before an automatic flush (at least 64)
 ``max_trace_nodes``    ``TORCHPORT_MAX_TRACE_NODES`` trie nodes a device keeps before it starts afresh
 ``max_computations``   ``TORCHPORT_MAX_COMPUTATIONS`` compiled computations kept in memory per backend

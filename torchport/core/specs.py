@@ -17,8 +17,8 @@ __all__ = ["DTYPE_NAMES", "CompileSpec", "CompileSpecs", "TensorSpec", "contiguo
 
 DTYPE_NAMES: Final = frozenset(
     (
-        "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32",
-        "float64", "complex32", "complex64", "complex128", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2",
+        "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "bfloat16",
+        "float32", "float64", "complex32", "complex64", "complex128", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2",
         "float8_e5m2fnuz", "float8_e8m0fnu",
     )
 )  # fmt: skip

@@ -41,8 +41,8 @@ KINDS: Final[Mapping[str, tuple[str, str, tuple[str, ...], str]]] = {
     ),
     "fx": (
         "an engine with a front end for FX graphs", "backend_fx.py.txt", (),
-        "`front_end` in backend.py is to call the engine's; it returns the graph's own Python\ncode, and nothing of $$name "
-        "is used yet.",
+        "`front_end` in backend.py is to call the engine's; it returns the graph's own Python\ncode, and nothing of "
+        "$$name is used yet.",
     ),
     "table": (
         "an engine that is emitted to operator by operator", "backend_table.py.txt", ("numpy",),
@@ -50,8 +50,8 @@ KINDS: Final[Mapping[str, tuple[str, str, tuple[str, ...], str]]] = {
     ),
     "onnx": (
         "an engine that reads ONNX", "backend_onnx.py.txt", ("numpy", "onnx", "onnxruntime"),
-        "The table in backend.py has some twenty-five operators; ONNX Runtime runs the models, and\nnothing of $$name is "
-        "used yet.",
+        "The table in backend.py has some twenty-five operators; ONNX Runtime runs the models, and\nnothing of $$name "
+        "is used yet.",
     ),
     "pjrt": (
         "an accelerator with a PJRT plugin", "backend_pjrt.py.txt", (),
@@ -74,8 +74,8 @@ class _Template(string.Template):
 def new_package(name: str, folder: Path | None = None, kind: str = "reference") -> Path:
     """Write a package whose backend is called ``name``; returns its folder (default: ``torchport-NAME``, here).
 
-    ``kind``: what it begins as, of :data:`KINDS`. Raises :class:`TorchportError` where the name cannot be a backend's or is taken, or where the folder exists and is
-    not empty. Nothing is left behind then.
+    ``kind``: what it begins as, of :data:`KINDS`. Raises :class:`TorchportError` for any other, where the name
+    cannot be a backend's or is taken, and where the folder exists and is not empty. Nothing is left behind then.
     """
     _check_name(name)
     if kind not in KINDS:

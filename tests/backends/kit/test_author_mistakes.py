@@ -23,9 +23,7 @@ from fakes import Fake
 
 import torchport
 from torchport import Processed, TensorData, TensorSpec
-from torchport.backend.compiler import computations
 from torchport.backends.reference import ReferenceBackend
-from torchport.run.device_runtime import rebind
 
 PAGE = Path(__file__).parents[3] / "docs" / "author-mistakes.md"
 aten = torch.ops.aten
@@ -281,12 +279,12 @@ def test_every_handle_is_given_back() -> None:
     _two(fake)
     assert made
     assert destroyed == []  # both may run again
-    computations.clear()
-    rebind(torchport.get_backend("reference"), 0, fake.device.index)
-    (torch.ones(3).to(fake.device) + 1).cpu()  # the index's trie is another's now
+    with torchport.config.override(max_computations=1):  # the others leave memory, though their plans are known
+        (torch.ones(4).to(fake.device) * 3).cpu()
     gc.collect()
-    assert [sum(one is handle for one in destroyed) for handle in made] == [1] * len(made)
-    assert len(destroyed) == len(made)
+    times = [sum(one is handle for one in destroyed) for handle in made]
+    assert times == [1] * (len(made) - 1) + [0]
+    assert len(destroyed) == sum(times)
 
 
 def _page() -> str:

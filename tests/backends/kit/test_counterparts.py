@@ -81,9 +81,9 @@ def test_training_with_a_fallback_backend() -> None:
 
 def test_a_fallback_backend_that_is_not_there_is_named() -> None:
     mine = Fake.install(supports=_no_exp)
-    with torchport.config.override(fallback_backend="no_such"):
-        with pytest.raises(torchport.BackendNotFound, match="no backend is called 'no_such'"):
-            torch.ones(3).to(mine.device).exp().cpu()
+    named = pytest.raises(torchport.BackendNotFound, match="no backend is called 'no_such'")
+    with torchport.config.override(fallback_backend="no_such"), named:
+        torch.ones(3).to(mine.device).exp().cpu()
 
 
 # -- GetComputationDataFromNode: the value behind a tensor, if it is there ---------------------------------------------
