@@ -46,12 +46,14 @@ def _refusal(capabilities: Capabilities, node: fx.Node) -> str | None:
     return None
 
 
-def follow_declaration(backend: Backend) -> None:
+def follow_declaration(backend: Backend, ask: bool = True) -> None:
     """Have a backend that declares its dtypes, or that it has no empty tensors, be given nothing else.
 
-    The instance becomes one of a subclass that answers before the backend's own methods do.
+    The instance becomes one of a subclass that answers before the backend's own methods do. Without ``ask``
+    capabilities that are found out when they are asked for are left alone: that may start the engine.
     """
-    capabilities = backend.capabilities
+    written: object = vars(backend).get("capabilities", type(backend).capabilities)
+    capabilities = backend.capabilities if ask or isinstance(written, Capabilities) else None
     if not isinstance(capabilities, Capabilities) or not (capabilities.dtypes or capabilities.no_empty):  # pyright: ignore[reportUnnecessaryIsInstance]
         return  # what is no Capabilities is refused where the optional methods are looked for
     kind = type(backend)

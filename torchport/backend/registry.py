@@ -271,7 +271,7 @@ def note_used(backend: Backend) -> None:
     :class:`TorchportError` for a backend that is written for a former contract.
     """
     optional_of(backend)
-    follow_declaration(backend)
+    follow_declaration(backend, ask=False)
     _used.add(backend)
 
 

@@ -162,6 +162,29 @@ def test_ahead_of_time(strict: Any, tmp_path: Path) -> None:
     assert Strict.given == []
 
 
+def test_capabilities_that_are_found_out_start_no_engine_before_it_is_used() -> None:
+    asked: list[int] = []
+
+    class Late(Strict):
+        name = "declares_late"
+
+        @property
+        def capabilities(self) -> Capabilities:  # type: ignore[override]
+            asked.append(1)
+            return Capabilities(dtypes=frozenset({"float32"}))
+
+    torchport.register(Late)
+    try:
+        torchport.get_backend("declares_late")
+        assert asked == []
+        x = torch.arange(3).to(torchport.device("declares_late"))
+        Strict.given.clear()
+        assert (x.float() * 2 + x).tolist() == [0.0, 3.0, 6.0]
+        assert not [one for one in Strict.given if "int64" in one]
+    finally:
+        torchport.registry.unregister("declares_late")
+
+
 def test_names_that_are_no_dtypes() -> None:
     with pytest.raises(ValueError, match="'float', which is no dtype of PyTorch"):
         Capabilities(dtypes=frozenset({"float", "int32"}))
