@@ -75,7 +75,17 @@ if TYPE_CHECKING:
     from .debug.analysis import Finding, analyze, compile_reasons
     from .debug.dumps import dump, dump_trie
     from .debug.explain import explain
-    from .frontend.device.api import device, donate, get_backend, list_backends, mode, register, sync, use
+    from .frontend.device.api import (
+        backend_data,
+        device,
+        donate,
+        get_backend,
+        list_backends,
+        mode,
+        register,
+        sync,
+        use,
+    )
     from .run.reasons import CompileReason
     from .run.step_closures import step_closure
     from .run.warming import compiled, warm
@@ -105,7 +115,7 @@ _HOMES = {
     "torchport.debug.analysis": "Finding analyze compile_reasons",
     "torchport.debug.dumps": "dump dump_trie",
     "torchport.debug.explain": "explain",
-    "torchport.frontend.device.api": "device donate get_backend list_backends mode register sync use",
+    "torchport.frontend.device.api": "backend_data device donate get_backend list_backends mode register sync use",
     "torchport.run.step_closures": "step_closure",
     "torchport.run.reasons": "CompileReason",
     "torchport.run.warming": "compiled warm",

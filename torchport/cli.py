@@ -80,6 +80,14 @@ def _parser() -> argparse.ArgumentParser:
     new = commands.add_parser("new", help="a package with a backend of your own that already runs, and its tests")
     new.add_argument("name", metavar="NAME", help="the backend's name: lower-case letters, digits, underscores")
     new.add_argument("--dir", metavar="DIR", help="the folder to make (default: torchport-NAME)")
+    new.add_argument(
+        "--from",
+        dest="kind",
+        metavar="KIND",
+        default="reference",
+        help="what it begins as: fx (an engine with a front end for FX graphs), table (one that is emitted to), "
+        "onnx (one that reads ONNX), pjrt (a plugin); default: reference, which hands everything over",
+    )
     new.set_defaults(run=_new)
 
     warm = commands.add_parser("warm", help="run a script, and compile all it needs into the disk cache in parallel")
@@ -145,7 +153,7 @@ def _warm(arguments: argparse.Namespace) -> int:
 def _new(arguments: argparse.Namespace) -> int:
     from .scaffold import new_package  # on demand: a command pays for what it uses
 
-    folder = new_package(arguments.name, Path(arguments.dir) if arguments.dir else None)
+    folder = new_package(arguments.name, Path(arguments.dir) if arguments.dir else None, arguments.kind)
     print(f"{folder} is there. Next:\n")
     print(f"  pip install -e {shlex.quote(str(folder))}\n  torchport conform {arguments.name} --quick")
     return 0

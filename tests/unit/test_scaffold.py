@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -20,7 +21,7 @@ import torch
 import torchport
 from torchport import cli
 from torchport.scaffold import new_package
-from torchport.scaffold.generate import FILES
+from torchport.scaffold.generate import FILES, KINDS
 
 ROOT = Path(torchport.__file__).parents[1]
 LONG = "a_backend_with_a_name_of_forty_characters"
@@ -124,6 +125,66 @@ def test_the_readme_and_the_tests_run(package: Path) -> None:
     finally:
         (package / "tests" / "readme.py").unlink()
     assert "5 passed" in said
+
+
+# -- what a package may begin as ---------------------------------------------------------------------------------------
+_NEEDS = {"onnx": ("onnx", "onnxruntime"), "pjrt": ("jax",)}
+
+
+def _package_of_kind(kind: str, folder: Path) -> Path:
+    made = new_package(f"my_{kind}", folder / kind, kind)
+    metadata = made / "src" / f"torchport_my_{kind}-0.1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Name: torchport-my-{kind}\nVersion: 0.1.0\n")
+    (point,) = tomllib.loads((made / "pyproject.toml").read_text())["project"]["entry-points"][
+        "torchport.backends"
+    ].items()
+    (metadata / "entry_points.txt").write_text(f"[torchport.backends]\n{point[0]} = {point[1]}\n")
+    return made
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "reference"])
+def test_each_kind_is_clean(kind: str, tmp_path: Path) -> None:
+    for name in ("my_chip", LONG):
+        folder = new_package(name, tmp_path / name, kind)
+        ruff = [sys.executable, "-m", "ruff"]
+        run(*ruff, "check", "--no-cache", ".", cwd=folder)
+        run(*ruff, "format", "--no-cache", "--check", ".", cwd=folder)
+        for path in folder.rglob("*"):
+            assert path.is_dir() or "$$" not in path.read_text(encoding="utf-8"), path
+    needed = tomllib.loads((tmp_path / "my_chip" / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert [one for one in needed if not one.startswith("torchport")] == list(KINDS[kind][2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "reference"])
+def test_each_kind_passes_its_own_tests(kind: str, tmp_path: Path) -> None:
+    """Training in both modes, one computation per step, torch.compile, a program file, operators of the database."""
+    for needed in _NEEDS.get(kind, ()):
+        if importlib.util.find_spec(needed) is None:
+            pytest.skip(f"{needed} is not installed, which the engine of this kind is made of")
+    package = _package_of_kind(kind, tmp_path)
+    said = run(
+        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", "tests",
+        cwd=package, PYTHONPATH=os.pathsep.join((path_of(package), os.environ.get("PYTHONPATH", ""))),
+    )  # fmt: skip
+    assert re.search(r"\d+ passed", said)
+    assert "skipped" not in said
+
+
+def test_a_pjrt_plugin_that_is_not_there_is_named(tmp_path: Path) -> None:
+    package = _package_of_kind("pjrt", tmp_path)
+    said = run(
+        sys.executable, "-m", "torchport.cli", "backends", PYTHONPATH=path_of(package),
+        MY_PJRT_PJRT_PLUGIN="/nowhere/plugin.so",
+    )  # fmt: skip
+    assert "MY_PJRT_PJRT_PLUGIN is /nowhere/plugin.so, which is no file" in said
+
+
+def test_a_kind_that_there_is_not(tmp_path: Path) -> None:
+    with pytest.raises(torchport.TorchportError, match="cannot begin as 'tvm'; it can as reference, fx, table"):
+        new_package("my_chip", tmp_path / "new", "tvm")
+    assert not list(tmp_path.iterdir())
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

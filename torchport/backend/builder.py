@@ -19,6 +19,7 @@ from ..core.errors import GraphError
 from ..core.specs import TensorSpec
 from .answers import checked_decompositions, checked_support
 from .control_flow import CONTROL_FLOW
+from .declared import follow_declaration
 from .decompositions import DECOMPOSE, OTHERWISE
 from .infer import depends_on_data, fake_mode, fake_tensor, infer
 from .interface import Backend, Support
@@ -114,6 +115,7 @@ def capture_of(backend: Backend) -> Capture:
     """The backend's :class:`Capture`, made once per backend."""
     found = _captures.get(backend)
     if found is None:
+        follow_declaration(backend)
         found = _captures[backend] = Capture(backend)
     return found
 

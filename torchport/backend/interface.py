@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 from ..core.errors import TorchportError
-from ..core.specs import CompileSpecs, TensorSpec
+from ..core.specs import DTYPE_NAMES, CompileSpecs, TensorSpec
 from .arrays import array_to_tensor, tensor_to_array
 
 if TYPE_CHECKING:  # the runtime of program files runs without PyTorch where no delegate needs it
@@ -328,6 +328,11 @@ class Capabilities:
     torch_free: bool = False
     """``init``, ``execute`` and ``destroy`` need no PyTorch: in a program they get :class:`ArrayData`, and specs with
     dtype names (``"float32"``) where PyTorch is not loaded."""
+    dtypes: frozenset[str] = frozenset()
+    """The dtypes that the engine has, by name (``{"float32", "int32", "bool"}``); empty: all. torchport holds values of
+    others on the host, and runs there what reads or makes one: ``supports`` and ``to_device`` see none of them."""
+    no_empty: bool = False
+    """The engine has no tensors without elements: they are treated as dtypes that it does not have."""
     skips_cache: bool = False
     """What ``preprocess`` returns is not kept in the disk cache: it is made as fast as it could be read, or it is not
     all that ``init`` of another process needs."""
@@ -335,6 +340,13 @@ class Capabilities:
     def __post_init__(self) -> None:
         if self.restores_donated and not self.donation:
             raise ValueError("restores_donated says what becomes of donated arguments; set donation=True with it")
+        names = frozenset(str(one).removeprefix("torch.") for one in self.dtypes)
+        if unknown := sorted(names - DTYPE_NAMES):
+            raise ValueError(
+                f"dtypes has {', '.join(map(repr, unknown))}, which is no dtype of PyTorch's; "
+                "write names such as 'float32'"
+            )
+        object.__setattr__(self, "dtypes", names)
 
 
 _DEFAULT: Final = Capabilities()

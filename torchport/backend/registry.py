@@ -21,6 +21,7 @@ from typing import Any, Final, TypeAlias
 from ..core.errors import BackendNotFound, BackendUnavailable, TorchportError
 from ..core.forks import guarded_rlock
 from .answers import checked_devices
+from .declared import follow_declaration
 from .forked import end_openmp_team, refuse_lost
 from .interface import Backend, BackendDevice
 from .optional import optional_of
@@ -270,6 +271,7 @@ def note_used(backend: Backend) -> None:
     :class:`TorchportError` for a backend that is written for a former contract.
     """
     optional_of(backend)
+    follow_declaration(backend, ask=False)
     _used.add(backend)
 
 

@@ -3,6 +3,8 @@
 attribute              environment variable        meaning
 ``backend``            ``TORCHPORT_BACKEND``       backend bound to ``port:0``; empty: chosen automatically
 ``fallback``           ``TORCHPORT_FALLBACK``      ``allow`` | ``warn`` | ``error``: ops a backend cannot take
+``fallback_backend``   ``TORCHPORT_FALLBACK_BACKEND`` backend that runs such ops where it takes all of a segment;
+                                                   empty: the host. Read when a computation is compiled
 ``max_trace_ops``      ``TORCHPORT_MAX_TRACE_OPS`` ops traced before an automatic flush (at least 64)
 ``max_trace_nodes``    ``TORCHPORT_MAX_TRACE_NODES`` trie nodes a device keeps before it starts afresh
 ``max_computations``   ``TORCHPORT_MAX_COMPUTATIONS`` compiled computations kept in memory per backend
@@ -94,6 +96,7 @@ def _choice(*allowed: str) -> Callable[[object], str]:
 _FIELDS: Final[dict[str, tuple[Callable[[object], Any], Any]]] = {
     "backend": (_text, ""),
     "fallback": (_choice("allow", "warn", "error"), "allow"),
+    "fallback_backend": (_text, ""),
     "max_trace_ops": (_count(64), 20_000),
     "max_trace_nodes": (_count(1), 100_000),
     "max_computations": (_count(1), 1_024),
@@ -120,6 +123,7 @@ class Config:
 
     backend: str
     fallback: str
+    fallback_backend: str
     max_trace_ops: int
     max_trace_nodes: int
     max_computations: int

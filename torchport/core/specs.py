@@ -5,14 +5,24 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from .errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CompileSpec", "CompileSpecs", "TensorSpec", "contiguous_strides", "is_dense"]
+__all__ = ["DTYPE_NAMES", "CompileSpec", "CompileSpecs", "TensorSpec", "contiguous_strides", "is_dense"]
+
+
+DTYPE_NAMES: Final = frozenset(
+    (
+        "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "bfloat16",
+        "float32", "float64", "complex32", "complex64", "complex128", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2",
+        "float8_e5m2fnuz", "float8_e8m0fnu",
+    )
+)  # fmt: skip
+"""Names of the dtypes that tensors of the device may have."""
 
 
 def contiguous_strides(shape: Iterable[int]) -> tuple[int, ...]:

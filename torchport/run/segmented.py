@@ -16,12 +16,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from ..backend.builder import capture_of
 from ..backend.compiler import computations
 from ..backend.execution import Computation, execute, execute_on_host
 from ..backend.interface import Backend, BackendData, ExecutionContext, Processed
 from ..backend.interpreted_graph import INTERPRETER, interpreted_graph, with_strides
 from ..backend.normal_form import input_specs, output_specs
 from ..backend.partition import Partitioned, partition
+from ..backend.registry import registry, resolve_device
+from ..core.config import config
 from ..core.specs import CompileSpecs
 
 if TYPE_CHECKING:
@@ -35,7 +38,7 @@ class _Segment:
     """One call: a computation, where its arguments and results are, and which values nobody needs after it."""
 
     computation: Computation
-    interpreted: bool
+    on_host: bool
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     ends: tuple[int, ...]
@@ -75,12 +78,16 @@ class _Segmented(Backend):
             host[number] = backend.from_device(own[pack])[place]
         for segment in handle.segments:
             computation = segment.computation
-            if segment.interpreted:
+            if segment.on_host:
                 tensors: list[Any] = []
                 for at, spec in zip(segment.inputs, computation.parameters, strict=True):
                     if host[at] is None:
                         host[at] = with_strides(backend.from_device(own[at]), spec)
                     tensors.append(host[at])
+                if computation.backend is not INTERPRETER:  # which sees to strides itself
+                    tensors = [
+                        with_strides(one, spec) for one, spec in zip(tensors, computation.parameters, strict=True)
+                    ]
                 for at, result in zip(segment.outputs, execute_on_host(computation, tensors), strict=True):
                     host[at] = result
             else:
@@ -97,7 +104,7 @@ class _Segmented(Backend):
         return [own[at] if own[at] is not None else backend.to_device(host[at], device) for at in handle.results]  # type: ignore[arg-type]
 
 
-def _program(parts: Partitioned, made: dict[str, Computation]) -> _Program:
+def _program(parts: Partitioned, made: dict[str, Computation], backend: Backend) -> _Program:
     """The outer graph, which holds calls of segments and nothing else, as numbered values."""
     numbers: dict[fx.Node, int] = {}
     calls: list[tuple[Computation, tuple[int, ...], tuple[int, ...]]] = []
@@ -127,7 +134,7 @@ def _program(parts: Partitioned, made: dict[str, Computation]) -> _Program:
     segments = [
         _Segment(
             computation,
-            computation.backend is INTERPRETER,
+            computation.backend is not backend,
             inputs,
             outputs,
             tuple(number for number, end in last.items() if end == at and number not in kept),
@@ -137,12 +144,25 @@ def _program(parts: Partitioned, made: dict[str, Computation]) -> _Program:
     return _Program(elements, segments, count, results)
 
 
+def _elsewhere(backend: Backend, graph: fx.GraphModule, source: str | None) -> Computation:
+    """The computation of a part that the backend does not take: another's, if one is set that takes all of it."""
+    name = config.fallback_backend
+    other = registry.get(name) if name else None
+    if other is None or other is backend:
+        return interpreted_graph(graph)
+    capture = capture_of(other)
+    calls = [node for node in graph.graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
+    if not all(capture.supports(node) for node in calls):
+        return interpreted_graph(graph)
+    return computations.get(other, resolve_device(other, 0), CompileSpecs(), graph, source)
+
+
 def segmented(runtime: DeviceRuntime, graph: fx.GraphModule, source: str | None) -> Computation:
     """The computation of a graph some of whose operators the backend does not take. Raises :class:`CompileError`."""
     backend, device = runtime.backend, runtime.device
     parts = partition(graph, [backend], host=INTERPRETER)
     made = {
-        one.name: interpreted_graph(one.module)
+        one.name: _elsewhere(backend, one.module, source)
         if one.backend is INTERPRETER
         else computations.get(backend, device, runtime.specs, one.module, source)
         for one in parts.delegates
@@ -150,6 +170,7 @@ def segmented(runtime: DeviceRuntime, graph: fx.GraphModule, source: str | None)
     inputs, outputs = input_specs(graph), output_specs(graph)
     names = tuple(node.name for node in graph.graph.nodes if node.op == "placeholder")
     return Computation(
-        _Segmented(runtime), device, inputs, names, outputs, _program(parts, made), ExecutionContext(device, outputs),
+        _Segmented(runtime), device, inputs, names, outputs, _program(parts, made, backend),
+        ExecutionContext(device, outputs),
         graph_ops=sum(node.op == "call_function" for node in graph.graph.nodes), segments=tuple(made.values()),
     )  # fmt: skip

@@ -17,7 +17,7 @@ from ..backend.registry import registry
 from ..core.errors import TorchportError
 from ..core.files import writing
 
-__all__ = ["FILES", "new_package"]
+__all__ = ["FILES", "KINDS", "new_package"]
 
 FILES: Final[Mapping[str, str]] = {
     "pyproject.toml": "pyproject.toml.txt",
@@ -33,6 +33,34 @@ FILES: Final[Mapping[str, str]] = {
 }
 """Path in the new package → template. Both are filled in by :class:`_Template`."""
 
+KINDS: Final[Mapping[str, tuple[str, str, tuple[str, ...], str]]] = {
+    "reference": (
+        "seven methods that hand over to torchport's reference engine", "backend.py.txt", (),
+        "Every graph goes to torchport's `reference` engine, which runs it operator by operator with\nPyTorch's CPU "
+        "kernels; nothing of $$name is used yet.",
+    ),
+    "fx": (
+        "an engine with a front end for FX graphs", "backend_fx.py.txt", (),
+        "`front_end` in backend.py is to call the engine's; it returns the graph's own Python\ncode, and nothing of "
+        "$$name is used yet.",
+    ),
+    "table": (
+        "an engine that is emitted to operator by operator", "backend_table.py.txt", ("numpy",),
+        "The table in backend.py has some thirty operators, as NumPy expressions; nothing of\n$$name is used yet.",
+    ),
+    "onnx": (
+        "an engine that reads ONNX", "backend_onnx.py.txt", ("numpy", "onnx", "onnxruntime"),
+        "The table in backend.py has some twenty-five operators; ONNX Runtime runs the models, and\nnothing of $$name "
+        "is used yet.",
+    ),
+    "pjrt": (
+        "an accelerator with a PJRT plugin", "backend_pjrt.py.txt", (),
+        "JAX's CPU client runs everything until `$$PLUGIN` names the plugin's library.",
+    ),
+}  # fmt: skip
+"""What a backend may begin as → what that is, the template of ``backend.py``, packages, what the README says of it."""
+
+_BACKEND: Final = "src/$${package}/backend.py"
 _TEMPLATES: Final = Path(__file__).with_name("templates")
 _NAME: Final = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 
@@ -43,23 +71,30 @@ class _Template(string.Template):
     delimiter = "$$"
 
 
-def new_package(name: str, folder: Path | None = None) -> Path:
+def new_package(name: str, folder: Path | None = None, kind: str = "reference") -> Path:
     """Write a package whose backend is called ``name``; returns its folder (default: ``torchport-NAME``, here).
 
-    Raises :class:`TorchportError` where the name cannot be a backend's or is taken, or where the folder exists and is
-    not empty. Nothing is left behind then.
+    ``kind``: what it begins as, of :data:`KINDS`. Raises :class:`TorchportError` for any other, where the name
+    cannot be a backend's or is taken, and where the folder exists and is not empty. Nothing is left behind then.
     """
     _check_name(name)
+    if kind not in KINDS:
+        raise TorchportError(f"a package cannot begin as {kind!r}; it can as {', '.join(KINDS)}")
+    _, template, packages, start = KINDS[kind]
     target = Path(f"torchport-{name.replace('_', '-')}") if folder is None else folder
     values = {
         "name": name,
         "package": f"torchport_{name}",
         "distribution": f"torchport-{name.replace('_', '-')}",
         "Class": "".join(part.capitalize() for part in name.split("_")) + "Backend",
+        "PLUGIN": f"{name.upper()}_PJRT_PLUGIN",
+        "requires": "".join(f', "{one}"' for one in packages),
+        "extra": "[xla]" if kind == "pjrt" else "",
         "torchport": ".".join(__version__.split(".")[:2]),
     }
+    values["start"] = _Template(start).substitute(values)
     try:
-        _write(target, values)
+        _write(target, values, template)
     except OSError as error:
         raise TorchportError(f"the package cannot be written to {target}: {error}") from error
     return target
@@ -83,20 +118,20 @@ def _check_name(name: str) -> None:
         raise TorchportError(f"a module torchport_{name} is installed already; choose another name, or uninstall it")
 
 
-def _write(target: Path, values: Mapping[str, str]) -> None:
+def _write(target: Path, values: Mapping[str, str], backend: str) -> None:
     """All files into a folder beside the target, which then takes the target's name: there is no half-written one."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise TorchportError(f"{target} exists and is not an empty folder; give another one with --dir")
     with writing(target):
-        _write_files(target, values)
+        _write_files(target, values, {**FILES, _BACKEND: backend})
 
 
-def _write_files(target: Path, values: Mapping[str, str]) -> None:
+def _write_files(target: Path, values: Mapping[str, str], files: Mapping[str, str]) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         draft.chmod(0o755)  # mkdtemp's folders are its owner's alone
-        for path, template in FILES.items():
+        for path, template in files.items():
             text = (_TEMPLATES / template).read_text(encoding="utf-8")
             file = draft / _Template(path).substitute(values)
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -274,3 +275,79 @@ def test_another_dtype_inside_a_composite(device: torch.device) -> None:
         with torchport.mode(mode):
             agree(lambda to: torch.ops.torchport_tests.quantized(ramp(4, device=to), 0.5), device)
             agree(lambda to: torch.ops.torchport_tests.widened(ramp(4, device=to)), device)
+
+
+_library.define("plus_ones(Tensor x) -> Tensor")
+_library.impl("plus_ones", lambda x: x + torch.ones(x.shape, device=x.device), "CompositeExplicitAutograd")
+_library.define("plus_more(Tensor[] xs) -> Tensor[]")
+
+
+def _plus_more(xs: list[Tensor]) -> list[Tensor]:
+    x = xs[0]
+    drawn = torch.rand(3, device=x.device) * 0 + torch.empty(3, device=x.device).fill_(2.0)
+    made = torch.zeros_like(x) + torch.arange(3, device=x.device) + x.new_full((3,), 2.0)
+    made[1:] += torch.tensor([1.0, 2.0], device=x.device)
+    return [x + drawn, made]
+
+
+_library.impl("plus_more", _plus_more, "CompositeExplicitAutograd")
+_library.define("adds_one(Tensor(a!) x) -> ()")
+
+
+def _adds_one(x: Tensor) -> None:
+    x[0].add_(torch.ones((), device=x.device))
+
+
+_library.impl("adds_one", _adds_one, "CompositeExplicitAutograd")
+
+
+@everywhere
+@pytest.mark.parametrize("mode", ["lazy", "eager"])
+@pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode])
+def test_factories_inside_a_composite(device: torch.device, mode: str, grad: Callable[[], Any]) -> None:
+    """Below functionalization PyTorch gives the body a shallow copy of what a factory made, which is in no trace."""
+
+    def plus_ones(to: torch.device) -> Tensor:
+        with grad():
+            return torch.ops.torchport_tests.plus_ones(ramp(3, device=to))
+
+    def plus_more(to: torch.device) -> Tensor:
+        with grad():
+            return torch.stack(torch.ops.torchport_tests.plus_more([ramp(3, device=to)]))
+
+    def written(to: torch.device) -> Tensor:
+        with grad():
+            x = ramp(3, 2, device=to).clone()
+            torch.ops.torchport_tests.adds_one(x[1:])
+            return x
+
+    with torchport.mode(mode):
+        for program in (plus_ones, plus_more):
+            agree(program, device)
+        if device.type != "cpu":
+            expected = ramp(3, 2, device=torch.device("cpu")).clone()
+            expected[1] += 1
+            torch.testing.assert_close(written(device).cpu(), expected)
+
+
+def test_a_composite_defined_after_first_use(device: torch.device) -> None:
+    x = torch.ones(3).to(device)
+    library = torch.library.Library("torchport_tests_later", "DEF")
+    library.define("twice.out(Tensor x) -> Tensor")
+    library.impl("twice.out", lambda x: x * torch.full((3,), 2.0, device=x.device), "CompositeExplicitAutograd")
+    assert torch.ops.torchport_tests_later.twice.out(x).tolist() == [2.0] * 3
+    assert torch.ops.torchport_tests_later.twice.out(torch.ones(3)).tolist() == [2.0] * 3
+    library._destroy()
+
+
+def test_compilers_see_a_composite_as_one_operator() -> None:
+    found: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        found.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    x = torch.ones(3)
+    compiled = torch.compile(lambda x: torch.ops.torchport_tests.plus_ones(x), backend=backend)
+    assert compiled(x).tolist() == [2.0] * 3
+    assert [str(target) for target in found] == ["torchport_tests.plus_ones"]

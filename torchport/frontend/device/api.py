@@ -8,20 +8,21 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from ...backend.interface import Backend
+from ...backend.interface import Backend, BackendData
 from ...backend.registry import BackendInfo, registry
 from ...core.errors import ConfigError, UnsupportedOp
 from ...core.frames import user_line
 from ...run import step_closures
 from ...run.device_runtime import rebind, runtimes
 from ...run.donation import give_up
+from ...run.future import has_failed, resolve
 from ...run.sync import compute_pending
 from ...trace.handle import IndexedLazyTensor, LazyTensor
 from ...trace.threads import threads
 from ...trace.wrapping import unwrap
 from .ready import init, is_ready
 
-__all__ = ["device", "donate", "get_backend", "list_backends", "mode", "register", "sync", "use"]
+__all__ = ["backend_data", "device", "donate", "get_backend", "list_backends", "mode", "register", "sync", "use"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -52,6 +53,26 @@ def donate(*tensors: torch.Tensor) -> None:
     for handle in handles:
         index = handle.get_device() if isinstance(handle, IndexedLazyTensor) else 0
         give_up(threads.of(index), handle, line)
+
+
+def backend_data(tensor: torch.Tensor) -> BackendData | None:
+    """The backend's value of a tensor on ``port``, if it is there; ``None`` while it is pending. Nothing is computed.
+
+    The value is the device's: nobody may write to it. Raises :class:`UnsupportedOp` for other devices' tensors, and the
+    error that the tensor's computation ended in.
+    """
+    init()
+    handle = unwrap(tensor)
+    if not isinstance(handle, LazyTensor):
+        raise UnsupportedOp(f"backend_data() takes tensors on port, got one on {handle.device}", source=user_line())
+    if handle.failure is not None:
+        raise handle.failure
+    value = handle.value
+    if value is None or not (value.has_value or has_failed(handle)):
+        return None
+    data = resolve(handle)
+    data.exported = True
+    return data
 
 
 def use(name: str, ordinal: int = 0) -> torch.device:

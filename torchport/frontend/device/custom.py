@@ -32,7 +32,7 @@ from .patches import replace
 if TYPE_CHECKING:
     from ...trace.trace import Trace
 
-__all__ = ["hide", "install", "on_handles"]
+__all__ = ["first_port_tensor", "hide", "install", "on_handles"]
 
 _FUNCTIONALIZE: Final = "Functionalize"
 _taken: Final[set[str]] = set()
@@ -122,7 +122,7 @@ def _take(definition: Any) -> None:
     others = torch.library.get_kernel(op, _FUNCTIONALIZE)
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        mine = _first_port_tensor((args, kwargs))
+        mine = first_port_tensor((args, kwargs))
         if mine is None:
             return others.call_boxed(keys, *args, **kwargs)
         body = _body(definition)
@@ -145,7 +145,7 @@ def _body(definition: Any) -> Callable[..., Any] | None:
     return bodies.get(DEVICE_TYPE) or bodies.get(None)
 
 
-def _first_port_tensor(given: Any) -> torch.Tensor | None:
+def first_port_tensor(given: Any) -> torch.Tensor | None:
     """The first wrapper of one of this device's handles; compilers trace with wrappers of other tensors."""
     for value in tree_leaves(given):
         wrapped = isinstance(value, torch.Tensor) and torch._is_functional_tensor(value)

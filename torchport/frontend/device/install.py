@@ -31,6 +31,7 @@ from . import (
     inplace,
     layouts,
     libraries,
+    library_composites,
     library_ops,
     native,
     placement,
@@ -135,6 +136,7 @@ def _install() -> None:
         copies.install(library)
         checked = writes.install(library)
     custom.install()
+    library_composites.install()
     routes.install()
     library_ops.install()
     autocast.install(_libraries)

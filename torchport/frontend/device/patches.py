@@ -190,6 +190,11 @@ PATCHES: Final[dict[str, tuple[str, str, str]]] = {
         "PyTorch runs the body on handles, where writes to views are lost",
         _USE,
     ),
+    "torch.library.Library.impl": (
+        "takes another library's composite over as soon as it has a body",
+        "PyTorch runs the body on handles, and gives it shallow copies of those that it makes there",
+        _USE,
+    ),
     "torch._C._dispatch_has_kernel_for_dispatch_key": (
         "does not tell of kernels for custom operators before functionalization",
         "PyTorch's compilers make an operator functional only if nobody registered how",
