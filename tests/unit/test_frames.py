@@ -85,5 +85,6 @@ def test_whose_code_a_file_is_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(frames, "_known", {})
     first, second = frames.user_line(), frames.user_line()
     assert first == second
-    assert first is not None and first.startswith(f"{__file__}:")
+    assert first is not None
+    assert first.startswith(f"{__file__}:")
     assert asked == [__file__]
