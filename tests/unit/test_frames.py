@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import torchport
+from torchport.core import frames
 from torchport.core.errors import UnsupportedOp
 from torchport.core.fallback import check_fallback, note_fallback
 from torchport.core.frames import is_users, user_frames, user_line, warn_user
@@ -71,3 +72,19 @@ def test_the_fallback_policy() -> None:
                 refuse(op, "here", "why")
             assert (refused.value.op, refused.value.source) == ("aten.sin.default", "here")
     assert torchport.metrics.counter("Fallback") == 2
+
+
+def test_whose_code_a_file_is_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def is_users(file: str) -> bool:
+        asked.append(file)
+        return file == __file__
+
+    monkeypatch.setattr(frames, "is_users", is_users)
+    monkeypatch.setattr(frames, "_known", {})
+    first, second = frames.user_line(), frames.user_line()
+    assert first == second
+    assert first is not None
+    assert first.startswith(f"{__file__}:")
+    assert asked == [__file__]

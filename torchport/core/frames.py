@@ -35,12 +35,19 @@ def is_users(file: str) -> bool:
     return not file.startswith(_HIDDEN)
 
 
+_known: Final[dict[str, bool]] = {}
+"""Whether code in a file is the user's: asked for each operator that is recorded, some frames deep."""
+
+
 def user_line() -> str | None:
     """``file:line in function`` of the innermost running frame that is the user's."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_HIDDEN):
+        shown = _known.get(name)
+        if shown is None:
+            shown = _known[name] = is_users(name)
+        if shown:
             return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return None

@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_iter
 
 from ..backend.execution import Computation
 from ..backend.interface import Backend, BackendData, ExecutionContext, Processed, TensorData
 from ..backend.interpret import How, how, interpret, settled
 from ..core.specs import CompileSpecs, TensorSpec, is_dense
-from ..trace.graph import needed
+from ..trace.graph import needed, templates_of
 from ..trace.handle import intern_spec, shown_as, shown_spec
-from ..trace.trie import HostScalar, Leaf, Node, RandomKey, ScalarInput, Value, is_template
+from ..trace.trie import HostScalar, Leaf, Node, RandomKey, ScalarInput, Value
 from .plans import ExecutionPlan
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ class _PathProgram:
         makers: dict[int, Node] = {}
         for at, node in enumerate(nodes):
             makers.update(dict.fromkeys(range(node.first_id, node.end_id), node))
-            for template in tree_iter((node.args, node.kwargs), is_leaf=is_template):
+            for template in templates_of(node):
                 if template.__class__ is HostScalar:
                     template = template.value
                 cls = template.__class__

@@ -12,11 +12,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from torch.utils._pytree import tree_iter
-
-from ..trace.graph import inputs_of, needed
+from ..trace.graph import inputs_of, needed, templates_of
 from ..trace.trace import Trace
-from ..trace.trie import Node, RandomKey, is_template
+from ..trace.trie import Node, RandomKey
 from .future import Future
 
 if TYPE_CHECKING:
@@ -105,8 +103,7 @@ class _Parts:
 
 def _is_exact(node: Node) -> bool:
     """Whether an operator makes few integers or booleans, and no random ones: made again they are the same."""
-    templates = tree_iter((node.args, node.kwargs), is_leaf=is_template)
-    return not any(template.__class__ is RandomKey for template in templates) and all(
+    return not any(template.__class__ is RandomKey for template in templates_of(node)) and all(
         spec is None or not (spec.dtype.is_floating_point or spec.dtype.is_complex or math.prod(spec.shape) > SMALL)
         for spec in node.specs
     )

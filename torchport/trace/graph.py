@@ -18,7 +18,7 @@ from ..core.errors import CompileError, GraphError
 from ..core.specs import TensorSpec
 from .trie import HostScalar, Leaf, Node, RandomKey, ScalarInput, Value, is_template
 
-__all__ = ["Sources", "TraceGraph", "build_graph", "inputs_of", "needed", "write_graph"]
+__all__ = ["Sources", "TraceGraph", "build_graph", "inputs_of", "needed", "templates_of", "write_graph"]
 
 aten = torch.ops.aten
 _WIDE: Final = {torch.float64, torch.complex128}
@@ -57,7 +57,8 @@ def _templates(value: Any, found: list[Any]) -> None:
         found.append(value)
 
 
-def _templates_of(node: Node) -> list[Any]:
+def templates_of(node: Node) -> list[Any]:
+    """What of a node's arguments stands for something that the trace holds, in order."""
     found: list[Any] = []
     for value in node.args:
         _templates(value, found)
@@ -69,7 +70,7 @@ def _templates_of(node: Node) -> list[Any]:
 def inputs_of(node: Node) -> list[tuple[str, int]]:
     """What a node uses, each once: ``("leaf", position)`` or ``("value", value id)``."""
     found: list[tuple[str, int]] = []
-    for template in _templates_of(node):
+    for template in templates_of(node):
         if template.__class__ is Leaf:
             found.append(("leaf", template.position))
         elif template.__class__ is Value:
@@ -85,7 +86,7 @@ def needed(path: Sequence[Node], outputs: Iterable[int]) -> list[Node]:
         first, end = node.first_id, node.end_id
         if first in wanted if end - first == 1 else any(value_id in wanted for value_id in range(first, end)):
             kept.append(node)
-            wanted.update([template.value_id for template in _templates_of(node) if template.__class__ is Value])
+            wanted.update([template.value_id for template in templates_of(node) if template.__class__ is Value])
     kept.reverse()
     return kept
 
@@ -116,7 +117,7 @@ class _TraceBuilder:
         keys: set[int] = set()
         for node in nodes:
             wide = self._is_wide(node)
-            for template in _templates_of(node):
+            for template in templates_of(node):
                 if isinstance(template, HostScalar):
                     template = template.value
                 if isinstance(template, Leaf):
@@ -145,7 +146,7 @@ class _TraceBuilder:
         """Whether the node computes in double precision, so that its scalar inputs must come as float64."""
         if any(spec is not None and spec.dtype in _WIDE for spec in node.specs):
             return True
-        return any(isinstance(t, HostScalar) and t.dtype in _WIDE for t in _templates_of(node))
+        return any(isinstance(t, HostScalar) and t.dtype in _WIDE for t in templates_of(node))
 
     # -- one traced op ---------------------------------------------------------------------------------------
     def _packed(self, pack: str, position: int) -> fx.Node:

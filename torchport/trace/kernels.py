@@ -109,6 +109,11 @@ class Kernel:
     fast: Callable[..., Any] = field(init=False)
     indexed: Callable[..., Any] = field(init=False)
     source: str = ""
+    tensor_parts: tuple[tuple[bool, int], ...] = field(init=False)
+    """Of each argument that holds tensors: whether it is a list, and its place in the trace key."""
+
+    def __post_init__(self) -> None:
+        self.tensor_parts = tuple((a.is_list, a.part) for a in self.arguments if a.holds_tensors and a.part is not None)
 
     def __hash__(self) -> int:
         return self.serial

@@ -107,8 +107,7 @@ def _index_of_wrapper(args: Sequence[Any]) -> int:
 def _record(trace: Trace, kernel: Kernel, key: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     with lock, without_collecting:
         mark = _Mark(trace, key, is_random(kernel.op))
-        parts = [(a.is_list, key[a.part]) for a in kernel.arguments if a.holds_tensors and a.part is not None]
-        if any(_is_strayed(trace, part if is_list else [part]) for is_list, part in parts):
+        if any(_is_strayed(trace, key[at] if is_list else (key[at],)) for is_list, at in kernel.tensor_parts):
             # A pending value of another thread or of a former binding: it becomes a leaf, and the key is made again.
             mark.undo()
             for tensor in _handles((args, kwargs)):
@@ -130,12 +129,18 @@ def _record(trace: Trace, kernel: Kernel, key: tuple[Any, ...], args: Sequence[A
     return emit(trace, node, args, kwargs)
 
 
-def _flat(key: Any) -> Any:
+def _added_by(key: tuple[Any, ...]) -> tuple[int, int]:
+    """How many leaves and scalar inputs came with a key."""
+    leaves = scalar_inputs = 0
     for part in key:
         if part.__class__ is tuple:
-            yield from _flat(part)
-        else:
-            yield part
+            of_part = _added_by(part)
+            leaves, scalar_inputs = leaves + of_part[0], scalar_inputs + of_part[1]
+        elif isinstance(part, TensorSpec):
+            leaves += 1
+        elif part.__class__ is Varying:
+            scalar_inputs += 1
+    return leaves, scalar_inputs
 
 
 def _is_strayed(trace: Trace, part: Sequence[Any]) -> bool:
@@ -152,10 +157,10 @@ class _Mark:
     """How far leaves, scalar inputs and random keys had come before an op's key: where to go back if it is refused."""
 
     def __init__(self, trace: Trace, key: tuple[Any, ...], random: bool) -> None:
-        parts = list(_flat(key))
+        leaves, scalar_inputs = _added_by(key)
         self.trace = trace
-        self.leaves = len(trace.leaves) - sum(isinstance(part, TensorSpec) for part in parts)
-        self.scalar_inputs = len(trace.scalar_inputs) - sum(part.__class__ is Varying for part in parts)
+        self.leaves = len(trace.leaves) - leaves
+        self.scalar_inputs = len(trace.scalar_inputs) - scalar_inputs
         self.random_keys = len(trace.random_keys) - random
         self.random = random
 
