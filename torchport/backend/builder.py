@@ -95,6 +95,8 @@ class Capture:
         self.kernels: Mapping[Any, OwnKernel] = kernels_of(backend.name) if backend.capabilities.holds_kernels else {}
         """Those that the program gave for operators of its libraries."""
         self.takes_all = type(backend).supports is Backend.supports
+        self.answers: dict[Any, str | None] = {}
+        """By call of an operator: why the backend takes it in no form, or ``None``; kept by who asks."""
         self._backend = weakref.ref(backend)
 
     def supports(self, node: fx.Node) -> Support:
