@@ -371,9 +371,7 @@ def _first_call(*args: Any, **kwargs: Any) -> Any:
     return globals()["_write"]()(*args, **kwargs)
 
 
-def _write(
-    kernel: Kernel, fast: bool, function: types.FunctionType, mark: Callable[..., Any]
-) -> Callable[..., Any]:
+def _write(kernel: Kernel, fast: bool, function: types.FunctionType, mark: Callable[..., Any]) -> Callable[..., Any]:
     """Give a kernel's function its code; two threads may do so at once."""
     source, names = _source(kernel, fast)
     exec(compile(source, f"<torchport kernel {kernel.op}>", "exec"), function.__globals__, names)
