@@ -93,7 +93,8 @@ def _traced(
     calls: list[tuple[Any, Any, Any]] = []
 
     def described(value: Any) -> Any:
-        return _thawed(map_arg(value, lambda n: refs[n]))
+        as_ref: Any = refs.__getitem__
+        return _thawed(map_arg(value, as_ref))
 
     for node in traced.graph.nodes:
         if node.op == "output":
