@@ -141,7 +141,7 @@ class Recording:
     def kernel(self, op: Any) -> Kernel:
         found = self.kernels.get(op)
         if found is None:
-            found = self.kernels[op] = make_kernel(op, OneThread(self.trace), _unexpected, _unexpected)
+            found = self.kernels[op] = make_kernel(op, OneThread(self.trace), _unexpected, _unexpected, id)
         return found
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:

@@ -8,12 +8,12 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 from torch import fx
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from ..core.errors import GraphError
 from ..core.specs import TensorSpec
@@ -21,7 +21,8 @@ from .answers import checked_decompositions, checked_support
 from .control_flow import CONTROL_FLOW
 from .declared import follow_declaration
 from .decompositions import DECOMPOSE, OTHERWISE
-from .infer import depends_on_data, fake_mode, fake_tensor, infer
+from .infer import depends_on_data, fake_tensor, infer
+from .inlined import Ref, taken_apart
 from .interface import Backend, Support
 from .lowering import LOWER, foreach_target, lower_foreach, lower_varying, view_form
 from .normal_form import alias_root
@@ -96,6 +97,8 @@ class Capture:
         self.kernels: Mapping[Any, OwnKernel] = kernels_of(backend.name) if backend.capabilities.holds_kernels else {}
         """Those that the program gave for operators of its libraries."""
         self.takes_all = type(backend).supports is Backend.supports
+        self.answers: dict[Any, str | None] = {}
+        """By call of an operator: why the backend takes it in no form, or ``None``; kept by who asks."""
         self._backend = weakref.ref(backend)
 
     def supports(self, node: fx.Node) -> Support:
@@ -171,8 +174,13 @@ class Builder(ABC):
         """One result of an op that returns several."""
 
     @abstractmethod
-    def inline(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What a decomposition written with tensors amounts to."""
+    def inline(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], known_as: Any = None
+    ) -> Any:
+        """What a decomposition written with tensors amounts to.
+
+        ``known_as``: what the function is known by in every process, if in them all it is the same.
+        """
 
     @abstractmethod
     def _emit(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -205,7 +213,7 @@ class Builder(ABC):
         if op in LOWER:
             return LOWER[op](self, specs, *args, **kwargs)
         if op in DECOMPOSE:
-            return self.inline(DECOMPOSE[op], args, kwargs)
+            return self.inline(DECOMPOSE[op], args, kwargs, ("torchport", op))
         if foreach_target(op) is not None:
             return lower_foreach(self, op, specs, args, kwargs)
         if op in _ASK_FOR_THE_DEVICE or (is_factory(op) and _takes_device(op)):
@@ -373,7 +381,7 @@ class GraphBuilder(Builder):
             raise Refused(f"{node.target}: {support.reason or 'not supported'}")
         self._depth += 1
         try:
-            made = self._rewritten(node.target, rewrite, node.args, node.kwargs)
+            made = self._rewritten(node.target, rewrite, node.args, node.kwargs, ("core", node.target))
         except RuntimeError as error:
             if not depends_on_data(error):
                 raise
@@ -385,12 +393,19 @@ class GraphBuilder(Builder):
         self.graph.erase_node(node)
         return made
 
-    def _rewritten(self, op: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _rewritten(
+        self,
+        op: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        known_as: Any = None,
+    ) -> Any:
         """What a decomposition gives; its nodes tell by ``meta["decomposed"]`` which operator they stand for."""
         outer = self.origin
         self.origin = {"decomposed": str(op), **outer}
         try:
-            return self.inline(fn, args, kwargs)
+            return self.inline(fn, args, kwargs, known_as)
         finally:
             self.origin = outer
 
@@ -401,33 +416,27 @@ class GraphBuilder(Builder):
         values = [None if spec is None else fake_tensor(spec) for spec in inferred.specs]
         return values[0] if inferred.container is None else inferred.container(values)
 
-    def inline(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The nodes that a decomposition written with tensors amounts to, added to the graph."""
-        from torch.fx.experimental.proxy_tensor import make_fx
+    def inline(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], known_as: Any = None
+    ) -> Any:
+        """The nodes that a decomposition written with tensors amounts to, added to the graph.
 
-        nodes = [leaf for leaf in tree_iter((list(args), dict(kwargs))) if isinstance(leaf, fx.Node)]
+        What it calls is remembered where it has a name.
+        """
+        given = [leaf for leaf in tree_iter((list(args), dict(kwargs))) if isinstance(leaf, fx.Node)]
+        specs = map_arg((tuple(args), dict(kwargs)), _spec_of_node)
+        found = taken_apart(fn, args, kwargs, given, specs, known_as)
+        values: list[Any] = list(given)
 
-        def flat(*tensors: Any) -> Any:
-            table = dict(zip(nodes, tensors, strict=True))
-            real_args, real_kwargs = map_arg((tuple(args), dict(kwargs)), lambda n: table[n])
-            # Decompositions may write into the lists they are given; FX makes immutable ones.
-            return _plain(fn(*_thawed(real_args), **_thawed(real_kwargs)))
+        def here(value: Any) -> Any:
+            return tree_map_only(Ref, lambda ref: values[ref.position], value)
 
-        with fake_mode(), torch.no_grad():
-            traced = make_fx(flat, tracing_mode="real")(*(n.meta["val"] for n in nodes))
-        values: dict[fx.Node, Any] = {}
-        inputs = iter(nodes)
-        for node in traced.graph.nodes:
-            if node.op == "placeholder":
-                values[node] = next(inputs)
-            elif node.op == "output":
-                return map_arg(node.args[0], lambda n: values[n])
-            elif node.target is _getitem:
-                values[node] = self.item(values[node.args[0]], node.args[1])
+        for target, inner_args, inner_kwargs in found.calls:
+            if target is None:
+                values.append(self.item(*here(inner_args)))
             else:
-                inner_args, inner_kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
-                values[node] = self.call(node.target, inner_args, inner_kwargs)
-        raise GraphError("a decomposition returned nothing")
+                values.append(self.call(target, here(inner_args), here(inner_kwargs)))
+        return here(found.returns)
 
     # -- outputs ---------------------------------------------------------------------------------------------
     def separate(self, values: Sequence[fx.Node]) -> list[fx.Node]:
@@ -441,22 +450,6 @@ class GraphBuilder(Builder):
             taken.add(root)
             results.append(node)
         return results
-
-
-def _thawed(value: Any) -> Any:
-    """Arguments with plain lists and dictionaries in place of FX's immutable ones."""
-    if isinstance(value, dict):
-        return {name: _thawed(one) for name, one in cast("dict[str, Any]", value).items()}
-    if isinstance(value, list):
-        return [_thawed(one) for one in cast("list[Any]", value)]
-    return tuple(_thawed(one) for one in cast("tuple[Any, ...]", value)) if type(value) is tuple else value
-
-
-def _plain(value: Any) -> Any:
-    """Results with plain tuples in place of named ones, which FX would write as a call of their class."""
-    if isinstance(value, tuple):
-        return tuple(_plain(one) for one in cast("tuple[Any, ...]", value))
-    return [_plain(one) for one in cast("list[Any]", value)] if isinstance(value, list) else value
 
 
 @functools.cache

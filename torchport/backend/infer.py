@@ -30,6 +30,7 @@ __all__ = [
     "Inferred",
     "NoShapeRule",
     "depends_on_data",
+    "exact_key",
     "fake_mode",
     "fake_tensor",
     "infer",
@@ -148,6 +149,13 @@ def _key_of(op: Any, default: torch.dtype, args: Sequence[Any], kwargs: Mapping[
     key = _key_of_varying if _takes_any_float(op) else _key
     named = [(name, key(value)) for name, value in kwargs.items() if value is not None and name != "pin_memory"]
     return op, default, key(args), tuple(named)
+
+
+def exact_key(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What tells a call from any other, whatever number it has where. Raises ``TypeError`` for what has no hash."""
+    key = op, torch.get_default_dtype(), _key(args), tuple([(name, _key(value)) for name, value in kwargs.items()])
+    hash(key)
+    return key
 
 
 def _bound_fake_cache() -> None:

@@ -1,4 +1,4 @@
-"""What shape inference has found, in the disk cache: a process that compiles nothing need not infer either.
+"""What shape inference and decompositions gave, in the disk cache: who compiles nothing need not infer either.
 
 Fake tensors import Dynamo, Inductor's settings and SymPy, which takes longer than all else that a process does before
 its first step where everything is found on disk.
@@ -10,6 +10,7 @@ import atexit
 import functools
 import io
 import pickle
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +22,7 @@ from ..cache.folder import CacheFolder
 from ..core.specs import TensorSpec
 from .compile_key import own_code, torch_build
 from .infer import Inferred, remembered
+from .inlined import Inlined, Ref, inlined
 from .serialize import resolve_op
 
 __all__ = ["keep_inferences", "recall_inferences"]
@@ -47,9 +49,13 @@ class _CallPickler(pickle.Pickler):
             return ("constant", str(obj).removeprefix("torch."))
         if obj.__class__ is TensorSpec:
             return ("spec", obj.shape, obj.dtype, obj.strides)
+        if obj.__class__ is Ref:
+            return ("ref", obj.position)
+        if obj.__class__ is Inlined:
+            return ("inlined", obj.calls, obj.returns)
         if obj.__class__ is Inferred:
             return ("inferred", obj.container, obj.specs)
-        if isinstance(obj, type) and obj not in _PLAIN:
+        if isinstance(obj, type) and obj not in _PLAIN and obj is not torch.device:
             raise pickle.PicklingError(f"{obj.__name__} is no plain number's type")
         return None
 
@@ -63,7 +69,7 @@ class _CallUnpickler(pickle.Unpickler):
             return resolve_op(rest[0])
         if kind == "constant":
             return getattr(torch, rest[0])
-        return TensorSpec(*rest) if kind == "spec" else Inferred(*rest)
+        return _MADE[kind](*rest)
 
     def find_class(self, module: str, name: str) -> Any:
         for one in _PLAIN:
@@ -72,6 +78,13 @@ class _CallUnpickler(pickle.Unpickler):
         if (module, name) == ("torch", "device"):
             return torch.device
         raise pickle.UnpicklingError(f"{module}.{name} is no part of an operator's arguments")
+
+
+_MADE: Final[dict[str, Any]] = {"spec": TensorSpec, "inferred": Inferred, "inlined": Inlined, "ref": Ref}
+
+
+def _tables() -> tuple[OrderedDict[Any, Any], ...]:
+    return (*remembered(), inlined)
 
 
 def _written(items: Any) -> bytes:
@@ -100,10 +113,10 @@ def recall_inferences() -> None:
         tables = _CallUnpickler(io.BytesIO(entry.data)).load()
     except Exception:  # written by the same code: what it cannot read is inferred
         return
-    for table, read in zip(remembered(), tables, strict=True):
+    for table, read in zip(_tables(), tables, strict=True):
         for key, inferred in read:
             table.setdefault(key, inferred)
-    _known = sum(map(len, remembered()))
+    _known = sum(map(len, _tables()))
 
 
 @functools.cache
@@ -113,10 +126,10 @@ def keep_inferences() -> None:
 
 
 def _keep() -> None:
-    if sum(map(len, remembered())) == _known or (folder := disk_cache()) is None:
+    if sum(map(len, _tables())) == _known or (folder := disk_cache()) is None:
         return
     tables: list[list[Any]] = []
-    for table in remembered():
+    for table in _tables():
         kept: list[Any] = []
         for item in list(table.items())[-_AT_MOST:]:
             try:

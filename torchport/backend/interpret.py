@@ -43,7 +43,9 @@ class ValueBuilder(Builder):
     def item(self, node: Any, position: int) -> Any:
         return node[position]
 
-    def inline(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def inline(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], known_as: Any = None
+    ) -> Any:
         return fn(*args, **kwargs)
 
     def _emit(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -30,9 +30,9 @@ from ..core.errors import UnsupportedOp
 from ..core.fallback import check_fallback
 from ..core.frames import user_line
 from ..core.specs import TensorSpec
-from .graph import build_graph
+from .graph import check_taken
 from .trace import Runner
-from .trie import Leaf, Node, Value, is_template, single_op
+from .trie import HostScalar, Leaf, Node, Value, is_template, single_op
 
 if TYPE_CHECKING:
     from ..backend.interface import Backend
@@ -94,12 +94,54 @@ def refusal(runner: Runner, node: Node, specs: Sequence[TensorSpec]) -> str | No
     ``node`` is a path of its own whose leaves have these specs. An unsupported operator is replaced by its
     decomposition, the backend's own or PyTorch's core ATen one, if what that gives is supported.
     """
+    try:
+        key = _question(runner, node, specs)
+        known = runner.capture.answers.get(key, _UNKNOWN)
+    except TypeError:  # something unhashable among the arguments
+        return _refusal(runner, node, specs)
+    if known is not _UNKNOWN:
+        return known
+    reason = _refusal(runner, node, specs)
+    if len(runner.capture.answers) >= _ANSWERS_AT_MOST:
+        runner.capture.answers.clear()
+    runner.capture.answers[key] = reason
+    return reason
+
+
+def _refusal(runner: Runner, node: Node, specs: Sequence[TensorSpec]) -> str | None:
     outputs = [value_id for value_id, spec in enumerate(node.specs) if spec is not None]
     try:
-        build_graph([node], outputs, specs, runner.capture, strict=True)
+        check_taken([node], outputs, specs, runner.capture)
     except Refused as refused:
         return refused.reason
     return None
+
+
+_UNKNOWN: Final[Any] = object()
+_ANSWERS_AT_MOST: Final = 16_384
+
+
+def _question(runner: Runner, node: Node, specs: Sequence[TensorSpec]) -> Any:
+    """What the backend's answer depends on: layers that repeat ask the same. Raises ``TypeError`` if not hashable."""
+    key = (
+        node.op, _described(node.args), _described(tuple(node.kwargs.items())), tuple(specs), node.specs,
+        torch.get_default_dtype(), len(runner.capture.kernels),
+    )  # fmt: skip
+    hash(key)
+    return key
+
+
+def _described(value: Any) -> Any:
+    """A hashable form of what a node remembers of its arguments; numbers keep their type, for 1 equals True and 1.0."""
+    if isinstance(value, (list, tuple)):
+        return tuple([_described(item) for item in value])
+    if value.__class__ is Leaf:
+        return Leaf, value.position
+    if value.__class__ is HostScalar:
+        return HostScalar, value.dtype, _described(value.value)
+    if is_template(value):
+        return value.__class__  # which scalar of the trace it is makes no difference
+    return (value.__class__, repr(value)) if isinstance(value, (int, float, complex)) else value
 
 
 _OF_STRIDES = (torch.ops.aten.empty_strided.default, torch.ops.aten.new_empty_strided.default)

@@ -18,7 +18,16 @@ from ..core.errors import CompileError, GraphError
 from ..core.specs import TensorSpec
 from .trie import HostScalar, Leaf, Node, RandomKey, ScalarInput, Value, is_template
 
-__all__ = ["Sources", "TraceGraph", "build_graph", "inputs_of", "needed", "templates_of", "write_graph"]
+__all__ = [
+    "Sources",
+    "TraceGraph",
+    "build_graph",
+    "check_taken",
+    "inputs_of",
+    "needed",
+    "templates_of",
+    "write_graph",
+]
 
 aten = torch.ops.aten
 _WIDE: Final = {torch.float64, torch.complex128}
@@ -215,28 +224,44 @@ class _TraceBuilder:
         return self.b.separate(results)
 
 
-def build_graph(
+def _emitted(
     path: Sequence[Node],
     outputs: Sequence[int],
     leaf_specs: Sequence[TensorSpec],
-    capture: Capture,
-    strict: bool = False,
-    donated: Set[int] = frozenset(),
-) -> TraceGraph:
-    """The graph in normal form that computes the values with the ids ``outputs`` at the end of a trace path.
-
-    What the backend takes in no form is marked (``meta[REFUSAL]``); ``strict``: raise
-    :class:`~torchport.backend.builder.Refused` instead.
-    ``donated``: leaves that are likely to be donated, whose placeholders get ``meta["donated"]``.
-    Time and memory are linear in the path's length.
-    """
-    builder = GraphBuilder(capture, strict)
+    builder: GraphBuilder,
+    donated: Set[int],
+) -> tuple[TraceGraph, list[fx.Node]]:
+    """A builder's graph with everything but its output, and the nodes that are to be that."""
     trace_builder = _TraceBuilder(path, leaf_specs, builder)
     nodes = needed(path, outputs)
     made = trace_builder.declare_inputs(nodes, donated)
     for node in nodes:
         trace_builder.emit(node)
-    results = trace_builder.outputs(outputs)
+    return made, trace_builder.outputs(outputs)
+
+
+def check_taken(
+    path: Sequence[Node], outputs: Sequence[int], leaf_specs: Sequence[TensorSpec], capture: Capture
+) -> None:
+    """Raise :class:`~torchport.backend.builder.Refused` if a path's graph would hold what the backend does not take."""
+    _emitted(path, outputs, leaf_specs, GraphBuilder(capture, strict=True), frozenset())
+
+
+def build_graph(
+    path: Sequence[Node],
+    outputs: Sequence[int],
+    leaf_specs: Sequence[TensorSpec],
+    capture: Capture,
+    donated: Set[int] = frozenset(),
+) -> TraceGraph:
+    """The graph in normal form that computes the values with the ids ``outputs`` at the end of a trace path.
+
+    What the backend takes in no form is marked (``meta[REFUSAL]``).
+    ``donated``: leaves that are likely to be donated, whose placeholders get ``meta["donated"]``.
+    Time and memory are linear in the path's length.
+    """
+    builder = GraphBuilder(capture)
+    made, results = _emitted(path, outputs, leaf_specs, builder, donated)
     output = builder.graph.output(tuple(results))
     output.meta["val"] = tuple(builder.val(node) for node in results)
     builder.graph.eliminate_dead_code()

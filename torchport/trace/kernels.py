@@ -8,8 +8,10 @@ take 0.4 µs, and its bookkeeping 0.1 µs.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import keyword
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -108,7 +110,6 @@ class Kernel:
     """Runs an operator whose result is wanted on another device."""
     fast: Callable[..., Any] = field(init=False)
     indexed: Callable[..., Any] = field(init=False)
-    source: str = ""
     tensor_parts: tuple[tuple[bool, int], ...] = field(init=False)
     """Of each argument that holds tensors: whether it is a list, and its place in the trace key."""
 
@@ -318,35 +319,57 @@ def _source(kernel: Kernel, fast: bool) -> tuple[str, dict[str, Any]]:
 
 
 def make_kernel(
-    op: torch._ops.OpOverload, threads: Any, with_generator: Callable[..., Any], elsewhere: Callable[..., Any]
+    op: torch._ops.OpOverload,
+    threads: Any,
+    with_generator: Callable[..., Any],
+    elsewhere: Callable[..., Any],
+    mark: Callable[[Callable[..., Any]], Any],
 ) -> Kernel:
-    """The kernel of an operator.
+    """The kernel of an operator. Its code is written when it is first called: a program calls a tenth of them.
 
     ``threads.of(index)`` must give the calling thread's trace of an index, and set ``threads.trace`` to that of 0;
     ``with_generator`` takes random ops that were given a generator, ``elsewhere`` ops with a result on another device.
+    ``mark`` is called with each function, and again once it has its code.
     """
     kernel = Kernel(
         op, next(_serials), _arguments(op), not has_tensor_argument(op), _takes_device(op), threads.of,
         with_generator, elsewhere,
     )  # fmt: skip
-    helpers = {f"_{name}": getattr(keys, name) for name in _KEY_PARTS}
-    for fast in (True, False):
-        source, defaults = _source(kernel, fast)
-        namespace: dict[str, Any] = {
-            **helpers,
-            **defaults,
-            "_K": kernel,
-            "_FLOAT": FLOAT,
-            "_HANDLE": LazyTensor if fast else IndexedLazyTensor,
-            "_threads": threads,
-            "_with_generator": with_generator,
-            "_elsewhere": elsewhere,
-            "_record": record,
-            "_emit": emit,
-        }
-        exec(compile(source, f"<torchport kernel {op}>", "exec"), namespace)
-        if fast:
-            kernel.fast, kernel.source = namespace["kernel"], source
-        else:
-            kernel.indexed = namespace["kernel"]
+    common = {**_HELPERS, "_K": kernel, "_threads": threads, "_with_generator": with_generator, "_elsewhere": elsewhere}
+    kernel.fast = _unwritten(kernel, True, {**common, "_HANDLE": LazyTensor}, mark)
+    kernel.indexed = _unwritten(kernel, False, {**common, "_HANDLE": IndexedLazyTensor}, mark)
     return kernel
+
+
+_HELPERS: Final = {
+    **{f"_{name}": getattr(keys, name) for name in _KEY_PARTS},
+    "_FLOAT": FLOAT,
+    "_record": record,
+    "_emit": emit,
+}
+"""What the code of every kernel names."""
+
+
+def _unwritten(kernel: Kernel, fast: bool, namespace: dict[str, Any], mark: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose first call gives it its code: whoever holds it, as PyTorch's dispatcher does, has the kernel."""
+    function = types.FunctionType(_first_call.__code__, namespace, "kernel")
+    namespace["_write"] = functools.partial(_write, kernel, fast, function, mark)
+    mark(function)
+    return function
+
+
+def _first_call(*args: Any, **kwargs: Any) -> Any:
+    """The code of a kernel that has none yet; the global names are the kernel's."""
+    return globals()["_write"]()(*args, **kwargs)
+
+
+def _write(kernel: Kernel, fast: bool, function: types.FunctionType, mark: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a kernel's function its code; two threads may do so at once."""
+    source, names = _source(kernel, fast)
+    exec(compile(source, f"<torchport kernel {kernel.op}>", "exec"), function.__globals__, names)
+    written: types.FunctionType = names["kernel"]
+    mark(written)
+    # The defaults first: until there is code that has such arguments, nothing looks at them.
+    function.__defaults__, function.__kwdefaults__ = written.__defaults__, written.__kwdefaults__
+    function.__code__ = written.__code__
+    return function

@@ -129,6 +129,14 @@ def _record(trace: Trace, kernel: Kernel, key: tuple[Any, ...], args: Sequence[A
     return emit(trace, node, args, kwargs)
 
 
+def _flat(key: Any) -> Any:
+    for part in key:
+        if part.__class__ is tuple:
+            yield from _flat(part)
+        else:
+            yield part
+
+
 def _added_by(key: tuple[Any, ...]) -> tuple[int, int]:
     """How many leaves and scalar inputs came with a key."""
     leaves = scalar_inputs = 0

@@ -7,7 +7,7 @@ import json
 
 import pytest
 from cache_support import entry
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from torchport.cache.entry import CacheEntry, Damaged, decode, encode, key_of, read_description
@@ -19,6 +19,7 @@ names = st.text(min_size=1, max_size=12)
 manifests = st.dictionaries(names, st.text(max_size=20), min_size=1, max_size=8)
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # the first text makes a table of all of Unicode
 @given(manifests, st.binary(max_size=300), st.dictionaries(names, st.integers() | st.text(max_size=9), max_size=3))
 def test_what_was_written_is_read(manifest: dict[str, str], data: bytes, about: dict[str, object]) -> None:
     one = CacheEntry(manifest, data, about)

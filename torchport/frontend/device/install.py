@@ -96,9 +96,7 @@ def _install() -> None:
     special = copies.special_kernels()
     for op in _operators():
         if supported_schema(op):
-            kernels[op] = make_kernel(op, threads, copies.with_generator, copies.elsewhere)
-            opaque(kernels[op].fast)
-            opaque(kernels[op].indexed)
+            kernels[op] = make_kernel(op, threads, copies.with_generator, copies.elsewhere, opaque)
         fn = special.get(op) or (kernels[op].fast if op in kernels else None)
         if fn is None or op in factories.OPS:
             continue

@@ -60,9 +60,7 @@ def _adopt(op: torch._ops.OpOverload) -> None:
     reason = _unreachable(op)
     if reason is not None:
         raise DispatchError(f"a kernel for {op.name()} at Dense would never be called: {reason}", op=op.name())
-    kernel = make_kernel(op, threads, copies.with_generator, copies.elsewhere)
-    opaque(kernel.fast)
-    opaque(kernel.indexed)
+    kernel = make_kernel(op, threads, copies.with_generator, copies.elsewhere, opaque)
     above, below = (torch.library.get_kernel(op, key) for key in ("Functionalize", "PrivateUse1"))
     library = _libraries.get(op.namespace)
     if library is None:
