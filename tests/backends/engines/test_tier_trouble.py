@@ -144,7 +144,8 @@ def test_a_worker_killed_at_random_moments_is_replaced(start: Any, frontend: str
 
 
 ENDS = ("exit", "raise", "sys.exit", "_exit", "SIGTERM", "SIGKILL", "SIGINT")
-CODES = {"exit": 0, "raise": 1, "sys.exit": 3, "_exit": 4, "SIGTERM": -15, "SIGKILL": -9, "SIGINT": -2}
+CODES = {"exit": (0,), "raise": (1,), "sys.exit": (3,), "_exit": (4,), "SIGTERM": (-15,), "SIGKILL": (-9,)}
+CODES["SIGINT"] = (-2, 1)  # Python ends by the signal, but not where something at exit ran code given as text
 
 
 @pytest.mark.slow
@@ -152,7 +153,7 @@ CODES = {"exit": 0, "raise": 1, "sys.exit": 3, "_exit": 4, "SIGTERM": -15, "SIGK
 @pytest.mark.parametrize("frontend", FRONTENDS)
 def test_a_program_that_ends_while_something_compiles_leaves_nothing(start: Any, frontend: str, number: int) -> None:
     draw = random.Random(number)
-    end, seconds = ENDS[number % len(ENDS)], draw.choice([draw.uniform(0, 0.5), draw.uniform(0, 10)])
+    end, seconds = ENDS[number % len(ENDS)], draw.choice([draw.uniform(0, 0.5), draw.uniform(0, 6)])
     if end in ("exit", "raise", "sys.exit", "_exit"):
         program = start(frontend, end, f"{seconds:.3f}")
     else:
@@ -162,7 +163,7 @@ def test_a_program_that_ends_while_something_compiles_leaves_nothing(start: Any,
         program.process.send_signal(getattr(signal, end))
     begun = time.monotonic()
     code, said, _, errors = program.end(120)
-    assert code == CODES[end], (code, said, errors)
+    assert code in CODES[end], (code, said, errors)
     assert "wrong" not in said
     wanted = {"raise": "ValueError: the program fails", "SIGINT": "KeyboardInterrupt"}.get(end)
     assert wanted in errors if wanted else errors == ""
