@@ -256,6 +256,17 @@ def test_switched_off(setting: dict[str, Any]) -> None:
     assert metrics.counter("UncachedCompile") == 1
 
 
+def test_in_deterministic_mode_nothing_is_interpreted(at: torch.device) -> None:
+    x = torch.randn(4, 9)
+    torch.use_deterministic_algorithms(True)
+    try:
+        torch.testing.assert_close(compiled(lambda x: x.exp())(x.to(at)).cpu(), x.exp())
+        (x.to(at).cosh() * 7).cpu()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert metrics.counter("InterpretedPlan") == metrics.counter("InterpretedOps") == 0
+
+
 def test_warm_has_all_of_it_compiled(at: torch.device) -> None:
     run = compiled(lambda x: (x.sin() * 5).tanh())
     x = torch.randn(3, 2)

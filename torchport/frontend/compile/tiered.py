@@ -69,9 +69,12 @@ def begin(
 def _is_tiered(backend: Backend) -> bool:
     """Whether a backend's graphs are interpreted at first.
 
-    Not where compiling is as quick as reading what was compiled, where what is not on disk is an error, or where there
-    is no other process to compile.
+    Not where compiling is as quick as reading what was compiled, where what is not on disk is an error, where there is
+    no other process to compile, or in PyTorch's deterministic mode: when the compiled graph takes over depends on time,
+    and its last bits may be others.
     """
+    if torch.are_deterministic_algorithms_enabled():
+        return False
     if config.tiers != "auto" or config.cache == "cache-only" or backend.capabilities.skips_cache:
         return False
     return not service.off or bool(service.failed)
