@@ -41,6 +41,8 @@ __all__ = [
     "use_null",
 ]
 
+torchport.config.tiers = "off"  # what is compiled is measured; benchmarks.novelty is about what is not
+
 Timed = Callable[[], float]
 """Runs one batch and returns the seconds of what is measured; what has to be done around it is not counted."""
 

@@ -13,6 +13,8 @@ from pathlib import Path
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 # What one run has compiled must not be what the next one tests; tests of the disk cache have folders of their own.
 os.environ["TORCHPORT_CACHE"] = "off"
+# Most tests are about what is compiled, and count it; those about what is interpreted say so.
+os.environ.setdefault("TORCHPORT_TIERS", "off")
 IN_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if IN_WORKER:
     os.environ.update(OMP_NUM_THREADS="1", TORCHINDUCTOR_COMPILE_THREADS="1")

@@ -72,7 +72,7 @@ if TYPE_CHECKING:
         UnsupportedOp,
     )
     from .core.specs import CompileSpec, CompileSpecs, TensorSpec
-    from .debug.analysis import Finding, analyze, compile_reasons
+    from .debug.analysis import Finding, analyze, compile_reasons, tiers
     from .debug.dumps import dump, dump_trie
     from .debug.explain import explain
     from .frontend.device.api import (
@@ -88,6 +88,7 @@ if TYPE_CHECKING:
     )
     from .run.reasons import CompileReason
     from .run.step_closures import step_closure
+    from .run.tier_record import TierRecord
     from .run.warming import compiled, warm
 
 _HOMES = {
@@ -112,12 +113,13 @@ _HOMES = {
         "StorageAccess TorchportError UnsupportedOp"
     ),
     "torchport.core.specs": "CompileSpec CompileSpecs TensorSpec",
-    "torchport.debug.analysis": "Finding analyze compile_reasons",
+    "torchport.debug.analysis": "Finding analyze compile_reasons tiers",
     "torchport.debug.dumps": "dump dump_trie",
     "torchport.debug.explain": "explain",
     "torchport.frontend.device.api": "backend_data device donate get_backend list_backends mode register sync use",
     "torchport.run.step_closures": "step_closure",
     "torchport.run.reasons": "CompileReason",
+    "torchport.run.tier_record": "TierRecord",
     "torchport.run.warming": "compiled warm",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

@@ -97,6 +97,22 @@ def test_measuring_counts_steps_ops_and_compiles() -> None:
     assert measured.ms_per_step is not None
     assert measured.trace_us_per_op is not None
     assert measured.outcome is not None
+    assert measured.first_result == measured.steps[0].seconds
+    assert measured.full_speed == sum(step.seconds for step in measured.steps[:2])
+
+
+def test_full_speed_is_reached_when_nothing_is_interpreted_any_more() -> None:
+    def interpreted(device: str, steps: int) -> Steps:
+        for step in range(steps):
+            if step < 5:
+                metrics.metrics.count("InterpretedOps", 10)
+            yield "one"
+        return Outcome(torch.ones(1), "done")
+
+    measured = measure("count", job(interpreted), "reference", "cpu", 8, ignore)
+    assert measured.full_speed == sum(step.seconds for step in measured.steps[:5])
+    assert measured.ms_per_step is not None
+    assert measure("count", job(interpreted), "reference", "cpu", 5, ignore).full_speed is None
 
 
 def test_too_few_steps_have_no_steady_state() -> None:
@@ -118,7 +134,7 @@ def test_a_failure_is_kept_with_what_came_before() -> None:
 
 @pytest.fixture
 def console() -> Console:
-    return Console(file=io.StringIO(), width=120, highlight=False)
+    return Console(file=io.StringIO(), width=report.PLAIN_WIDTH, highlight=False)
 
 
 def printed(console: Console) -> str:

@@ -31,7 +31,7 @@ from .interface import (
     FreeableBuffer,
     InitContext,
 )
-from .kept import find_or_prepare
+from .kept import find_kept, find_or_prepare
 from .prepare import Prepared, failure_of, prepare
 from .serialize import fingerprint
 
@@ -70,6 +70,24 @@ class Computations:
             self._cache.move_to_end(key)
         metrics.count("CachedCompile")
         return found
+
+    def known(
+        self, backend: Backend, device: BackendDevice, specs: CompileSpecs, graph: fx.GraphModule, mark: str
+    ) -> Computation | None:
+        """The computation of a graph in normal form, from memory or the disk cache; ``None`` if it is to be compiled.
+
+        ``mark``: the graph's fingerprint. Raises :class:`CompileError` where the engine fails to load it.
+        """
+        found = self.find(backend, device, specs, mark)
+        if found is not None:
+            return found
+        kept = find_kept(backend, specs, graph, mark)
+        if kept is None:
+            return None
+        try:
+            return self._keep(finish(backend, device, specs, kept), specs)
+        except EntryRefused:
+            return None
 
     def take(self, backend: Backend, device: BackendDevice, specs: CompileSpecs, prepared: Prepared) -> Computation:
         """The computation of a graph prepared elsewhere. Raises :class:`CompileError`, :class:`EntryRefused`."""

@@ -6,9 +6,10 @@ operators mean the same here, and random ones draw the same numbers.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import ClassVar, Final
+from typing import Any, Final
 
 import torch
 from torch import fx
@@ -19,7 +20,7 @@ from .interface import Backend, BackendData, BackendDevice, ExecutionContext, Pr
 from .interpret import settled
 from .normal_form import input_specs, output_specs
 
-__all__ = ["INTERPRETER", "interpreted_graph", "with_strides"]
+__all__ = ["INTERPRETER", "can_interpret", "interpreted_graph", "with_strides"]
 
 Run = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
@@ -77,9 +78,13 @@ class InterpretedGraph:
 
 
 class Interpreter(Backend):
-    """Takes every operator that PyTorch's CPU has. Nothing is compiled, so nothing is kept."""
+    """Takes every operator that PyTorch's CPU has. Nothing is compiled, so nothing is kept.
 
-    name: ClassVar[str] = "interpreter"
+    ``name``: the backend on whose behalf it runs, which is what errors are told as.
+    """
+
+    def __init__(self, name: str = "interpreter") -> None:
+        self.name = name  # type: ignore[misc]
 
     def preprocess(self, graph: fx.GraphModule, specs: CompileSpecs) -> Processed:
         raise NotImplementedError("graphs are interpreted as they are")
@@ -105,7 +110,24 @@ INTERPRETER: Final = Interpreter()
 _CPU: Final = BackendDevice("cpu")
 
 
-def interpreted_graph(module: fx.GraphModule) -> Computation:
+def can_interpret(module: fx.GraphModule) -> bool:
+    """Whether PyTorch's CPU has every operator of a graph that was made for a backend, and may run it instead."""
+    return all(
+        node.target is _getitem
+        or (
+            isinstance(node.target, torch._ops.OpOverload)
+            and "kernel" not in node.meta  # the program's own, which the backend is to call
+            and torch._C._dispatch_has_computed_kernel_for_dispatch_key(node.target.name(), "CPU")
+        )
+        for node in module.graph.nodes
+        if node.op == "call_function"
+    )
+
+
+_getitem: Any = operator.getitem
+
+
+def interpreted_graph(module: fx.GraphModule, interpreter: Interpreter = INTERPRETER) -> Computation:
     """The computation of a graph that the interpreter runs."""
     start = perf_counter()
     handle = InterpretedGraph(module)
@@ -113,6 +135,6 @@ def interpreted_graph(module: fx.GraphModule) -> Computation:
     names = tuple(node.name for node in module.graph.nodes if node.op == "placeholder")
     context = ExecutionContext(_CPU, handle.outputs)
     return Computation(
-        INTERPRETER, _CPU, handle.inputs, names, handle.outputs, handle, context, graph_ops=calls,
+        interpreter, _CPU, handle.inputs, names, handle.outputs, handle, context, graph_ops=calls,
         compile_seconds=perf_counter() - start,
     )  # fmt: skip

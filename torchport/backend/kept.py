@@ -21,9 +21,23 @@ from .interface import Backend
 from .prepare import Prepared, describe, with_bytes
 from .serialize import fingerprint
 
-__all__ = ["find_or_prepare"]
+__all__ = ["find_kept", "find_or_prepare"]
 
 log: Final = logging.getLogger("torchport.cache")
+
+
+def find_kept(backend: Backend, specs: CompileSpecs, graph: fx.GraphModule, mark: str) -> Prepared | None:
+    """What the disk cache has for this graph; ``None`` where it has nothing. Nothing is compiled or waited for."""
+    folder = disk_cache()
+    if folder is None:
+        return None
+    about = describe(graph, mark, None)
+    try:
+        key = key_of(manifest_of(backend, specs, graph, mark, about.inputs, about.outputs, folder.digests))
+    except Uncacheable:
+        return None
+    entry = folder.read(key)
+    return None if entry is None else replace(about, data=entry.data, kept=key)
 
 
 def find_or_prepare(

@@ -13,8 +13,9 @@ from ..run.reasons import ADVICE
 
 if TYPE_CHECKING:
     from ..run.reasons import CompileReason
+    from ..run.tier_record import TierRecord
 
-__all__ = ["Finding", "analyze", "compile_reasons"]
+__all__ = ["Finding", "analyze", "compile_reasons", "tiers"]
 
 OFTEN: Final = 3
 """How often something has to happen to be a habit of the program, rather than its warming up."""
@@ -44,6 +45,14 @@ def compile_reasons() -> list[CompileReason]:
     The newest 256 are kept. Each is also logged, as it happens, to the logger ``torchport.compile`` at INFO.
     """
     return list(history.reasons)
+
+
+def tiers() -> list[TierRecord]:
+    """The computations that began interpreted (``config.tiers``), oldest first, and in which tier each is by now.
+
+    The newest 256 are kept. ``print(*torchport.tiers(), sep="\\n")`` shows them.
+    """
+    return list(history.tiers)
 
 
 def analyze() -> list[Finding]:

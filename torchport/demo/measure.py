@@ -1,4 +1,4 @@
-"""Run a job on one engine and count what happened: time per step, traced ops, compiles."""
+"""Run a job on one engine and count what happened: time per step, until the first, and until full speed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,16 @@ WAITING = (
 """Timers of what the program's thread does besides tracing; none of them runs inside another."""
 
 
+INTERPRETED = ("InterpretedOps", "InterpretedPlan", "InterpretedRun")
+"""Counters that stand still in a step that runs compiled."""
+
+
 @dataclass(frozen=True)
 class _Step:
     seconds: float
     ops: float
     compiles: float
+    interpreted: float
     waiting: float
 
 
@@ -42,9 +47,23 @@ class Measured:
 
     @property
     def _steady(self) -> list[_Step]:
-        # The second half of the steps that compiled nothing; the very first one also loads data and makes the model.
+        # The second half of the steps that compiled nothing and, if there are such, interpreted nothing; the very first
+        # one also loads data and makes the model.
         without = [step for step in self.steps[1:] if not step.compiles]
+        without = [step for step in without if not step.interpreted] or without
         return without[len(without) // 2 :]
+
+    @property
+    def first_result(self) -> float | None:
+        """Seconds to the end of the first step, which also loads data and makes the model."""
+        return self.steps[0].seconds if self.steps else None
+
+    @property
+    def full_speed(self) -> float | None:
+        """Seconds until everything that a step computes ran compiled; ``None`` where that did not come to be."""
+        warming = [at for at, step in enumerate(self.steps) if step.compiles or step.interpreted]
+        last = warming[-1] if warming else 0
+        return sum(step.seconds for step in self.steps[: last + 1]) if last + 1 < len(self.steps) else None
 
     @property
     def ms_per_step(self) -> float | None:
@@ -71,17 +90,19 @@ class _Meter:
         self._before = self._read()
 
     @staticmethod
-    def _read() -> tuple[float, float, float]:
+    def _read() -> tuple[float, ...]:
         now = metrics.snapshot()
         waiting = sum(now["seconds"].get(name, 0.0) for name in WAITING)
         waiting -= now["seconds"].get("AsyncExecuteTime", 0.0)  # on the device's own thread
-        return now["counters"].get("TracedOps", 0), now["counters"].get("UncachedCompile", 0), waiting
+        counters = now["counters"]
+        interpreted = sum(counters.get(name, 0) for name in INTERPRETED)
+        return counters.get("TracedOps", 0), counters.get("UncachedCompile", 0), interpreted, waiting
 
     def lap(self, seconds: float) -> _Step:
         now = self._read()
-        ops, compiles, waiting = (new - old for new, old in zip(now, self._before, strict=True))
+        ops, compiles, interpreted, waiting = (new - old for new, old in zip(now, self._before, strict=True))
         self._before = now
-        return _Step(seconds, ops, compiles, waiting)
+        return _Step(seconds, ops, compiles, interpreted, waiting)
 
 
 def measure(name: str, job: DemoJob, engine: str, device: str, steps: int, on_step: Callable[[str], None]) -> Measured:

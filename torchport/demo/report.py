@@ -20,7 +20,7 @@ __all__ = ["EARLY_STEPS", "difference", "make_console", "progress", "show_outcom
 
 EARLY_STEPS = 20
 QUIET_SECONDS = 15.0
-PLAIN_WIDTH = 120
+PLAIN_WIDTH = 140
 
 
 def make_console() -> Console:
@@ -91,14 +91,15 @@ def show_summary(console: Console, rows: Sequence[tuple[DemoJob, Sequence[Measur
     for column in ("job", "engine", "result"):
         table.add_column(column, no_wrap=True)
     differences = (f"differs,\nfirst {EARLY_STEPS}", "differs,\nall")
-    for column in (*differences, "ms per\nstep", "÷ CPU\neager", "ops per\nstep", "µs per\nop", "compiles", "seconds"):
+    times = ("first\nresult s", "full\nspeed s", "ms per\nstep", "÷ CPU\neager", "ops per\nstep", "µs per\nop")
+    for column in (*differences, *times, "compiles", "seconds"):
         table.add_column(column, justify="right", no_wrap=True)
     for job, runs in rows:
         eager = runs[0]
         for run in runs:
             first = job.short if run is eager else ""
             if run.outcome is None:
-                table.add_row(first, run.engine, Text("failed, see below", style="red"), *[""] * 8)
+                table.add_row(first, run.engine, Text("failed, see below", style="red"), *[""] * 10)
                 continue
             early, late = ("", "") if run is eager else _differences(eager.outcome, run.outcome)
             ratio = run.ms_per_step / eager.ms_per_step if run.ms_per_step and eager.ms_per_step else None
@@ -108,6 +109,8 @@ def show_summary(console: Console, rows: Sequence[tuple[DemoJob, Sequence[Measur
                 run.outcome.result,
                 early,
                 late,
+                _cell(run.first_result, "{:.1f}"),
+                _cell(run.full_speed, "{:.1f}"),
                 _cell(run.ms_per_step, "{:.1f}"),
                 _cell(ratio, "{:.2f}"),
                 _cell(run.ops_per_step, "{:.0f}"),
@@ -120,6 +123,8 @@ def show_summary(console: Console, rows: Sequence[tuple[DemoJob, Sequence[Measur
     console.print(
         "differs: largest difference from CPU eager's embeddings or losses, relative to the largest of them; "
         f"for losses in the first {EARLY_STEPS} steps, and in all, as training lets rounding errors grow\n"
+        "first result: to the end of the first step, which loads data and makes the model, too; full speed: until all "
+        "of a step ran compiled (–: not by the end)\n"
         "µs per op: a step's time outside the engine (tracing and the program's own Python) per traced op\n"
         "ms and µs are medians of the steady steps; seconds are those spent compiling"
     )

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ..trace.trie import Node
     from .device_runtime import DeviceRuntime
 
-__all__ = ["CheckedPlan", "make_checked"]
+__all__ = ["CheckedPlan", "compare", "make_checked", "say_dropped", "say_that_it_agrees"]
 
 _TOLERANCES: Final = {
     torch.float64: (1e-7, 1e-7),
@@ -67,12 +67,51 @@ class CheckedPlan(InterpretedPlan):
         if self.left > 0:
             return self
         operators = self.compiled.computation.graph_ops if self.compiled.computation is not None else 0
-        print(
-            f"torchport: a compiled graph of {operators} operators agrees with the interpreter: the largest "
-            f"difference in {config.verify_swap} runs was {self.largest:.3g}",
-            file=sys.stderr,
-        )
+        say_that_it_agrees(operators, self.largest)
         return self.compiled
+
+
+def say_that_it_agrees(operators: int, largest: float) -> None:
+    """Say that a compiled graph of so many operators gave what the interpreter gave, but for such differences."""
+    print(
+        f"torchport: a compiled graph of {operators} operators agrees with the interpreter: the largest "
+        f"difference in {config.verify_swap} runs was {largest:.3g}",
+        file=sys.stderr,
+    )
+
+
+def say_dropped(where: str, why: str, graph: fx.GraphModule) -> None:
+    """Say that a compiled graph on such a device gave other values; write what the first wrong one needs to a file."""
+    metrics.count("RefusedSwap")
+    text = f"{why}\n\n{graph.print_readable(print_output=False)}\n"
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="torchport-mismatch-"))
+        place = folder / f"{os.getpid()}.txt"
+        place.write_text(text, encoding="utf-8")
+        told = f"the operators that the value needs are in {place}"
+    except OSError as error:
+        told = f"its graph could not be written to a file: {error}"
+    print(
+        f"torchport: a compiled graph is dropped, and stays interpreted: on {where} a result differs "
+        f"from the interpreter's: {why.splitlines()[0]}; {told}",
+        file=sys.stderr,
+    )
+
+
+def compare(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> tuple[float, int, str]:
+    """The largest difference between two rows of tensors, and where the first is that differs by more than its dtype
+    allows, with what differs; -1 and nothing where none does."""
+    largest = 0.0
+    for at, (a, b) in enumerate(zip(found, wanted, strict=True)):
+        rtol, atol = _TOLERANCES.get(b.dtype, _SINGLE)
+        try:
+            torch.testing.assert_close(a, b, rtol=rtol, atol=atol, equal_nan=True)
+        except AssertionError as error:
+            return largest, at, str(error)
+        if b.numel() and b.dtype.is_floating_point:
+            gap = (a.double() - b.double()).abs().nan_to_num(0.0, 0.0).max().item()
+            largest = max(largest, gap)
+    return largest, -1, ""
 
 
 def make_checked(
@@ -134,17 +173,11 @@ class _Checker(Backend):
             self._refuse(0, str(error))
             return wanted
         metrics.count("VerifiedSwap")
-        for at, (got, want) in enumerate(zip(found, wanted, strict=True)):
-            a, b = backend.from_device(got), backend.from_device(want)
-            rtol, atol = _TOLERANCES.get(b.dtype, _SINGLE)
-            try:
-                torch.testing.assert_close(a, b, rtol=rtol, atol=atol, equal_nan=True)
-            except AssertionError as error:
-                self._refuse(at, str(error))
-                return wanted
-            if b.numel() and b.dtype.is_floating_point:
-                gap = (a.double() - b.double()).abs().nan_to_num(0.0, 0.0).max().item()
-                plan.largest = max(plan.largest, gap)
+        largest, at, why = compare([*map(backend.from_device, found)], [*map(backend.from_device, wanted)])
+        plan.largest = max(plan.largest, largest)
+        if why:
+            self._refuse(at, why)
+            return wanted
         return found
 
     def _compiled_args(self, args: Sequence[BackendData]) -> list[Any]:
@@ -169,19 +202,8 @@ class _Checker(Backend):
         """The compiled computation is wrong in the result at this position: say so, and write down what it needs."""
         assert self.plan is not None
         self.plan.wrong = why
-        metrics.count("RefusedSwap")
+        if self.interpreted.record is not None:
+            self.interpreted.record.stay(why)
         value_id = self.plan.value_ids[at]
         graph = build_graph(self.node.path(), (value_id,), self.leaf_specs, self.runtime.capture).module
-        text = f"{why}\n\n{graph.print_readable(print_output=False)}\n"
-        try:
-            folder = Path(tempfile.mkdtemp(prefix="torchport-mismatch-"))
-            place = folder / f"{os.getpid()}.txt"
-            place.write_text(text, encoding="utf-8")
-            where = f"the operators that the value needs are in {place}"
-        except OSError as error:
-            where = f"its graph could not be written to a file: {error}"
-        print(
-            f"torchport: a compiled graph is dropped, and stays interpreted: on {self.runtime!r} a result differs "
-            f"from the interpreter's: {why.splitlines()[0]}; {where}",
-            file=sys.stderr,
-        )
+        say_dropped(repr(self.runtime), why, graph)

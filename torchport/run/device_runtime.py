@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
+
 from ..backend.builder import capture_of
 from ..backend.inferences import recall_inferences
 from ..backend.interface import Backend, BackendDevice
@@ -90,6 +92,8 @@ class DeviceRuntime:
         """Whether operators seen for the first time are interpreted."""
         if config.tiers != "auto" or self.capture.kernels or not self.holds_host_tensors:
             return False
+        if torch.are_deterministic_algorithms_enabled() and not self.backend.capabilities.skips_cache:
+            return False  # when the compiled computation takes over depends on time, and its last bits may be others
         # Else an operator that the backend does not take is to be warned about, or refused.
         return self.capture.takes_all or self.kernels.boxed is not None or config.fallback == "allow"
 

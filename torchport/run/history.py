@@ -12,6 +12,7 @@ from ..core import metrics
 from ..trace.trace import lock
 from ..trace.trie import Node
 from .reasons import CompileReason
+from .tier_record import TierRecord
 
 __all__ = ["History", "history"]
 
@@ -21,7 +22,7 @@ class History:
 
     ``reasons`` are the newest compilations, oldest first. ``sites`` counts flushes that the program waits for, by cause
     (``read``, ``host aten.nonzero.default``, …) and the user's line, and what the host ran between segments of the
-    backend's (``segment aten.sin.default``).
+    backend's (``segment aten.sin.default``). ``tiers`` are the newest computations that began interpreted.
     """
 
     REASONS: Final = 256
@@ -31,6 +32,7 @@ class History:
     def __init__(self) -> None:
         self.reasons: deque[CompileReason] = deque(maxlen=self.REASONS)
         self.sites: Counter[tuple[str, str]] = Counter()
+        self.tiers: deque[TierRecord] = deque(maxlen=self.REASONS)
         self._flushed: Counter[Node] = Counter()
 
     def flushed(self, node: Node) -> None:
@@ -64,6 +66,7 @@ class History:
     def forget(self) -> None:
         """Start afresh."""
         self.reasons.clear()
+        self.tiers.clear()
         self.sites.clear()
         self._flushed.clear()
 
@@ -74,7 +77,13 @@ history: Final = History()
 def _notes() -> list[str]:
     """What the report says besides the figures: the newest compilations after the first."""
     shown = [str(reason) for reason in list(history.reasons)[-5:] if reason.kind != "first"]
-    return ["the newest compilations:", *shown] if shown else []
+    tiers = list(history.tiers)
+    told: list[str] = []
+    if tiers:
+        counts = Counter(record.tier for record in tiers)
+        summary = ", ".join(f"{count} {tier}" for tier, count in sorted(counts.items()))
+        told = [f"computations that began interpreted, the newest {len(tiers)}: {summary}", *map(str, tiers[-5:])]
+    return [*told, *(["the newest compilations:", *shown] if shown else [])]
 
 
 metrics.metrics.before_reading.append(history.count_ops)

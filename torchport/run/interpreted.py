@@ -22,6 +22,7 @@ from ..trace.graph import needed, templates_of
 from ..trace.handle import intern_spec, shown_as, shown_spec
 from ..trace.trie import HostScalar, Leaf, Node, RandomKey, ScalarInput, Value
 from .plans import ExecutionPlan
+from .tier_record import TierRecord
 
 if TYPE_CHECKING:
     from .device_runtime import DeviceRuntime
@@ -36,7 +37,8 @@ class InterpretedPlan(ExecutionPlan):
     """A plan that interprets its path.
 
     ``since``: when it was made. ``seconds``: what its runs have cost so far. ``ticket``: the compile service's, of what
-    is to take its place. ``here``: no other process can compile it. ``stays``: it does not compile.
+    is to take its place. ``here``: no other process can compile it. ``stays``: it does not compile. ``record``: the
+    same for people.
     """
 
     seconds: float = 0.0
@@ -44,6 +46,7 @@ class InterpretedPlan(ExecutionPlan):
     here: bool = False
     stays: bool = False
     since: float = field(default_factory=time.monotonic)
+    record: TierRecord | None = None
 
     @property
     def tier(self) -> str:

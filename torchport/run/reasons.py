@@ -42,7 +42,8 @@ class CompileReason:
     """One compilation and what made it necessary.
 
     ``kind`` is ``first``, ``apart``, ``device``, ``thread``, ``op``, ``shape``, ``dtype``, ``strides``, ``scalar``,
-    ``operand``, ``values``, ``longer``, ``shorter``, ``dropped`` or ``often``. ``shared`` counts the operators the
+    ``operand``, ``values``, ``longer``, ``shorter``, ``dropped``, ``often`` or ``graph`` (of ``torch.compile``, which
+    is compiled beside the program). ``shared`` counts the operators the
     nearest known trace has in common; ``op`` and ``line`` are this trace's first that differs, ``known_op`` and
     ``known_line`` the known one's.
     """
@@ -64,7 +65,8 @@ class CompileReason:
         return ADVICE.get(self.kind, "")
 
     def __str__(self) -> str:
-        lines = [f"compiled {self.ops} operators for {self.device} at a flush ({self.cause}): {self.changed}"]
+        where = "under torch.compile" if self.kind == "graph" else f"at a flush ({self.cause})"
+        lines = [f"compiled {self.ops} operators for {self.device} {where}: {self.changed}"]
         if self.shared or self.known_op:
             lines.append(f"  like the nearest known trace for {self.shared} operators")
         if self.op is not None:
@@ -114,8 +116,14 @@ def _at_node(node: Node, value_ids: Sequence[int]) -> dict[str, Any] | None:
     wanted = set(value_ids)
     nearest = max(node.plans, key=lambda known: len(wanted & set(known)) - len(wanted ^ set(known)))
     new = sorted(wanted - set(nearest))
-    if not new and isinstance(node.plans[nearest], InterpretedPlan):
+    known = node.plans[nearest]
+    if not new and isinstance(known, InterpretedPlan):
         changed = "it has come back so often that interpreting it costs more than compiling it is worth"
+        if known.record is not None:
+            changed = (
+                f"it has come back {known.record.runs} times, and interpreting it has cost {known.seconds:.3g} s; "
+                f"compiling it may take {known.record.expected:.3g} s"
+            )
         return {"kind": "often", "changed": changed, "shared": node.depth}
     if not new:
         # The plan is there, for these values or for more, but without what it would run.

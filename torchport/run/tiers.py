@@ -16,23 +16,36 @@ from typing import TYPE_CHECKING, Final
 
 from .. import native
 from ..backend.compiler import EntryRefused, computations
+from ..backend.execution import Computation
+from ..backend.interface import BackendDevice
 from ..core import metrics
 from ..core.config import config
 from ..core.errors import CompileError, TorchportError
-from ..core.specs import TensorSpec
+from ..core.specs import CompileSpecs, TensorSpec
 from ..worker.paths import NotSendable
 from ..worker.request import Answer, path_request
-from ..worker.service import Cancelled, service
+from ..worker.service import Cancelled, Ticket, service
 from .checked_swap import CheckedPlan, make_checked
+from .history import history
 from .interpreted import InterpretedPlan, make_interpreted
 from .plans import ExecutionPlan, make_plan, plan_of
+from .tier_record import TierRecord
 
 if TYPE_CHECKING:
     from ..backend.interface import Backend
     from ..trace.trie import Node, Sights
     from .device_runtime import DeviceRuntime
 
-__all__ = ["CompileCosts", "Progress", "costs", "first_plan", "is_worth_recording", "next_plan"]
+__all__ = [
+    "CompileCosts",
+    "Progress",
+    "claim",
+    "costs",
+    "first_plan",
+    "is_worth_recording",
+    "next_plan",
+    "say_it_stays",
+]
 
 
 class CompileCosts:
@@ -121,6 +134,9 @@ def first_plan(
     metrics.count("InterpretedPlan")
     plan = make_interpreted(runtime, path, value_ids, leaf_specs)
     plan.seconds = spent
+    assert plan.computation is not None
+    plan.record = TierRecord("lazy", repr(runtime), plan.computation.graph_ops)
+    history.tiers.append(plan.record)
     return plan
 
 
@@ -131,12 +147,17 @@ def next_plan(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
     if isinstance(plan, CheckedPlan):
         return plan.settled()
     metrics.count("InterpretedRun")
+    if plan.record is not None:
+        plan.record.runs += 1
+        plan.record.seconds += computation.seconds
     if plan.ticket is not None:
         return _taken_over(plan, progress) if plan.ticket.done() else plan
     if plan.stays:
         return plan
     plan.seconds += computation.seconds
     expected = costs.expected(progress.runtime.backend.name, computation.graph_ops)
+    if plan.record is not None:
+        plan.record.expected = expected
     if not plan.here and plan.seconds >= WORTH_A_PROCESS * expected:
         _request(plan, progress)
     if plan.here and plan.seconds >= WORTH_WAITING * expected:
@@ -146,6 +167,9 @@ def next_plan(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
 
 def _request(plan: InterpretedPlan, progress: Progress) -> None:
     """Ask the compiler's process."""
+    if service.failed:  # what has ended that process three times is not to end this one
+        _stay(plan, service.failed)
+        return
     if service.off or any(node.refused for node in progress.node.path()):
         plan.here = True  # the other process compiles whole graphs, and this one is to be segments
         return
@@ -166,19 +190,19 @@ def _request(plan: InterpretedPlan, progress: Progress) -> None:
         return
     progress.note()
     plan.ticket = service.submit(request)
+    if plan.record is not None:
+        plan.record.tier = "compiling"
 
 
 def _taken_over(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
     """The compiled plan, if what was asked for compiled."""
     ticket, plan.ticket = plan.ticket, None
     runtime = progress.runtime
+    if plan.record is not None:
+        plan.record.tier = "interpreted"
     try:
-        answer: Answer = ticket.result()
+        answer, computation = claim(ticket, runtime.backend, runtime.device, runtime.specs)
         assert answer.sources is not None
-        if not answer.kept:
-            costs.note(runtime.backend.name, answer.ops, answer.seconds)
-        native.announce()
-        computation = computations.take(runtime.backend, runtime.device, runtime.specs, answer)
     except NotSendable:
         plan.here = True
         return plan
@@ -210,6 +234,8 @@ def _successor(plan: InterpretedPlan, progress: Progress, made: ExecutionPlan) -
     """What takes an interpreted plan's place: the compiled one, with the interpreter beside it if that is wanted."""
     metrics.count("TakenOver")
     metrics.metrics.add_time("TakeOverTime", time.monotonic() - plan.since)
+    if plan.record is not None:
+        plan.record.take_over()
     if config.verify_swap:
         return make_checked(progress.runtime, progress.node, progress.leaf_specs(), plan, made)
     return made
@@ -217,8 +243,29 @@ def _successor(plan: InterpretedPlan, progress: Progress, made: ExecutionPlan) -
 
 def _give_up(plan: InterpretedPlan, error: TorchportError) -> None:
     """It does not compile: say so, once for each reason, and go on with the interpreter."""
+    _stay(plan, str(error))
+    say_it_stays(error)
+
+
+def _stay(plan: InterpretedPlan, why: str) -> None:
     plan.stays = True
     metrics.count("StaysInterpreted")
+    if plan.record is not None:
+        plan.record.stay(why)
+
+
+def claim(ticket: Ticket, backend: Backend, device: BackendDevice, specs: CompileSpecs) -> tuple[Answer, Computation]:
+    """What the other process has compiled, made runnable here. Raises :class:`CompileError`, :class:`NotSendable`,
+    :class:`Cancelled`, and :class:`EntryRefused` where it is to be asked for again."""
+    answer = ticket.result()
+    if not answer.kept:
+        costs.note(backend.name, answer.ops, answer.seconds)
+    native.announce()
+    return answer, computations.take(backend, device, specs, answer)
+
+
+def say_it_stays(error: TorchportError) -> None:
+    """Say on standard error that something stays interpreted, once for each reason."""
     message = str(error)
     if message not in _said:
         _said.add(message)

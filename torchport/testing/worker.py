@@ -15,6 +15,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
+from ..core.config import config
 from .doors import DOORS, available_doors
 from .judge import Judge
 from .limits import limits_of
@@ -85,6 +86,7 @@ def work(pipe: Connection, plan: Plan, log: str) -> None:
         import torch
 
         torch.set_num_threads(1)
+        config.tiers = "off"  # else it is the interpreter that is judged
         backend = load_backend(plan.backend)
         limits = limits_of(backend, plan.limits)
         judge = Judge(backend, plan.backend, seed=plan.seed, strict=plan.strict, limits=limits)

@@ -109,6 +109,11 @@ class Service:
             return "torchport.config.compile_workers is 0"
         return "the program ends" if self._exiting else self._state.off
 
+    @property
+    def failed(self) -> str:
+        """Why nothing will ever be compiled by other processes any more, if those came to an end too often."""
+        return self._state.off
+
     def submit(self, request: Request) -> Ticket:
         """Hand in a request; returns at once. What is under way already under the same key is not begun again."""
         state, ticket = self._state, Ticket(self, request)

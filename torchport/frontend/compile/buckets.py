@@ -15,6 +15,7 @@ import torch
 from ...backend.buckets import Symbols
 from ...backend.masker import Layout
 from ...core.specs import TensorSpec
+from .tiered import TieredProgram
 
 __all__ = ["PaddedProgram"]
 
@@ -43,6 +44,8 @@ class PaddedProgram:
 
     def __init__(self, run: _Run, symbols: Symbols, sizes: Sequence[int], layouts: Sequence[Layout | None]) -> None:
         self._run = run
+        if isinstance(run, TieredProgram):
+            run.then = self._settle
         self._symbols = symbols
         self._layouts = tuple(layouts)
         specs = [symbols.spec(value, sizes) for value in symbols.inputs]
@@ -53,6 +56,9 @@ class PaddedProgram:
         }
 
         self._wanted = functools.lru_cache(_KNOWN)(self._outputs)
+
+    def _settle(self, final: _Run) -> None:
+        self._run = final
 
     def _outputs(self, sizes: tuple[int, ...]) -> list[Any]:
         """Specs and numbers of the outputs for these values of the symbols."""

@@ -13,7 +13,6 @@ from torch import fx
 
 from ...backend.buckets import Symbols, other_size, require_products
 from ...backend.builder import capture_of
-from ...backend.compiler import computations
 from ...backend.execution import Computation
 from ...backend.fx_normalise import has_symbols, normalise
 from ...backend.interpreted_graph import INTERPRETER, interpreted_graph
@@ -39,6 +38,7 @@ from .options import Options
 from .places import DataPlace, place_of
 from .saved import partition_fn
 from .sharing import as_captured, as_captured_where_shared_otherwise
+from .tiered import Part, TieredProgram, begin
 
 __all__ = ["compile_captured", "compile_graph_module"]
 
@@ -96,7 +96,18 @@ class CompiledGraph:
         self._programs.clear()
         self._only: Run | None = None
         if not self.symbolic:
-            self._only = self._compile([TensorSpec.of(v) if isinstance(v, torch.Tensor) else v for v in inputs])
+            program = self._compile([TensorSpec.of(v) if isinstance(v, torch.Tensor) else v for v in inputs])
+            self._only = program
+            if isinstance(program, TieredProgram):
+                program.then = functools.partial(self._settle, program)
+
+    def _settle(self, program: Run, final: Run) -> None:
+        """A program that was interpreted at first is compiled: this is what runs from now on."""
+        if self._only is program:
+            self._only = final
+        for key, one in list(self._programs.items()):
+            if one is program:
+                self._programs[key] = final
 
     def _compile(self, inputs: Sequence[Any]) -> Run:
         """The program for inputs of these specs. Raises :class:`CompileError` and :class:`UnsupportedOp`."""
@@ -126,14 +137,19 @@ class CompiledGraph:
         place = self.place
         parts = partition(normal, place.backends, kernel=_own_kernel(place), views_outside=True, host=INTERPRETER)
         made = {delegate.name: self._computation(delegate) for delegate in parts.delegates}
-        return make_program(parts, place, made, devices, self.wanted, not self.inference)
 
-    def _computation(self, delegate: Delegate) -> Computation:
+        def link(computations: Mapping[str, Computation]) -> Run:
+            return make_program(parts, place, computations, devices, self.wanted, not self.inference)
+
+        compiled = {name: one for name, one in made.items() if not isinstance(one, Part)}
+        return link(compiled) if len(compiled) == len(made) else TieredProgram(made, link)
+
+    def _computation(self, delegate: Delegate) -> Computation | Part:
         backend = delegate.backend
         if backend is INTERPRETER:
             return interpreted_graph(delegate.module)
         device, specs = self.place.device_of(backend), self.specs[backend.name]
-        return computations.get(backend, device, specs, delegate.module, None)
+        return begin(backend, device, specs, delegate.module, often=self.symbolic)
 
     # -- buckets ---------------------------------------------------------------------------------------------
     def _find_symbols(self) -> Symbols | None:
@@ -237,6 +253,8 @@ class CompiledGraph:
         if program is None:
             program = self._compile(key)
             self._remember(key, program)
+            if isinstance(program, TieredProgram):
+                program.then = functools.partial(self._settle, program)
         else:
             self._programs.move_to_end(key)
         return program
