@@ -143,6 +143,14 @@ def test_linspace_of_tensors_in_compiled_code(device: torch.device, fresh_compil
     torch.testing.assert_close(got.cpu(), want)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool])
+def test_ldexp_in_place_of_integers_is_refused(device: torch.device, dtype: torch.dtype) -> None:
+    x = torch.ones(2, 3, device=device).to(dtype)
+    with pytest.raises(RuntimeError, match="ldexp can't be cast to the desired output type"):
+        x.ldexp_(torch.ones(3, device=device))
+    assert torch.equal(x.cpu(), torch.ones(2, 3).to(dtype))
+
+
 def _differences(cases: Sequence[refusals.Case]) -> list[str]:
     _, differences = refusals.sweep(iter(cases))
     return [str(difference) for difference in differences if refusals.reason(difference) is None]

@@ -110,6 +110,7 @@ _OTHER_NAMES: Final[Mapping[Any, Any]] = {
     torch.ops.aten.pow_.Tensor: torch.ops.aten.pow.Tensor_Tensor,
     torch.ops.aten.pow_.Scalar: torch.ops.aten.pow.Tensor_Scalar,
     torch.ops.aten.floor_divide_.Tensor: torch.ops.aten.floor_divide.default,
+    torch.ops.aten.ldexp_.default: torch.ops.aten.ldexp.Tensor,
 }
 """Functional forms whose overloads have other names."""
 
