@@ -44,8 +44,8 @@ def test_importing_torch_sets_up_the_device_without_any_engine() -> None:
     loaded = loaded_by("import torch; assert torch.device('port').type == 'port'")
     # Each module more is time that every program with PyTorch in it pays.
     device = (
-        "accelerator", "defaults", "first_factories", "fork", "generators", "module", "names", "opaque", "parameters",
-        "patches", "ready", "register", "storages", "streams",
+        "accelerator", "defaults", "first_factories", "fork", "generators", "libraries", "lightning", "module", "names",
+        "opaque", "parameters", "patches", "ready", "register", "storages", "streams",
     )  # fmt: skip
     expected = {"torchport", "torchport.core", "torchport.core.forks", "torchport.core.random_state"}
     expected |= {"torchport.frontend", "torchport.frontend.device", "torchport.frontend.register"}
