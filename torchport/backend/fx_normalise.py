@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_any, tree_map
 
 from ..core.errors import GraphError
 from ..core.frames import user_frames
-from ..core.specs import TensorSpec
+from ..core.specs import TensorSpec, is_dense
 from .builder import REFUSAL, REFUSED_OP, Capture, GraphBuilder, Refused, capture_of
 from .control_flow import CONTROL_FLOW, inner_graph
 from .decompositions import DECOMPOSE
@@ -170,7 +170,27 @@ class _Normaliser:
         elif node.target._schema.name.removeprefix("aten::").split(".")[0] in _CHECKS:
             self.values[node] = None
         else:
+            if node.target in _OF_MEMORY and isinstance(node.args[0], fx.Node):
+                args = (self._laid_out_as(node.args[0].meta.get("val"), args[0]), *args[1:])
             self.values[node] = self._operator(node, node.target, args, kwargs)
+
+    def _laid_out_as(self, original: Any, node: fx.Node) -> fx.Node:
+        """A value in the order of memory that it had in the original: a rewrite may have given it another.
+
+        The value itself where the orders are equal, or the original's is none of a dense tensor.
+        """
+        value = self.builder.val(node)
+        if not isinstance(original, torch.Tensor) or original.dim() != value.dim():
+            return node
+        shape, strides = [_at_hint(size) for size in original.shape], [_at_hint(step) for step in original.stride()]
+        if None in shape or None in strides or not is_dense(shape, strides):
+            return node
+        order = sorted(range(len(shape)), key=lambda d: (-strides[d], d))
+        if value.permute(order).is_contiguous():
+            return node
+        copied = self.builder(aten.permute.default, node, order)
+        copied = self.builder(aten.clone.default, copied, memory_format=torch.contiguous_format)
+        return self.builder(aten.permute.default, copied, [order.index(d) for d in range(len(order))])
 
     def _python(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """Arithmetic on sizes, which are numbers here; anything else is left to whoever runs the outer graph."""
@@ -391,6 +411,15 @@ def _views_between(source: fx.Node, node: fx.Node) -> list[fx.Node]:
         assert isinstance(viewed, fx.Node)
         node = viewed
     return chain[::-1]
+
+
+_OF_MEMORY: Final = frozenset({aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default})
+"""Operators that go by where their first argument lies in memory, whatever its strides are."""
+
+
+def _at_hint(number: Any) -> Any:
+    """An integer, or what a symbolic one is in the program's first call; ``None`` where that is not known."""
+    return number.node.hint if isinstance(number, torch.SymInt) else number
 
 
 def _infer(op: Any, args: Any, kwargs: Any) -> Inferred:

@@ -48,6 +48,12 @@ PAIRS = Base((2, 3), COMPLEX, "")
 PAIRS_OF_ROWS = Base((2, 3, 2), FLOAT, "")
 
 COMPILED: Final = {
+    "as_strided_of_what_was_overwritten_by_a_transposed_tensor": _program(
+        (Base((3, 3), FLOAT, ""), Base((3, 3), FLOAT, "")),
+        (_argument("a", 0, "x.view_as(x)"), _argument("b", 1, "x.reshape_as(x)")),
+        ("a[...] = b.t()", "v = a.as_strided((2, 2), (2, 1), 0)", "w = v.sum(0)"),
+        ("w",),
+    ),
     "a_result_that_is_a_written_input_beside_others_that_share_memory": _program(
         (PAIRS_OF_ROWS, PAIRS_OF_ROWS),
         (_argument("a", 0, "x.unbind(-1)[-1]"), _argument("b", 1, "x[:, 1]"), _argument("c", 1, "x.narrow(-1, 0, 2)")),

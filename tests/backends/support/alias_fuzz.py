@@ -52,7 +52,8 @@ def _snapshot(state: State, results: Any, label: str, seen: Seen) -> None:
         for at, value in values.items():
             held = value.detach()
             seen.append((f"{label}: {name} {at}", held.resolve_conj().resolve_neg().to("cpu", copy=True)))
-            seen.append((f"{label}: {name} {at} requires grad", value.requires_grad))
+            if value.dtype.is_floating_point or value.dtype.is_complex:  # what eager says of others means nothing
+                seen.append((f"{label}: {name} {at} requires grad", value.requires_grad))
 
 
 def _backward(state: State, results: Any, label: str, seen: Seen) -> None:
