@@ -155,7 +155,7 @@ def _new(arguments: argparse.Namespace) -> int:
 
     folder = new_package(arguments.name, Path(arguments.dir) if arguments.dir else None, arguments.kind)
     print(f"{folder} is there. Next:\n")
-    print(f"  pip install -e {shlex.quote(str(folder))}\n  torchport conform {arguments.name} --quick")
+    print(f"  pip install -e {shlex.quote(f'{folder}[test]')}\n  torchport conform {arguments.name} --quick")
     return 0
 
 

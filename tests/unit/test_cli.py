@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import torchport
-from torchport import cli
+from torchport import cli, testing
 
 
 def run(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -176,7 +176,6 @@ def test_a_signal_ends_a_run_in_order_and_says_how_to_go_on(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from torchport.testing import command as testing_command
 
     before = signal.getsignal(signal.SIGTERM)
     kept: list[bool] = []
@@ -187,7 +186,7 @@ def test_a_signal_ends_a_run_in_order_and_says_how_to_go_on(
             journal.write_text("{}")
         os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(testing_command, "conform", interrupted)
+    monkeypatch.setattr(testing, "conform", interrupted)
     folder = tmp_path / "out"
     arguments = ("conform", "reference", "--out", str(folder))
     assert run(*arguments, capsys=capsys) == (code, "", f"torchport: {said}\n")

@@ -56,6 +56,13 @@ def test_importing_torch_sets_up_the_device_without_any_engine() -> None:
     assert not [name for name in loaded if name.startswith("torchport.backends")]
 
 
+def test_the_command_line_loads_no_database_of_operators() -> None:
+    """It takes seconds, and needs a package that only conformance asks for."""
+    loaded = loaded_by("from torchport import cli; cli.main(['backends'])")
+    assert "torchport.testing.command" in loaded
+    assert not loaded.intersection({"torchport.testing.torch_api", "expecttest", *HEAVY} - {"torch._inductor"})
+
+
 def test_seeds_and_states_before_the_first_use_need_no_lazy_core() -> None:
     code = (
         "import sys, torch; before = torch.port.get_rng_state(); torch.manual_seed(7)\n"

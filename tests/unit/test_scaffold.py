@@ -247,7 +247,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.chdir(tmp_path)
     assert cli.main(["new", "my_chip"]) == 0
     said = capsys.readouterr().out
-    assert "pip install -e torchport-my-chip\n" in said
+    assert "pip install -e 'torchport-my-chip[test]'\n" in said
     assert "torchport conform my_chip --quick\n" in said
     assert (tmp_path / "torchport-my-chip" / "src" / "torchport_my_chip" / "backend.py").exists()
     assert cli.main(["new", "my_chip"]) == 2

@@ -10,13 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .. import testing as kit  # its names come when they are used: PyTorch's database of operators takes seconds
 from ..core.errors import TorchportError
 from .difference import changes, difference_text
-from .minimise import minimise_case, minimise_script
 from .page import write_page
 from .plan import DEFAULT_SEED, DTYPES, FAILED, PASSED, VARIANTS, Case, Plan
 from .report import Report, failures_by_kind, read_report
-from .run import conform
 
 __all__ = ["add_commands"]
 
@@ -149,7 +148,7 @@ def _conform(given: argparse.Namespace) -> int:
     folder = Path(given.out or f"conformance-{name}")
     progress = _Progress()
     try:
-        report = conform(_plan(given), folder / "journal.jsonl", given.resume, progress)
+        report = kit.conform(_plan(given), folder / "journal.jsonl", given.resume, progress)
     except KeyboardInterrupt:
         progress.end()
         if (folder / "journal.jsonl").exists():
@@ -187,8 +186,8 @@ def _minimise(given: argparse.Namespace) -> int:
         raise TorchportError(f"there is no file {given.script}")
     out = Path(given.out)
     if given.case:
-        found = minimise_case(given.backend, Case.parse(given.case), out, seed=given.seed, seconds=given.seconds)
+        found = kit.minimise_case(given.backend, Case.parse(given.case), out, seed=given.seed, seconds=given.seconds)
     else:
-        found = minimise_script(given.backend, Path(given.script), out, seconds=given.seconds)
+        found = kit.minimise_script(given.backend, Path(given.script), out, seconds=given.seconds)
     print(found.text())
     return 0
