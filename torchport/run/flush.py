@@ -5,7 +5,8 @@ arguments and one call of the backend. Everything else here runs once per new co
 
 Who asks names a cause: a value is read (:mod:`.values`), a barrier runs (:mod:`.barriers`), a batch comes from the host
 or an optimizer has stepped (``frontend.device.copies`` and ``shims``), ranks meet (``frontend.distributed``), the
-program asks (:mod:`.sync`), a trace is long (``trace.record``), a thread ends (``trace.threads``).
+program asks (:mod:`.sync`), a trace is long (``trace.record``), a thread ends, changes its mode or has run finalizers
+(``trace.threads``), the default dtype changes (``shims``).
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from .donation import likely_donated
 from .future import Future
 from .handed_in import warming
 from .history import history
+from .independent_parts import parts_to_compute
 from .interpreted import InterpretedPlan
 from .jobs import Job
 from .plans import ExecutionPlan, make_plan
 from .queue import Where
 from .reasons import APART, explain_compile
 from .replay import replay
-from .split import parts_to_compute
 from .tiers import Progress, first_plan, next_plan
 
 if TYPE_CHECKING:

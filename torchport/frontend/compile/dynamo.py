@@ -29,15 +29,15 @@ from ...trace.handle import DEVICE_TYPE
 from ..device.expanded import exact_writes
 from ..device.fake import handle_handles
 from ..device.ready import init
-from .aliases import Aliases, aliases_of, writes_to_inputs
-from .bases import mended_bases
+from .aliased_results import Aliases, aliases_of, writes_to_inputs
+from .as_captured import as_captured, as_captured_where_shared_otherwise
 from .buckets import PaddedProgram
 from .epilogue import Epilogue
 from .graph_program import make_program
 from .options import Options
 from .places import DataPlace, place_of
 from .saved import partition_fn
-from .sharing import as_captured, as_captured_where_shared_otherwise
+from .shared_inputs import mended_bases
 from .tiered import Part, TieredProgram, begin
 
 __all__ = ["compile_captured", "compile_graph_module"]

@@ -25,7 +25,7 @@ from ...core.config import config
 from ...core.errors import CollectiveError
 from ...core.frames import user_line, warn_user
 from ..device.names import NAME
-from .agreement import Statement, disagreement
+from .statements import Statement, disagreement
 from .watch import Watch
 
 __all__ = ["Communicator", "communicator_of", "create_gloo"]

@@ -6,7 +6,7 @@ import torch
 from helpers_traces import FakeRunner, Overlapping, Recorder, Recording, aten
 
 from torchport.run.future import Future
-from torchport.run.split import parts_to_compute
+from torchport.run.independent_parts import parts_to_compute
 
 
 class _Job:

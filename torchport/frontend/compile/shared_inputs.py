@@ -36,7 +36,7 @@ from ...core.errors import UnsupportedOp
 from ...trace.handle import DEVICE_TYPE
 from ..device.fake import saw_conjugate_views
 from ..device.patches import replaced
-from .aliases import repeated
+from .aliased_results import repeated
 
 __all__ = ["mended_bases"]
 
