@@ -23,7 +23,8 @@ class Program:
     """``tier_program.py`` in a process and session of its own."""
 
     def __init__(self, frontend: str, *end: str, how: str = "slow", **settings: str) -> None:
-        path = os.pathsep.join([str(ROOT), str(SUPPORT), os.environ.get("PYTHONPATH", "")])
+        folders = [ROOT, SUPPORT, ROOT / "tests" / "unit" / "worker"]
+        path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
         self.process = subprocess.Popen(
             [sys.executable, str(SUPPORT / "tier_program.py"), frontend, *end],
             stdout=subprocess.PIPE,

@@ -21,13 +21,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 os.environ.update(TORCHPORT_CACHE="off", OMP_NUM_THREADS="1", TORCHPORT_COMPILE_NICE="0", TORCHPORT_TIERS="auto")
 
 import torch
 from tier_engines import TierEngine
 from torch import nn
+from worker_support import family
 
 import torchport
 from torchport import metrics
@@ -42,22 +42,6 @@ COUNTS = ("TakenOver", "StaysInterpreted", "InterpretedRun", "CompileWorkers", "
 
 def say(*words: object) -> None:
     print(*words, flush=True)
-
-
-def family(pid: int) -> list[int]:
-    """A process and everything below it."""
-    children: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                parent = int(Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
-            children.setdefault(parent, []).append(int(name))
-    found = [pid]
-    for one in found:
-        found += children.get(one, [])
-    return found
 
 
 def compare(found: torch.Tensor, wanted: torch.Tensor) -> None:

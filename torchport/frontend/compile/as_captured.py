@@ -34,13 +34,13 @@ a tensor of their storage, which the device has not."""
 
 
 def as_captured(graph: fx.GraphModule, why: Exception) -> Callable[..., Any]:
-    """A captured graph that AOTAutograd refuses, as a function that runs it operator by operator; warned of once."""
+    """A function that runs a captured graph operator by operator, because AOTAutograd refuses it; warns of that now."""
     metrics.count("RefusedByAOTAutograd")
     said = next((line.strip() for line in str(why).splitlines() if line.strip()), type(why).__name__)
     warnings.warn(
         "a function given to torch.compile runs operator by operator, as in eager mode: AOTAutograd, PyTorch's part "
-        f"of torch.compile, does not take it ({said}); write to clones of inputs that share memory, and return them, "
-        'or set torchport.config.fallback = "error" to see where it is',
+        f"of torch.compile, does not take it ({said}); where its inputs share memory and it writes to them, give it "
+        'clones; torchport.config.fallback = "error" raises what AOTAutograd says, with the place',
         stacklevel=2,
     )
 
