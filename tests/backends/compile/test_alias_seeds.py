@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Final
 
 import pytest
@@ -404,6 +405,36 @@ def test_what_aotautograd_refuses_runs_operator_by_operator(device: str, monkeyp
     monkeypatch.setattr(torchport.config, "fallback", "error")
     with pytest.raises(Exception, match="aot_autograd"):
         compiled(*made())
+
+
+@pytest.mark.parametrize("device", ["cpu", "port"])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("detached", ["x.data", "x.detach()", "x.view(-1).detach()"])
+def test_a_detached_alias_of_an_input_that_gains_history(
+    detached: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dynamo and AOTAutograd would take the result of the input again, without the gradient of the write."""
+    take = eval(f"lambda x: {detached}")
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        y = take(x)
+        y.mul_(x)
+        return y
+
+    def gradient(fn: Callable[[torch.Tensor], torch.Tensor], device: str) -> torch.Tensor:
+        leaf = torch.arange(1.0, 5.0, device=device, requires_grad=True)
+        fn(leaf * 2).sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad.cpu()
+
+    compiled = torch.compile(fn, backend="torchport", options={"backend": "reference"})
+    with pytest.warns(UserWarning, match=r"test_alias_seeds\.py:\d+ in fn: a detached tensor shares the memory"):
+        got = gradient(compiled, device)
+    assert torch.equal(got, gradient(fn, "cpu"))
+    torch._dynamo.reset()
+    monkeypatch.setattr(torchport.config, "fallback", "error")
+    with pytest.raises(Exception, match="write to a clone"):
+        gradient(compiled, device)
 
 
 @pytest.mark.parametrize("device", ["cpu", "port"])

@@ -7,6 +7,10 @@ calls run what Dynamo captured as it is, operator by operator.
 
 AOTAutograd refuses some graphs: most of them write to inputs that share memory in ways that it does not follow. Those
 run as they were captured, too.
+
+A write to a detached alias of an input, of something that requires a gradient, gives the alias a history of its own.
+AOTAutograd and Dynamo take a result that is such an alias of the input again, without that history. So what was
+captured is no help: the function that Dynamo traces runs uncompiled.
 """
 
 from __future__ import annotations
@@ -20,17 +24,51 @@ import torch
 from torch import fx
 
 from ...core import metrics
+from ...core.config import config
+from ...core.errors import UnsupportedOp
+from ...core.frames import user_frames, warn_user
 from ...trace.handle import DEVICE_TYPE
 from ..device.fake import offset_in_base
 from ..device.inplace import may_share_memory, storage_name
 
-__all__ = ["as_captured", "as_captured_where_shared_otherwise"]
+__all__ = ["as_captured", "as_captured_where_shared_otherwise", "skip_where_detached_gain_history"]
 
 Sharing: TypeAlias = tuple[Any, ...]
 _NONE: Final[Sharing] = ()
 _WITHOUT_BASE: Final[Sharing] = ("without a base",)
 """Some of the device's tensors share memory, and none knows the tensor that they are views of: AOTAutograd would make
 a tensor of their storage, which the device has not."""
+
+
+_DETACHING: Final = ("detach", torch.detach, torch.Tensor.detach, torch._C._autograd._get_data_attr)
+"""What Dynamo captures for a tensor that shares the memory of another and has no history: methods by their names."""
+
+
+def skip_where_detached_gain_history(graph: fx.GraphModule) -> None:
+    """Make Dynamo run the traced function uncompiled, with a warning, where a detached alias of an input gains history.
+
+    Raises what tells Dynamo so, and :class:`UnsupportedOp` where ``config.fallback`` is ``"error"``.
+    """
+    memory: set[int] = set()
+    for node in graph.graph.nodes:
+        value = node.meta.get("example_value")
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            continue
+        if node.op == "placeholder":
+            memory.add(value.untyped_storage()._cdata)
+        elif node.target in _DETACHING and value.requires_grad and value.untyped_storage()._cdata in memory:
+            frames = user_frames(node.meta.get("stack_trace"))
+            said = (
+                f"{frames[-1].place + ': ' if frames else ''}a detached tensor shares the memory of an input and is "
+                "written with something that requires a gradient; torch.compile would lose the gradient of that write"
+            )
+            if config.fallback == "error":
+                raise UnsupportedOp(f"{said}: write to a clone, or under torch.no_grad()")
+            metrics.count("SkippedByDynamo")
+            warn_user(f"{said}, so the function runs uncompiled: write to a clone, or under torch.no_grad()")
+            from torch._dynamo.exc import SkipFrame
+
+            raise SkipFrame(said)
 
 
 def as_captured(graph: fx.GraphModule, why: Exception) -> Callable[..., Any]:

@@ -30,7 +30,7 @@ from ..device.expanded import exact_writes
 from ..device.fake import handle_handles
 from ..device.ready import init
 from .aliased_results import Aliases, aliases_of, writes_to_inputs
-from .as_captured import as_captured, as_captured_where_shared_otherwise
+from .as_captured import as_captured, as_captured_where_shared_otherwise, skip_where_detached_gain_history
 from .buckets import PaddedProgram
 from .epilogue import Epilogue
 from .graph_program import make_program
@@ -296,6 +296,7 @@ def compile_captured(
     from torch._dynamo.backends.common import aot_autograd
 
     _keep_dynamo_out()
+    skip_where_detached_gain_history(graph)
     chosen = Options.parse(options, mode)
     if any(isinstance(x, torch.Tensor) and x.device.type == DEVICE_TYPE for x in example_inputs):
         init()
