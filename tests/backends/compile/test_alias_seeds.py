@@ -407,6 +407,56 @@ def test_what_aotautograd_refuses_runs_operator_by_operator(device: str, monkeyp
         compiled(*made())
 
 
+def test_out_that_is_of_an_expanded_tensor_after_one_that_is_not() -> None:
+    """What the device remembers of calls that were accepted tells the two apart."""
+    for _ in range(2):
+        plain = torch.ones(2, 3, dtype=torch.bool, device="port")
+        torch.mul(plain, plain, out=plain)
+    x = torch.ones(2, 3, dtype=torch.bool, device="port")
+    view = x.expand_as(x)
+    torch.mul(view, view, out=view)
+    assert x.cpu().all()
+
+
+@pytest.mark.parametrize("device", ["cpu", "port"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int64], ids=str)
+def test_a_write_to_an_input_without_dimensions(dtype: torch.dtype, device: str) -> None:
+    """Dynamo takes a float64 one for a number, and PyTorch drops what is written to it."""
+
+    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        return x + y
+
+    compiled = torch.compile(fn, backend="torchport", options={"backend": "reference"})
+    for value in (3, 4):
+        x, want = (torch.tensor(value, dtype=dtype, device=at) for at in (device, "cpu"))
+        y = torch.ones(3, dtype=dtype)
+        assert torch.equal(compiled(x, y.to(device)).cpu(), fn(want, y))
+        assert torch.equal(x.cpu(), want)
+
+
+@pytest.mark.parametrize("device", ["cpu", "port"])
+def test_an_input_that_is_reshaped_in_place_and_written(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        view = x.view(-1)
+        view.unsqueeze_(0)
+        view.add_(1)
+        return view
+
+    compiled = torch.compile(fn, backend="torchport", options={"backend": "reference"})
+    x, want = torch.zeros(2, 2, device=device), torch.zeros(2, 2)
+    with pytest.warns(
+        UserWarning, match=r"unsqueeze_\(\) changes the shape of .* in place at .*test_alias_seeds"
+    ):
+        result = compiled(x)
+    assert torch.equal(result.cpu(), fn(want))
+    assert torch.equal(x.cpu(), want)
+    torch._dynamo.reset()
+    monkeypatch.setattr(torchport.config, "fallback", "error")
+    with pytest.raises(Exception, match="give another tensor that shape, by a view"):
+        compiled(torch.zeros(2, 2, device=device))
+
+
 @pytest.mark.parametrize("device", ["cpu", "port"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("detached", ["x.data", "x.detach()", "x.view(-1).detach()"])

@@ -19,10 +19,10 @@ from torch import nn
 N = "n"
 """A size that changes from run to run."""
 SIZES = (4, 6)
-SHAPES: tuple[tuple[Any, ...], ...] = ((4,), (2, 3), (3, 3), (4, 4), (2, 3, 2), (8,), (4, 2), (1, 4))
+SHAPES: tuple[tuple[Any, ...], ...] = ((4,), (2, 3), (3, 3), (4, 4), (2, 3, 2), (8,), (4, 2), (1, 4), ())
 CHANGING: tuple[tuple[Any, ...], ...] = ((N,), (N, N), (N, 3), (2, N), (N, 2, 2), (2, N, 3))
 FLOAT, INT, BOOL, COMPLEX = "torch.float32", "torch.int64", "torch.bool", "torch.complex64"
-DTYPES = (FLOAT,) * 10 + (INT, INT, BOOL, COMPLEX, COMPLEX)
+DTYPES = (FLOAT,) * 10 + (INT, INT, BOOL, COMPLEX, COMPLEX, "torch.float64", "torch.float64")
 
 VIEWS = (
     "{x}.t()", "{x}.transpose(0, -1)", "{x}.permute({perm})", "{x}.view(-1)", "{x}.view({x}.shape)", "{x}.reshape(-1)",
@@ -80,7 +80,6 @@ WRITES = (
     "{x}.exponential_ if False else {x}.round_()", "{x}.floor_()", "{x}.pow_(2)", "{x}.copy_(1.5)",
     "{x}.resize_as_({y})", "torch.stack([{y}, {y}], out={x})",
 )  # fmt: skip
-# No float64: Dynamo takes a 0-dimensional one for a number, and loses what is written to it.
 
 READ_ONLY = ("unfold", "as_strided")
 """Views that programs do not write through, nor through what they make of them.
@@ -90,14 +89,7 @@ share, refuses a write where another view was taken before or after it. A write 
 dtype is left out where a bool then holds something else than 0 or 1: no C++ compiler promises what it is.
 ``storage_offset()`` is 0 on the device, so no program asks for it.
 """
-_IN_PLACE_SHAPE = (
-    "torch.compile loses a write to an input that is reshaped in place as well, and back: AOTAutograd's own"
-)
 LEFT_OUT = {
-    **dict.fromkeys(
-        ("{x}.t_()", "{x}.unsqueeze_(0)", "{x}.transpose_(0, -1)", "{x}.squeeze_()", "{x}.swapaxes_(0, -1)"),
-        _IN_PLACE_SHAPE,
-    ),
     "{x}.data = {y}.clone()": "refused by torch.compile: AOTAutograd loses writes and views by it",
     "{x}.set_({y}.clone())": "set_ is not among the writes that the device promises",
     "{x}.resize_as_({y})": "resize_ is not among the writes that the device promises",

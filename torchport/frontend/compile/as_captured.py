@@ -5,8 +5,8 @@ others. Dynamo guards on that only where sizes are symbols, and not on offsets t
 calls may come with inputs that overlap in other places, or that share memory where the first call's did not. Those
 calls run what Dynamo captured as it is, operator by operator.
 
-AOTAutograd refuses some graphs: most of them write to inputs that share memory in ways that it does not follow. Those
-run as they were captured, too.
+AOTAutograd refuses some graphs: most of them write to inputs that share memory in ways that it does not follow. Of
+others it loses writes: those to an input whose shape is changed in place, too. Both run as they were captured.
 
 A write to a detached alias of an input, of something that requires a gradient, gives the alias a history of its own.
 AOTAutograd and Dynamo take a result that is such an alias of the input again, without that history. So what was
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -31,7 +31,13 @@ from ...trace.handle import DEVICE_TYPE
 from ..device.fake import offset_in_base
 from ..device.inplace import may_share_memory, storage_name
 
-__all__ = ["as_captured", "as_captured_where_shared_otherwise", "skip_where_detached_gain_history"]
+__all__ = [
+    "as_captured",
+    "as_captured_where_shared_otherwise",
+    "skip_where_detached_gain_history",
+    "why_refused",
+    "why_reshaped",
+]
 
 Sharing: TypeAlias = tuple[Any, ...]
 _NONE: Final[Sharing] = ()
@@ -43,12 +49,14 @@ a tensor of their storage, which the device has not."""
 _DETACHING: Final = ("detach", torch.detach, torch.Tensor.detach, torch._C._autograd._get_data_attr)
 """What Dynamo captures for a tensor that shares the memory of another and has no history: methods by their names."""
 
+_RESHAPING: Final = frozenset(
+    ("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_", "resize_", "resize_as_")
+)
+"""What changes a tensor's shape in place, as Dynamo captures it: methods by their names."""
 
-def skip_where_detached_gain_history(graph: fx.GraphModule) -> None:
-    """Make Dynamo run the traced function uncompiled, with a warning, where a detached alias of an input gains history.
 
-    Raises what tells Dynamo so, and :class:`UnsupportedOp` where ``config.fallback`` is ``"error"``.
-    """
+def _aliases_of_inputs(graph: fx.GraphModule) -> Iterator[tuple[fx.Node, torch.Tensor]]:
+    """The nodes that share the memory of an input, each with its fake tensor as it is at the end of the graph."""
     memory: set[int] = set()
     for node in graph.graph.nodes:
         value = node.meta.get("example_value")
@@ -56,29 +64,70 @@ def skip_where_detached_gain_history(graph: fx.GraphModule) -> None:
             continue
         if node.op == "placeholder":
             memory.add(value.untyped_storage()._cdata)
-        elif node.target in _DETACHING and value.requires_grad and value.untyped_storage()._cdata in memory:
-            frames = user_frames(node.meta.get("stack_trace"))
-            said = (
-                f"{frames[-1].place + ': ' if frames else ''}a detached tensor shares the memory of an input and is "
-                "written with something that requires a gradient; torch.compile would lose the gradient of that write"
-            )
-            if config.fallback == "error":
-                raise UnsupportedOp(f"{said}: write to a clone, or under torch.no_grad()")
-            metrics.count("SkippedByDynamo")
-            warn_user(f"{said}, so the function runs uncompiled: write to a clone, or under torch.no_grad()")
-            from torch._dynamo.exc import SkipFrame
-
-            raise SkipFrame(said)
+        elif value.untyped_storage()._cdata in memory:
+            yield node, value
 
 
-def as_captured(graph: fx.GraphModule, why: Exception) -> Callable[..., Any]:
-    """A function that runs a captured graph operator by operator, because AOTAutograd refuses it; warns of that now."""
+def _place_in_program(node: fx.Node) -> str | None:
+    frames = user_frames(node.meta.get("stack_trace"))
+    return frames[-1].place if frames else None
+
+
+def skip_where_detached_gain_history(graph: fx.GraphModule) -> None:
+    """Make Dynamo run the traced function uncompiled, with a warning, where a detached alias of an input gains history.
+
+    Raises what tells Dynamo so, and :class:`UnsupportedOp` where ``config.fallback`` is ``"error"``.
+    """
+    gains = (node for node, value in _aliases_of_inputs(graph) if node.target in _DETACHING and value.requires_grad)
+    node = next(gains, None)
+    if node is None:
+        return
+    place = _place_in_program(node)
+    said = (
+        f"{place + ': ' if place else ''}a detached tensor shares the memory of an input and is written with something "
+        "that requires a gradient; torch.compile would lose the gradient of that write"
+    )
+    if config.fallback == "error":
+        raise UnsupportedOp(f"{said}: write to a clone, or under torch.no_grad()")
+    metrics.count("SkippedByDynamo")
+    warn_user(f"{said}, so the function runs uncompiled: write to a clone, or under torch.no_grad()")
+    from torch._dynamo.exc import SkipFrame
+
+    raise SkipFrame(said)
+
+
+def why_reshaped(graph: fx.GraphModule) -> str | None:
+    """What to say of a graph that changes the shape of an input, or of an alias of one, in place; ``None`` for others.
+
+    Raises :class:`UnsupportedOp` where ``config.fallback`` is ``"error"``.
+    """
+    node = next((node for node, _ in _aliases_of_inputs(graph) if node.target in _RESHAPING), None)
+    if node is None:
+        return None
+    place = _place_in_program(node)
+    said = (
+        f"{node.target}() changes the shape of an input in place{' at ' + place if place else ''}, and PyTorch's part "
+        "of torch.compile loses writes to such an input"
+    )
+    if config.fallback == "error":
+        raise UnsupportedOp(f"{said}: give another tensor that shape, by a view")
+    metrics.count("ReshapedInput")
+    return said
+
+
+def why_refused(error: Exception) -> str:
+    """What AOTAutograd says of a graph that it refuses, in a line; counts it."""
     metrics.count("RefusedByAOTAutograd")
-    said = next((line.strip() for line in str(why).splitlines() if line.strip()), type(why).__name__)
+    said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return f"AOTAutograd, PyTorch's part of torch.compile, does not take it ({said})"
+
+
+def as_captured(graph: fx.GraphModule, why: str) -> Callable[..., Any]:
+    """A function that runs a captured graph operator by operator, because of ``why``; warns of that now."""
     warnings.warn(
-        "a function given to torch.compile runs operator by operator, as in eager mode: AOTAutograd, PyTorch's part "
-        f"of torch.compile, does not take it ({said}); where its inputs share memory and it writes to them, give it "
-        'clones; torchport.config.fallback = "error" raises what AOTAutograd says, with the place',
+        f"a function given to torch.compile runs operator by operator, as in eager mode: {why}; where its inputs share "
+        'memory and it writes to them, give it clones; torchport.config.fallback = "error" raises instead, with the '
+        "place",
         stacklevel=2,
     )
 

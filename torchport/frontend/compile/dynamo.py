@@ -30,13 +30,20 @@ from ..device.expanded import exact_writes
 from ..device.fake import handle_handles
 from ..device.ready import init
 from .aliased_results import Aliases, aliases_of, writes_to_inputs
-from .as_captured import as_captured, as_captured_where_shared_otherwise, skip_where_detached_gain_history
+from .as_captured import (
+    as_captured,
+    as_captured_where_shared_otherwise,
+    skip_where_detached_gain_history,
+    why_refused,
+    why_reshaped,
+)
 from .buckets import PaddedProgram
 from .epilogue import Epilogue
 from .graph_program import make_program
 from .options import Options
 from .places import DataPlace, place_of
 from .saved import partition_fn
+from .scalar_inputs import keep_writes_to_scalars
 from .shared_inputs import mended_bases
 from .tiered import Part, TieredProgram, begin
 
@@ -277,11 +284,12 @@ def compile_graph_module(
 
 
 @functools.cache
-def _keep_dynamo_out() -> None:
+def _prepare_dynamo() -> None:
     """Dynamo looks at every Python function that runs between two graphs; ours are none of the user's."""
     from torch._dynamo import trace_rules
 
     trace_rules.add("torchport")
+    keep_writes_to_scalars()
 
 
 def compile_captured(
@@ -295,12 +303,16 @@ def compile_captured(
     """
     from torch._dynamo.backends.common import aot_autograd
 
-    _keep_dynamo_out()
+    _prepare_dynamo()
     skip_where_detached_gain_history(graph)
     chosen = Options.parse(options, mode)
     if any(isinstance(x, torch.Tensor) and x.device.type == DEVICE_TYPE for x in example_inputs):
         init()
         handle_handles()
+
+    reshaped = why_reshaped(graph)
+    if reshaped is not None:
+        return as_captured(graph, reshaped)
 
     writes: list[bool] = []
     reached: list[bool] = []
@@ -329,5 +341,5 @@ def compile_captured(
         # Dynamo has subclasses of its own for what it answers itself, for instance by a graph break.
         if reached or config.fallback == "error" or type(error) not in (AssertionError, RuntimeError, UnsupportedOp):
             raise
-        return as_captured(graph, error)
+        return as_captured(graph, why_refused(error))
     return as_captured_where_shared_otherwise(compiled, graph) if any(writes) else compiled

@@ -235,6 +235,11 @@ PATCHES: Final[dict[str, tuple[str, str, str]]] = {
         "AOTAutograd watches a compiled function's first call and lets no operator on other classes pass",
         "first compilation",
     ),
+    "torch._dynamo.output_graph.OutputGraph.remove_tensorify_specialized_graphargs": (
+        "keeps nodes that nothing uses",
+        "a write to a float64 input without dimensions would be removed with the input's number",
+        "first compilation",
+    ),
     "accelerate.state.PartialState.__init__": (
         "warns, once, where it picks the CPU",
         "its list of devices is closed",

@@ -221,12 +221,15 @@ _PLAIN: Final = frozenset({int, float, bool, complex, str, type(None), torch.dty
 def _describe(value: Any, written: Sequence[Any], signature: list[Any]) -> bool:
     """Add to a signature what the CPU's answer depends on of one argument.
 
-    False where that takes more: where a written tensor shares memory with another one, or a tensor is elsewhere.
+    False where that takes more: where a written tensor shares memory with another one, or is of an expanded one, or
+    where a tensor is elsewhere.
     """
     if isinstance(value, torch.Tensor):
         place = -1
         for at, out in enumerate(written):
             if value is out:
+                if is_of_expanded(value):
+                    return False
                 place = at
             elif out is None or _is_alias_of(out, value):
                 return False
