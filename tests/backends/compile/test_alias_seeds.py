@@ -445,9 +445,7 @@ def test_an_input_that_is_reshaped_in_place_and_written(device: str, monkeypatch
 
     compiled = torch.compile(fn, backend="torchport", options={"backend": "reference"})
     x, want = torch.zeros(2, 2, device=device), torch.zeros(2, 2)
-    with pytest.warns(
-        UserWarning, match=r"unsqueeze_\(\) changes the shape of .* in place at .*test_alias_seeds"
-    ):
+    with pytest.warns(UserWarning, match=r"unsqueeze_\(\) changes the shape of .* in place at .*test_alias_seeds"):
         result = compiled(x)
     assert torch.equal(result.cpu(), fn(want))
     assert torch.equal(x.cpu(), want)
@@ -455,6 +453,53 @@ def test_an_input_that_is_reshaped_in_place_and_written(device: str, monkeypatch
     monkeypatch.setattr(torchport.config, "fallback", "error")
     with pytest.raises(Exception, match="give another tensor that shape, by a view"):
         compiled(torch.zeros(2, 2, device=device))
+
+
+@pytest.mark.parametrize("device", ["cpu", "port"])
+def test_results_that_are_conjugate_views_of_one_another(device: str) -> None:
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x * 2
+        return y.conj(), y
+
+    compiled = torch.compile(fn, backend="torchport", options={"backend": "reference"})
+    with pytest.warns(UserWarning, match="results of the function are conjugate views of one another"):
+        shown, value = compiled(torch.ones(2, dtype=torch.complex64, device=device))
+    shown.add_(5j)
+    assert value.cpu().tolist() == [2 - 5j, 2 - 5j]
+
+
+@pytest.mark.parametrize("device", ["cpu", "port"])
+def test_a_write_with_a_gradient_to_an_input_that_shares_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fn(weight: torch.Tensor, x: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        first = x[0]
+        part.mul_(weight)
+        return first
+
+    def called(fn: Callable[..., torch.Tensor], device: str) -> torch.Tensor:
+        weight = torch.full((4,), 3.0, device=device, requires_grad=True)
+        x = torch.arange(1.0, 5.0, device=device)
+        fn(weight, x, x[:]).backward()
+        assert weight.grad is not None
+        return weight.grad.cpu()
+
+    compiled = torch.compile(fn, backend="torchport", options={"backend": "reference"})
+    with pytest.warns(UserWarning, match="inputs share memory, and one is written with gradients on"):
+        got = called(compiled, device)
+    assert torch.equal(got, called(fn, "cpu"))
+    torch._dynamo.reset()
+    monkeypatch.setattr(torchport.config, "fallback", "error")
+    with pytest.raises(Exception, match=r"write under torch\.no_grad\(\), or to a clone"):
+        called(compiled, device)
+
+
+def test_a_view_with_a_gradient_keeps_its_shape_under_no_grad() -> None:
+    """Autograd finds its gradient by ``as_strided`` afterwards, which the device has no memory for."""
+    x = torch.ones(2, 2, device="port", requires_grad=True) * 2
+    row = x[1:]
+    with torch.no_grad(), pytest.raises(torchport.UnsupportedOp, match="take another view of it"):
+        row.t_()
+    row.t_()
+    assert row.shape == (2, 1)
 
 
 @pytest.mark.parametrize("device", ["cpu", "port"])

@@ -89,7 +89,15 @@ share, refuses a write where another view was taken before or after it. A write 
 dtype is left out where a bool then holds something else than 0 or 1: no C++ compiler promises what it is.
 ``storage_offset()`` is 0 on the device, so no program asks for it.
 """
+_IN_PLACE_SHAPE = (
+    "Dynamo ends a graph where the shape of an input is changed in place: what was one object before, such as x and "
+    "x.float(), is two afterwards"
+)
 LEFT_OUT = {
+    **dict.fromkeys(
+        ("{x}.t_()", "{x}.unsqueeze_(0)", "{x}.transpose_(0, -1)", "{x}.squeeze_()", "{x}.swapaxes_(0, -1)"),
+        _IN_PLACE_SHAPE,
+    ),
     "{x}.data = {y}.clone()": "refused by torch.compile: AOTAutograd loses writes and views by it",
     "{x}.set_({y}.clone())": "set_ is not among the writes that the device promises",
     "{x}.resize_as_({y})": "resize_ is not among the writes that the device promises",

@@ -15,6 +15,7 @@ captured is no help: the function that Dynamo traces runs uncompiled.
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -23,6 +24,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import fx
 
+from ...backend.normal_form import is_view
 from ...core import metrics
 from ...core.config import config
 from ...core.errors import UnsupportedOp
@@ -34,9 +36,11 @@ from ..device.inplace import may_share_memory, storage_name
 __all__ = [
     "as_captured",
     "as_captured_where_shared_otherwise",
+    "refuse_conjugate_results",
     "skip_where_detached_gain_history",
     "why_refused",
     "why_reshaped",
+    "why_written_with_history",
 ]
 
 Sharing: TypeAlias = tuple[Any, ...]
@@ -115,10 +119,62 @@ def why_reshaped(graph: fx.GraphModule) -> str | None:
     return said
 
 
+def why_written_with_history(graph: fx.GraphModule) -> str | None:
+    """What to say of a graph that writes something with a history to inputs that share memory; ``None`` for others.
+
+    AOTAutograd gives the input that is written a history, and none to what else shows its memory. Raises
+    :class:`UnsupportedOp` where ``config.fallback`` is ``"error"``.
+    """
+    seen: dict[int, int] = {}
+    written: set[int] = set()
+    for node in graph.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            memory = value.untyped_storage()._cdata
+            seen[memory] = seen.get(memory, 0) + 1
+            if value._version and value.requires_grad and not value.is_leaf:
+                written.add(memory)
+    if not any(seen[memory] > 1 for memory in written):
+        return None
+    said = (
+        "inputs share memory, and one is written with gradients on, which gives all of them a history that PyTorch's "
+        "part of torch.compile does not follow"
+    )
+    if config.fallback == "error":
+        raise UnsupportedOp(f"{said}: write under torch.no_grad(), or to a clone")
+    metrics.count("SharedWithHistory")
+    return said
+
+
+_CONJUGATE: Final = (torch.ops.aten._conj.default, torch.ops.aten._neg_view.default)
+
+
+def refuse_conjugate_results(graph: fx.GraphModule) -> None:
+    """Raise :class:`UnsupportedOp` for a graph of ATen operators with results that are conjugate views of each other.
+
+    Compiled, a conjugate view is a value of its own: a write to one of the two would not reach the other.
+    """
+    outputs: Any = graph.graph.output_node().args[0]
+    roots: dict[fx.Node, list[bool]] = defaultdict(list)
+    for output in outputs:
+        node, conjugate = output, False
+        while isinstance(node, fx.Node) and node.op == "call_function" and node.all_input_nodes:
+            if node.target not in _CONJUGATE and not is_view(node.target) and node.target is not operator.getitem:
+                break
+            conjugate = conjugate or node.target in _CONJUGATE
+            node = node.all_input_nodes[0]
+        if isinstance(node, fx.Node) and node.op == "call_function":
+            roots[node].append(conjugate)
+    if any(len(views) > 1 and any(views) for views in roots.values()):
+        raise UnsupportedOp("results of the function are conjugate views of one another", op="aten._conj.default")
+
+
 def why_refused(error: Exception) -> str:
-    """What AOTAutograd says of a graph that it refuses, in a line; counts it."""
+    """What is said of a graph that is refused while it is compiled, in a line; counts it."""
     metrics.count("RefusedByAOTAutograd")
     said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    if isinstance(error, UnsupportedOp):
+        return said
     return f"AOTAutograd, PyTorch's part of torch.compile, does not take it ({said})"
 
 

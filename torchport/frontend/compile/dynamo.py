@@ -33,9 +33,11 @@ from .aliased_results import Aliases, aliases_of, writes_to_inputs
 from .as_captured import (
     as_captured,
     as_captured_where_shared_otherwise,
+    refuse_conjugate_results,
     skip_where_detached_gain_history,
     why_refused,
     why_reshaped,
+    why_written_with_history,
 )
 from .buckets import PaddedProgram
 from .epilogue import Epilogue
@@ -310,14 +312,15 @@ def compile_captured(
         init()
         handle_handles()
 
-    reshaped = why_reshaped(graph)
-    if reshaped is not None:
-        return as_captured(graph, reshaped)
+    why = why_reshaped(graph) or why_written_with_history(graph)
+    if why is not None:
+        return as_captured(graph, why)
 
     writes: list[bool] = []
     reached: list[bool] = []
 
     def forward(made: fx.GraphModule, inputs: Sequence[Any], inference: bool = False) -> Callable[..., Any]:
+        refuse_conjugate_results(made)
         reached.append(True)
         writes.append(writes_to_inputs())
         return compile_graph_module(made, chosen, aliases_of(made), inference)

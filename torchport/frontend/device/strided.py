@@ -8,7 +8,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -27,6 +27,8 @@ __all__ = ["install", "seen_as"]
 def install(library: torch.library.Library) -> None:
     """Register what comes before PyTorch's own kernels, at autograd and, for inference mode, at functionalization."""
     library.impl("as_strided", opaque(_as_strided), "AutogradPrivateUse1", with_keyset=True)
+    for name in _RESHAPING:
+        library.impl(name, opaque(_reshaping(name)), "AutogradPrivateUse1", with_keyset=True)
     library.impl("fill_diagonal_", opaque(_fill_diagonal_), "AutogradPrivateUse1")
     library.impl("as_strided_copy", opaque(_as_strided_copy), "AutogradPrivateUse1", with_keyset=True)
     library.impl("as_strided_scatter", opaque(_as_strided_scatter), "AutogradPrivateUse1", with_keyset=True)
@@ -61,6 +63,29 @@ def _as_strided(
     return torch.ops.aten.as_strided.default.redispatch(
         routes.to_stock_autograd(keys), self, size, stride, storage_offset
     )
+
+
+_RESHAPING: Final = ("t_", "transpose_", "squeeze_", "squeeze_.dim", "squeeze_.dims", "unsqueeze_", "as_strided_")
+"""What changes the shape of a tensor in place."""
+
+
+def _reshaping(name: str) -> Callable[..., Any]:
+    base, _, overload = name.partition(".")
+    op = getattr(getattr(torch.ops.aten, base), overload or "default")
+
+    def reshape(keys: Any, self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # Of a view, autograd takes the gradient by ``as_strided`` afterwards; where there is no memory to count in, by
+        # the views from before: it would be of the wrong shape, or transposed.
+        if not torch.is_grad_enabled() and self._is_view() and self.requires_grad and self.device.type == DEVICE_TYPE:
+            raise UnsupportedOp(
+                f"{base}() under no_grad() on a view that requires a gradient: the device would not find its gradient "
+                f"any more; take another view of it, x.{base.removesuffix('_')}(...), or call it with gradients on",
+                op=str(op),
+                source=user_line(),
+            )
+        return op.redispatch(routes.to_stock_autograd(keys), self, *args, **kwargs)
+
+    return reshape
 
 
 def _memory_as(base: Any, dtype: torch.dtype) -> torch.Tensor:
