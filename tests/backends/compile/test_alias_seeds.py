@@ -49,6 +49,16 @@ PAIRS = Base((2, 3), COMPLEX, "")
 PAIRS_OF_ROWS = Base((2, 3, 2), FLOAT, "")
 
 COMPILED: Final = {
+    "an_input_that_the_backward_keeps_and_the_forward_writes_without_autograd": _program(
+        (Base((4, 2), FLOAT, LEAF),),
+        (Holder("p", "parameter", 0, "x"),),
+        (
+            "with torch.no_grad(): p.add_(1)",
+            "v = p.masked_fill(p == 1, 2)",
+            "with torch.no_grad(): p.detach().add_(1)",
+        ),
+        ("v",),
+    ),
     "as_strided_of_what_was_overwritten_by_a_transposed_tensor": _program(
         (Base((3, 3), FLOAT, ""), Base((3, 3), FLOAT, "")),
         (_argument("a", 0, "x.view_as(x)"), _argument("b", 1, "x.reshape_as(x)")),

@@ -22,13 +22,14 @@ _RECOMPUTED: Final = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_R
 
 
 def partition_fn(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """AOTAutograd's ``partition_fn``: the min-cut partitioner between :func:`draw_once` and :func:`keep_no_views`."""
+    """AOTAutograd's ``partition_fn``: the min-cut partitioner, with what else is kept for the backward or is not."""
     from functorch.compile import min_cut_rematerialization_partition
 
     draw_once(joint)
     keep_overwritten(joint)
     forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
     keep_no_views(forward, backward, kwargs["num_fwd_outputs"])
+    copy_overwritten(forward, kwargs["num_fwd_outputs"])
     return forward, backward
 
 
@@ -96,6 +97,31 @@ def keep_no_views(forward: fx.GraphModule, backward: fx.GraphModule, results: in
         for graph in (forward, backward):
             graph.graph.eliminate_dead_code()
             graph.recompile()
+
+
+def copy_overwritten(forward: fx.GraphModule, results: int) -> None:
+    """Keep a copy of each input that the forward itself writes to, in place of the input; changes the graph in place.
+
+    Such writes are those that autograd must not see, as under ``no_grad``.
+    """
+    output = forward.graph.output_node()
+    written = {write.args[0] for write in forward.graph.find_nodes(op="call_function", target=_copy)}
+    kept: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    copies: dict[fx.Node, fx.Node] = {}
+    for position, node in enumerate(kept):
+        if position < results or not isinstance(node, fx.Node) or node.op != "placeholder" or node not in written:
+            continue
+        if node not in copies:
+            with forward.graph.inserting_after(forward.graph.find_nodes(op="placeholder")[-1]):
+                copies[node] = forward.graph.call_function(torch.ops.aten.clone.default, (node,))
+            copies[node].meta.update(node.meta)
+        kept[position] = copies[node]
+    if copies:
+        output.args = (tuple(kept),)
+        forward.recompile()
+
+
+_copy: Final = torch.ops.aten.copy_.default
 
 
 def _take_views(backward: fx.GraphModule, place: fx.Node, base: fx.Node, chain: list[fx.Node]) -> None:

@@ -31,6 +31,7 @@ __all__ = ["ExactWrites", "call_exactly", "exact_writes", "is_of_expanded", "wri
 
 aten = torch.ops.aten
 _views: Final[Any] = torch._C._functionalization  # type: ignore[attr-defined]
+_views_of: Final[Callable[[torch.Tensor], Sequence[Any]]] = _views.get_view_meta_sequence
 _is_functional: Final = torch._is_functional_tensor
 _is_base: Final = torch._is_functional_tensor_base
 _replace: Final = torch._functionalize_replace
@@ -47,11 +48,8 @@ def is_of_expanded(tensor: torch.Tensor) -> bool:
     """
     if not _is_functional(tensor) or _is_base(tensor):
         return False
-    views = _views.get_view_meta_sequence(tensor)
-    for view in views:  # a loop without a generator: every write through a view comes here
-        if view.__class__ in _WITH_SHARED_ELEMENTS:
-            break
-    else:
+    views = _views_of(tensor)
+    if _WITH_SHARED_ELEMENTS.isdisjoint(map(type, views)):
         return False
     if any(isinstance(view, _views.unfold_ViewMeta) and not _fills(tensor, views, n) for n, view in enumerate(views)):
         raise UnsupportedOp(
@@ -70,7 +68,7 @@ def _fills(tensor: torch.Tensor, views: Sequence[Any], position: int) -> bool:
     if size != step or base is None:
         return False
     source = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
-    first = len(_views.get_view_meta_sequence(base))
+    first = len(_views_of(base))
     shape = _views.apply_view_meta_sequence(source, [as_view(view) for view in views[first:position]]).shape
     return shape[dim] % size == 0
 
@@ -140,7 +138,12 @@ def _lowest(dtype: torch.dtype) -> float | int | bool:
 
 def write_back(wrapper: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Replace a wrapper's value, as functionalization does after an operator that writes; gives the wrapper."""
-    if _is_base(wrapper) or not is_of_expanded(wrapper):  # most often; each in-place operator comes here
+    # Most often; each in-place operator comes here, so the question is asked without a call.
+    if (
+        _is_base(wrapper)
+        or _WITH_SHARED_ELEMENTS.isdisjoint(map(type, _views_of(wrapper)))
+        or not is_of_expanded(wrapper)
+    ):
         _replace(wrapper, value)
         _commit(wrapper)
         _sync(wrapper)
