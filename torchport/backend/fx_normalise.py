@@ -413,7 +413,12 @@ def _views_between(source: fx.Node, node: fx.Node) -> list[fx.Node]:
     return chain[::-1]
 
 
-_OF_MEMORY: Final = frozenset({aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default})
+_OF_MEMORY: Final = frozenset(
+    {
+        *(aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default),
+        *(aten.view.dtype, aten.view_copy.dtype),
+    }
+)
 """Operators that go by where their first argument lies in memory, whatever its strides are."""
 
 

@@ -9,7 +9,7 @@ from typing import Final
 import pytest
 import torch
 from alias_fuzz import check, refused
-from alias_programs import COMPLEX, FLOAT, INT, Base, Holder, Program
+from alias_programs import BOOL, COMPLEX, FLOAT, INT, Base, Holder, Program
 
 import torchport
 
@@ -49,6 +49,15 @@ PAIRS = Base((2, 3), COMPLEX, "")
 PAIRS_OF_ROWS = Base((2, 3, 2), FLOAT, "")
 
 COMPILED: Final = {
+    "a_copy_of_an_input_with_gaps_that_is_written_afterwards": _program(
+        (Base((8,), FLOAT, MADE),), (_argument("a", 0, "x[::2]"),), ("v = a.ravel()", "a.mul_(2)"), ("v",)
+    ),
+    "another_dtype_of_what_was_overwritten_by_a_transposed_tensor": _program(
+        (Base((4, 4), BOOL, ""),),
+        (_argument("a", 0),),
+        ("v = a | a", "w = v.view(torch.int32)", "v[...] = a.t()"),
+        ("w",),
+    ),
     "an_input_that_the_backward_keeps_and_the_forward_writes_without_autograd": _program(
         (Base((4, 2), FLOAT, LEAF),),
         (Holder("p", "parameter", 0, "x"),),

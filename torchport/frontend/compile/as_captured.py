@@ -120,29 +120,37 @@ def why_reshaped(graph: fx.GraphModule) -> str | None:
 
 
 def why_written_with_history(graph: fx.GraphModule) -> str | None:
-    """What to say of a graph that writes something with a history to inputs that share memory; ``None`` for others.
+    """What to say of a graph that writes something with a history to inputs that it would lose track of.
 
-    AOTAutograd gives the input that is written a history, and none to what else shows its memory. Raises
+    Those are inputs that share memory: AOTAutograd gives the one that is written a history, and none to what else shows
+    its memory. And inputs with gaps between their elements: AOTAutograd computes with copies of written inputs, which
+    have none, so what was a copy of the input is a view of the copy. ``None`` for other graphs. Raises
     :class:`UnsupportedOp` where ``config.fallback`` is ``"error"``.
     """
     seen: dict[int, int] = {}
-    written: set[int] = set()
+    written: list[torch.Tensor] = []
     for node in graph.graph.find_nodes(op="placeholder"):
         value = node.meta.get("example_value")
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
             memory = value.untyped_storage()._cdata
             seen[memory] = seen.get(memory, 0) + 1
             if value._version and value.requires_grad and not value.is_leaf:
-                written.add(memory)
-    if not any(seen[memory] > 1 for memory in written):
+                written.append(value)
+    if any(seen[value.untyped_storage()._cdata] > 1 for value in written):
+        said = (
+            "inputs share memory, and one is written with gradients on, which gives all of them a history that "
+            "PyTorch's part of torch.compile does not follow"
+        )
+    elif any(not torch.ops.aten.is_non_overlapping_and_dense.default(value) for value in written):
+        said = (
+            "an input with gaps between its elements, such as x[::2], is written with gradients on; PyTorch's part of "
+            "torch.compile takes copies of it for views"
+        )
+    else:
         return None
-    said = (
-        "inputs share memory, and one is written with gradients on, which gives all of them a history that PyTorch's "
-        "part of torch.compile does not follow"
-    )
     if config.fallback == "error":
         raise UnsupportedOp(f"{said}: write under torch.no_grad(), or to a clone")
-    metrics.count("SharedWithHistory")
+    metrics.count("WrittenWithHistory")
     return said
 
 
