@@ -10,6 +10,7 @@ import pytest
 import torch
 from alias_fuzz import check, refused
 from alias_programs import BOOL, COMPLEX, FLOAT, INT, Base, Holder, Program
+from torch.utils._pytree import tree_leaves
 
 import torchport
 
@@ -519,6 +520,42 @@ def test_a_view_with_a_gradient_keeps_its_shape_under_no_grad() -> None:
         row.t_()
     row.t_()
     assert row.shape == (2, 1)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_results_that_are_views_of_another_result_where_sizes_vary(requires_grad: bool) -> None:
+    """AOTAutograd would take them by their storage offset, and every tensor of the device begins at 0."""
+
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        y = x * 2
+        return y[:], y.tensor_split(2)[1], y[1:].t()
+
+    compiled = torch.compile(fn, backend="torchport", options={"backend": "reference"}, dynamic=True)
+    for rows in (4, 6):
+        x = torch.arange(2.0 * rows).reshape(rows, 2)
+        want = fn(x.clone().requires_grad_(requires_grad))
+        got = compiled(x.to("port").requires_grad_(requires_grad))
+        for tensors in (got, want):
+            tensors[1].detach().add_(100)
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("fn", "match"),
+    [
+        (lambda x: ((y := (x * 2).t()), y.detach()), "one is detached from the history of another"),
+        (lambda x: x.as_strided((2,), (1,), 1) * 2, "counts in the memory behind an input"),
+    ],
+)
+def test_views_that_compiled_graphs_do_not_follow(fn: Callable[..., object], match: str) -> None:
+    whole = torch.arange(9.0, device="port").reshape(3, 3)
+    x = whole[:, 1:].requires_grad_()
+    compiled = torch.compile(fn, backend="torchport", options={"backend": "reference"})
+    with pytest.warns(UserWarning, match=match):
+        got = compiled(x)
+    want = fn(torch.arange(9.0).reshape(3, 3)[:, 1:])
+    for one, other in zip(tree_leaves(got), tree_leaves(want), strict=True):
+        assert torch.equal(one.detach().cpu(), other)
 
 
 @pytest.mark.parametrize("device", ["cpu", "port"])

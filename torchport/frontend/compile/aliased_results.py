@@ -33,9 +33,11 @@ from torch.fx.node import map_arg
 
 from ...backend.normal_form import is_view
 from ...core.default_state import default_state
+from ...core.errors import UnsupportedOp
+from ...trace.handle import DEVICE_TYPE
 from ..device.strided import seen_as
 
-__all__ = ["Aliases", "aliases_of", "repeated", "writes_to_inputs"]
+__all__ = ["OF_RESULT", "Aliases", "aliases_of", "repeated", "writes_to_inputs"]
 
 Numbers: TypeAlias = tuple[Any, ...]
 
@@ -157,8 +159,10 @@ def _number(node: fx.Node) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A result that is an alias of an input. ``views``: by which it is taken here; else AOTAutograd goes by its looks,
-    or repeats the views that it knows."""
+    """A result that is an alias of an input, or of another result.
+
+    ``views``: by which it is taken here; else AOTAutograd goes by its looks, or repeats the views that it knows.
+    """
 
     position: int
     base: int
@@ -297,6 +301,9 @@ def _found(graph: fx.GraphModule, known: Any) -> Aliases | None:
         node = outputs[first + at] if first + at < len(outputs) else None
         if info.base_idx is None or not isinstance(node, fx.Node):
             continue
+        if info.output_type.name.startswith(OF_RESULT):
+            found += _of_result(node, _base_result(outputs, known, first, info), first + at, info)
+            continue
         place = places[len(known.tokens) + info.base_idx] if info.output_type.name in (_ALIAS, _HIDDEN) else None
         if place is not None and info.output_type.name == _HIDDEN:
             views = _views(node, _written(graph, known, info.base_idx, place))
@@ -323,6 +330,32 @@ def _found(graph: fx.GraphModule, known: Any) -> Aliases | None:
     return Aliases(graph, found, parts) if found or parts else None
 
 
+def _base_result(outputs: Sequence[Any], known: Any, first: int, info: Any) -> Any:
+    """The result that another one is an alias of: one of the program's, or one that AOTAutograd added behind them."""
+    of_users = info.output_type.name == _OF_USERS_RESULT
+    return outputs[first + info.base_idx + (0 if of_users else len(known.output_info))]
+
+
+def _of_result(node: fx.Node, base: Any, position: int, info: Any) -> list[Alias]:
+    """How a result of the device that is an alias of another one is taken of that; none where AOTAutograd knows.
+
+    AOTAutograd would go by the storage offset, and every tensor of the device begins at 0. Raises
+    :class:`UnsupportedOp` where the graph does not tell by which views.
+    """
+    val = node.meta.get("val")
+    repeats = info.view_meta_sequence is not None and not any(
+        view.has_symbolic_inputs for view in info.view_meta_sequence.sequence
+    )
+    if repeats or node is base or not isinstance(val, torch.Tensor) or val.device.type != DEVICE_TYPE:
+        return []
+    if not isinstance(base, fx.Node) or not _views(node, base):
+        raise UnsupportedOp("a result is a view of another one, by views that the compiled graph does not have")
+    return [Alias(position, 0, Looks.of(val, val), Views(position, 0, _views(node, base)))]
+
+
+OF_RESULT: Final = "alias_of_intermediate"
+"""How the names of the kinds of results begin whose ``base_idx`` counts results, not inputs."""
+_OF_USERS_RESULT: Final = "alias_of_intermediate_base_is_user_output"
 _ALIAS: Final = "alias_of_input"
 _IDENTITIES: Final = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 _HIDDEN: Final = "non_alias"

@@ -40,6 +40,7 @@ __all__ = [
     "skip_where_detached_gain_history",
     "why_refused",
     "why_reshaped",
+    "why_views_not_followed",
     "why_written_with_history",
 ]
 
@@ -119,6 +120,47 @@ def why_reshaped(graph: fx.GraphModule) -> str | None:
     return said
 
 
+def _has_history(value: torch.Tensor) -> bool:
+    """Whether a fake tensor was computed from something that requires a gradient."""
+    try:
+        return value.requires_grad and not value.is_leaf
+    except RuntimeError:  # autograd would refuse the write on real tensors, or does not know this fake one's views
+        return True
+
+
+def why_views_not_followed(graph: fx.GraphModule) -> str | None:
+    """What to say of views that PyTorch's part of torch.compile takes wrongly; ``None`` for graphs without them.
+
+    Those are results that share memory, lie in it in another order than a new tensor would, and of which one is
+    detached from the history of the other: AOTAutograd takes both by size and strides of one. And views by
+    ``as_strided`` of views of the device, which count in memory that no compiled graph sees. Raises
+    :class:`UnsupportedOp` where ``config.fallback`` is ``"error"``.
+    """
+    said = None
+    outputs: dict[int, set[bool]] = defaultdict(set)
+    reordered: set[int] = set()
+    for node in graph.graph.output_node().all_input_nodes:
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided and node.op != "placeholder":
+            memory = value.untyped_storage()._cdata
+            outputs[memory].add(_has_history(value))
+            if not value.is_contiguous():
+                reordered.add(memory)
+    if any(len(outputs[memory]) > 1 for memory in reordered):
+        said = "results share memory, and one is detached from the history of another"
+    for node, value in _aliases_of_inputs(graph):
+        if node.target in _BY_PLACE and value.device.type == DEVICE_TYPE:
+            said = f"as_strided() counts in the memory behind an input of {DEVICE_TYPE}"
+    if said is not None and config.fallback == "error":
+        raise UnsupportedOp(f"{said}: give the function clones, or return clones")
+    if said is not None:
+        metrics.count("ViewsNotFollowed")
+    return said
+
+
+_BY_PLACE: Final = ("as_strided", torch.as_strided, torch.Tensor.as_strided)
+
+
 def why_written_with_history(graph: fx.GraphModule) -> str | None:
     """What to say of a graph that writes something with a history to inputs that it would lose track of.
 
@@ -134,7 +176,7 @@ def why_written_with_history(graph: fx.GraphModule) -> str | None:
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
             memory = value.untyped_storage()._cdata
             seen[memory] = seen.get(memory, 0) + 1
-            if value._version and value.requires_grad and not value.is_leaf:
+            if value._version and _has_history(value):
                 written.append(value)
     if any(seen[value.untyped_storage()._cdata] > 1 for value in written):
         said = (

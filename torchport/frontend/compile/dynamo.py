@@ -37,6 +37,7 @@ from .as_captured import (
     skip_where_detached_gain_history,
     why_refused,
     why_reshaped,
+    why_views_not_followed,
     why_written_with_history,
 )
 from .buckets import PaddedProgram
@@ -312,7 +313,7 @@ def compile_captured(
         init()
         handle_handles()
 
-    why = why_reshaped(graph) or why_written_with_history(graph)
+    why = why_reshaped(graph) or why_written_with_history(graph) or why_views_not_followed(graph)
     if why is not None:
         return as_captured(graph, why)
 

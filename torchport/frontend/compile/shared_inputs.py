@@ -36,7 +36,7 @@ from ...core.errors import UnsupportedOp
 from ...trace.handle import DEVICE_TYPE
 from ..device.fake import saw_conjugate_views
 from ..device.patches import replaced
-from .aliased_results import repeated
+from .aliased_results import OF_RESULT, repeated
 
 __all__ = ["mended_bases"]
 
@@ -167,7 +167,7 @@ def _of_inputs_alone(known: Any) -> Any:
     """
     told = copy.copy(known)
     told.output_info = [
-        dataclasses.replace(info, base_idx=None) if info.output_type.name.startswith(_OF_RESULT) else info
+        dataclasses.replace(info, base_idx=None) if info.output_type.name.startswith(OF_RESULT) else info
         for info in known.output_info
     ]
     return told
@@ -176,13 +176,9 @@ def _of_inputs_alone(known: Any) -> Any:
 def _of_own_results(made: Any, known: Any) -> Any:
     """The opposite of :func:`_of_inputs_alone`, once AOTAutograd has counted: results keep their numbers."""
     for at, info in enumerate(known.output_info):
-        if info.output_type.name.startswith(_OF_RESULT):
+        if info.output_type.name.startswith(OF_RESULT):
             made.output_info[at] = dataclasses.replace(made.output_info[at], base_idx=info.base_idx)
     return made
-
-
-_OF_RESULT: Final = "alias_of_intermediate"
-"""How the names of the kinds of results begin whose ``base_idx`` counts results, not inputs."""
 
 
 def _without_a_say(known: Any, places: Sequence[Any]) -> Any:
