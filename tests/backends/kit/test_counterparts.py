@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -138,3 +141,13 @@ def test_the_default_device_of_a_thread() -> None:
         thread.join()
         assert torch.ones(2).device == mine
     assert others == ["cpu"]
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
+def test_each_line_of_code_on_the_page_runs() -> None:
+    """In a process of its own: lines pick backends, devices and fallbacks for the whole process."""
+    script = Path(__file__).parents[1] / "support" / "coming_from_lines.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(done.stdout.splitlines()[-1].split()[0]) >= 60

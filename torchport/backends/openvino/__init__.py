@@ -1,6 +1,7 @@
 """``openvino``: inference on Intel's OpenVINO, in float32 unless asked otherwise. Needs no PyTorch to run a program.
 
-:mod:`.translate` writes a graph in OpenVINO's opset; compiled bytes are its IR (XML and weights), which every machine
+:mod:`.translate` writes a graph in OpenVINO's opset, by rules of this package and OpenVINO's own PyTorch front end
+(:mod:`.front_end`); compiled bytes are its IR (XML and weights), which every machine
 compiles for itself when it loads a program. Constants stay where the program has them: they are bound when it is
 loaded, so that OpenVINO folds and packs them, and are stored once.
 
@@ -50,7 +51,9 @@ if TYPE_CHECKING:
 __all__ = ["OpenVinoBackend"]
 
 _HEADER: Final = struct.Struct("<8sQQI")
-_MAGIC: Final = b"TPOVN001"
+_MAGIC: Final = b"TPOVN002"
+_WORDS: Final = frozenset({"int64", "float64", "complex64"})
+"""Dtypes whose elements a model has as two integers of 32 bits: OpenVINO's CPU plugin has no wider ones."""
 
 
 @functools.cache
@@ -106,7 +109,10 @@ class _Compiled:
         self.held = held
         """Memory of constants: OpenVINO does not keep alive what it is given to share."""
         dtypes = [output.get_element_type().to_dtype() for output in compiled.outputs]
-        self.outputs = list(zip(outputs, dtypes, strict=True))
+        self.outputs = [
+            (spec, spec.dtype_name if spec.dtype_name in _WORDS else dtype)
+            for spec, dtype in zip(outputs, dtypes, strict=True)
+        ]
         _every_compiled.add(self)
         self.copied = [at for at, spec in enumerate(outputs) if not spec.is_contiguous]
 
@@ -121,7 +127,7 @@ class OpenVinoBackend(Backend):
     """OpenVINO on CPU (or the device of compile spec ``openvino.device``)."""
 
     name = "openvino"
-    version = "1"
+    version = "2"
     capabilities = Capabilities(torch_free=True, binds_constants=True)
 
     def is_available(self) -> bool:
@@ -210,12 +216,12 @@ class OpenVinoBackend(Backend):
                     # OpenVINO takes only what could be written to, and does not write to it.
                     array = array.copy("C")
                     copies.append(array)
-                request.set_input_tensor(position, ov.Tensor(array, shared_memory=True))
+                request.set_input_tensor(position, ov.Tensor(_held(array), shared_memory=True))
             for position, (spec, dtype) in enumerate(handle.outputs):
                 source = handle.passed.get(position)
                 if source is None:
                     made = numpy.empty(spec.shape, dtype)
-                    request.set_output_tensor(position, ov.Tensor(made, shared_memory=True))
+                    request.set_output_tensor(position, ov.Tensor(_held(made), shared_memory=True))
                 else:
                     made = args[source].array.copy()  # type: ignore[attr-defined]
                 results.append(made)
@@ -257,7 +263,12 @@ def _check_types(compiled: Any, context: InitContext) -> None:
     rest = [spec for position, spec in enumerate(context.inputs) if position not in context.constants]
     for side, own, said in (("inputs", compiled.inputs, rest), ("outputs", compiled.outputs, context.outputs)):
         found = [(tuple(port.shape), port.get_element_type().to_dtype().name) for port in own]
-        wanted = [(tuple(spec.shape), AS_INTEGERS.get(spec.dtype_name, spec.dtype_name)) for spec in said]
+        wanted = [
+            ((*spec.shape, 2), "int32")
+            if spec.dtype_name in _WORDS
+            else (tuple(spec.shape), AS_INTEGERS.get(spec.dtype_name, spec.dtype_name))
+            for spec in said
+        ]
         if found != wanted:
             raise CompileError(f"these bytes of openvino have the {side} {found}, and not {wanted}; lower again")
 
@@ -272,13 +283,20 @@ def _bind(model: Any, constants: Mapping[int, BackendData]) -> list[Any]:
         if not array.flags.writeable:  # of a program that is bytes; OpenVINO takes only what could be written to
             array = array.copy()
         held.append(array)
-        constant = ov.opset13.constant(array, shared_memory=True)
+        constant = ov.opset13.constant(_held(array), shared_memory=True)
         parameter = parameters[position]
         for target in list(parameter.output(0).get_target_inputs()):
             target.replace_source_output(constant.output(0))
         model.remove_parameter(parameter)
     model.validate_nodes_and_infer_types()
     return held
+
+
+def _held(array: Any) -> Any:
+    """Contiguous elements as a model has them, in the same memory: those of 64 bits are pairs of 32-bit words."""
+    if array.dtype.itemsize != 8:
+        return array
+    return array.reshape(*array.shape, 1).view(_modules()[0].int32)
 
 
 def _passed(model: Any) -> dict[int, int]:
