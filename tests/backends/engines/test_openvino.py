@@ -154,6 +154,12 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "made of numbers": (
         lambda a: (torch.arange(3, device=a.device) + a.new_zeros(3), a.new_full((2,), 3.0), a.new_ones(2, 0)), (A,)
     ),
+    "places among others": (
+        lambda a: (
+            torch.searchsorted(a.sort(-1)[0], a), torch.searchsorted(a.sort(-1)[0], a, out_int32=True, right=True),
+        ),
+        (A,),
+    ),
     "nothing": (lambda a: (a[:0].sin(), *a[:0].max(1), a[:0] @ a[0].t(), a + 1), (A,)),
     "ceil pooling": (lambda x: F.max_pool2d(x, 2, 2, ceil_mode=True), (IMAGE,)),
 }  # fmt: skip

@@ -167,4 +167,4 @@ def _try(node: fx.Node) -> str:
     return ""
 
 
-_NAMES: Final = {torch.float32: ("f32",), torch.bool: ("boolean",), torch.int64: ("i64", "i32")}
+_NAMES: Final = {torch.float32: ("f32",), torch.bool: ("boolean",), torch.int64: ("i64", "i32"), torch.int32: ("i32",)}

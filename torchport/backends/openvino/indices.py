@@ -59,8 +59,10 @@ def _place_among(w: Writer, node: fx.Node) -> Any:
     """The front end's, but for NaN, which comes after everything."""
     values, bounds = node.args[:2] if node.target is aten.bucketize.Tensor else node.args[1::-1]
     after = w.ops.is_nan(w.value(values))
-    found = w.ops.select(after, w.word_of(val(bounds).shape[-1]), w.word(converted(w, node), 0)).output(0)
-    return w.wide(found)
+    wide = val(node).dtype in WORDS
+    made = w.word(converted(w, node), 0) if wide else converted(w, node)
+    found = w.ops.select(after, w.word_of(val(bounds).shape[-1]), made).output(0)
+    return w.wide(found) if wide else found
 
 
 @rule(aten.max_unpool2d.default, aten.max_unpool3d.default, reads=[1])

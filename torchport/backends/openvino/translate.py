@@ -39,7 +39,7 @@ def _refused(node: fx.Node, takes: Takes) -> str:
     for at, value in enumerate(values if isinstance(values, (list, tuple)) else [values]):
         if value is None or value.dtype in COMPUTED or (takes.moves and value.dtype in MOVED):
             continue
-        if value.dtype is not torch.int64 or at not in takes.gives:
+        if value.dtype not in (torch.int64, torch.int32) or at not in takes.gives:
             return str(value.dtype)
     for position, arg in enumerate((*node.args, *node.kwargs.values())):
         for leaf in arg if isinstance(arg, (list, tuple)) else [arg]:

@@ -46,7 +46,7 @@ class Takes:
     reads: frozenset[int] = frozenset()
     """Positions of arguments that are indices, of 64 or 32 bits."""
     gives: frozenset[int] = frozenset()
-    """Results that are int64 and small: indices and counts."""
+    """Results that are integers of 64 or 32 bits, and small: indices and counts."""
     empty: bool = False
     """Tensors without elements, too. OpenVINO ends the process over some, such as what it gathers of them."""
 
