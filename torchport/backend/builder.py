@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .interface import Backend, Support
 
 __all__ = [
+    "OF_MEMORY",
     "REFUSAL",
     "REFUSED_OP",
     "Builder",
@@ -244,6 +245,15 @@ class Builder(ABC):
         return self(aten.permute.default, node, [order.index(d) for d in range(len(order))])
 
 
+OF_MEMORY: Final = frozenset(
+    {
+        *(aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default),
+        *(aten.view.dtype, aten.view_copy.dtype),
+    }
+)
+"""Operators that go by where their first argument lies in memory, whatever its strides are."""
+
+
 class GraphBuilder(Builder):
     """Adds operators to an FX graph, inferring ``meta["val"]``, on behalf of one operator of a program at a time.
 
@@ -338,6 +348,18 @@ class GraphBuilder(Builder):
             return self.attempt(self.capture, element)
         except Refused as refused:
             return self.for_the_host(None, refused.reason, element)
+
+    def laid_out(self, node: fx.Node, strides: Sequence[int]) -> fx.Node:
+        """A dense value in the order of memory that these strides tell: a lowering may have given it another.
+
+        For the first argument of what is in :data:`OF_MEMORY`. The value itself where the orders are equal.
+        """
+        order = sorted(range(len(strides)), key=lambda d: (-strides[d], d))
+        if self.val(node).permute(order).is_contiguous():
+            return node
+        copied = self(aten.permute.default, node, order)
+        copied = self(aten.clone.default, copied, memory_format=torch.contiguous_format)
+        return self(aten.permute.default, copied, [order.index(d) for d in range(len(order))])
 
     # -- adding nodes ----------------------------------------------------------------------------------------
     def placeholder(self, name: str, spec: TensorSpec) -> fx.Node:

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_any, tree_map
 from ..core.errors import GraphError
 from ..core.frames import user_frames
 from ..core.specs import TensorSpec, is_dense
-from .builder import REFUSAL, REFUSED_OP, Capture, GraphBuilder, Refused, capture_of
+from .builder import OF_MEMORY, REFUSAL, REFUSED_OP, Capture, GraphBuilder, Refused, capture_of
 from .control_flow import CONTROL_FLOW, inner_graph
 from .decompositions import DECOMPOSE
 from .infer import DataDependent, Inferred, NoShapeRule, fake_tensor, infer
@@ -170,7 +170,7 @@ class _Normaliser:
         elif node.target._schema.name.removeprefix("aten::").split(".")[0] in _CHECKS:
             self.values[node] = None
         else:
-            if node.target in _OF_MEMORY and isinstance(node.args[0], fx.Node):
+            if node.target in OF_MEMORY and isinstance(node.args[0], fx.Node):
                 args = (self._laid_out_as(node.args[0].meta.get("val"), args[0]), *args[1:])
             self.values[node] = self._operator(node, node.target, args, kwargs)
 
@@ -185,12 +185,7 @@ class _Normaliser:
         shape, strides = [_at_hint(size) for size in original.shape], [_at_hint(step) for step in original.stride()]
         if None in shape or None in strides or not is_dense(shape, strides):
             return node
-        order = sorted(range(len(shape)), key=lambda d: (-strides[d], d))
-        if value.permute(order).is_contiguous():
-            return node
-        copied = self.builder(aten.permute.default, node, order)
-        copied = self.builder(aten.clone.default, copied, memory_format=torch.contiguous_format)
-        return self.builder(aten.permute.default, copied, [order.index(d) for d in range(len(order))])
+        return self.builder.laid_out(node, strides)
 
     def _python(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """Arithmetic on sizes, which are numbers here; anything else is left to whoever runs the outer graph."""
@@ -411,15 +406,6 @@ def _views_between(source: fx.Node, node: fx.Node) -> list[fx.Node]:
         assert isinstance(viewed, fx.Node)
         node = viewed
     return chain[::-1]
-
-
-_OF_MEMORY: Final = frozenset(
-    {
-        *(aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default),
-        *(aten.view.dtype, aten.view_copy.dtype),
-    }
-)
-"""Operators that go by where their first argument lies in memory, whatever its strides are."""
 
 
 def _at_hint(number: Any) -> Any:

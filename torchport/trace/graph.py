@@ -11,11 +11,11 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
-from ..backend.builder import Capture, GraphBuilder, Refusal, refusals
+from ..backend.builder import OF_MEMORY, Capture, GraphBuilder, Refusal, refusals
 from ..backend.random import RANDOM
 from ..core import metrics
 from ..core.errors import CompileError, GraphError
-from ..core.specs import TensorSpec
+from ..core.specs import TensorSpec, is_dense
 from .trie import HostScalar, Leaf, Node, RandomKey, ScalarInput, Value, is_template
 
 __all__ = [
@@ -110,11 +110,8 @@ class _TraceBuilder:
         self.values: dict[int, Any] = {}
         self.leaves: dict[int, fx.Node] = {}
         self.packs: dict[str, tuple[fx.Node, dict[int, int]]] = {}
-        self.contiguous = {
-            node.first_id + offset: spec.is_contiguous
-            for node in path
-            for offset, spec in enumerate(node.specs)
-            if spec is not None
+        self.specs = {
+            node.first_id + offset: spec for node in path for offset, spec in enumerate(node.specs) if spec is not None
         }
 
     # -- which inputs are needed -------------------------------------------------------------------------
@@ -186,6 +183,11 @@ class _TraceBuilder:
         args, kwargs = tree_map(
             lambda t: self._argument(t, wide), (list(node.args), dict(node.kwargs)), is_leaf=is_template
         )
+        first = node.args[0] if node.args and node.op in OF_MEMORY else None
+        if isinstance(first, Value):
+            spec = self.specs[first.value_id]
+            if is_dense(spec.shape, spec.strides):
+                args[0] = self.b.laid_out(args[0], spec.strides)
         result = self._lower(node, args, kwargs)
         made: dict[int, fx.Node] = {}
         for offset, spec in enumerate(node.specs):
@@ -217,9 +219,13 @@ class _TraceBuilder:
         results: list[fx.Node] = []
         for value_id in value_ids:
             node = self.values[value_id]
-            if self.contiguous.get(value_id) and not self.b.val(node).is_contiguous():
-                # A later trace takes the value as a leaf, and may view it as contiguous memory.
-                node = self.b(aten.clone.default, node, memory_format=torch.contiguous_format)
+            spec = self.specs.get(value_id)
+            if spec is not None and self.b.val(node).stride() != spec.strides:
+                # A later trace takes the value as a leaf, and goes by where the spec says that it lies in memory.
+                if spec.is_contiguous and not self.b.val(node).is_contiguous():
+                    node = self.b(aten.clone.default, node, memory_format=torch.contiguous_format)
+                elif not spec.is_contiguous and is_dense(spec.shape, spec.strides):
+                    node = self.b.laid_out(node, spec.strides)
             results.append(node)
         return self.b.separate(results)
 

@@ -72,7 +72,9 @@ def _backward(state: State, results: Any, label: str, seen: Seen) -> None:
 
 def _is_writable(result: torch.Tensor, state: State) -> bool:
     """Whether each element has a place of its own, in memory that holds anything: the CPU's."""
-    bools = any(base.dtype is torch.bool and share_memory(result, base) for base in state.bases.values())
+    # Arguments that share no memory with a call's others are copies of what the bases hold.
+    apart = state.program.apart
+    bools = any(base.dtype is torch.bool and (apart or share_memory(result, base)) for base in state.bases.values())
     return not overlaps_itself(result) and (result.dtype is torch.bool or not bools)
 
 

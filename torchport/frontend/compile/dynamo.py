@@ -30,19 +30,11 @@ from ..device.expanded import exact_writes
 from ..device.fake import handle_handles
 from ..device.ready import init
 from .aliased_results import Aliases, aliases_of, writes_to_inputs
-from .as_captured import (
-    as_captured,
-    as_captured_where_shared_otherwise,
-    refuse_conjugate_results,
-    skip_where_detached_gain_history,
-    why_refused,
-    why_reshaped,
-    why_views_not_followed,
-    why_written_with_history,
-)
+from .as_captured import as_captured, as_captured_where_shared_otherwise, why_refused
 from .buckets import PaddedProgram
 from .epilogue import Epilogue
 from .graph_program import make_program
+from .not_followed import refuse_conjugate_results, skip_where_detached_gain_history, why_not_followed
 from .options import Options
 from .places import DataPlace, place_of
 from .saved import partition_fn
@@ -313,7 +305,7 @@ def compile_captured(
         init()
         handle_handles()
 
-    why = why_reshaped(graph) or why_written_with_history(graph) or why_views_not_followed(graph)
+    why = why_not_followed(graph)
     if why is not None:
         return as_captured(graph, why)
 

@@ -1,0 +1,236 @@
+"""Captured graphs that PyTorch's part of torch.compile refuses, or computes otherwise than eager mode does.
+
+Functionalization and AOTAutograd follow views and writes, with gaps: what they get wrong is told here by what Dynamo
+captured, whose fake tensors share memory and have a history as eager's would. Such graphs run as they were captured
+(:mod:`.as_captured`).
+
+A write to a detached alias of an input, of something that requires a gradient, gives the alias a history of its own.
+AOTAutograd and Dynamo take a result that is such an alias of the input again, without that history. So what was
+captured is no help: the function that Dynamo traces runs uncompiled.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from ...backend.normal_form import is_view
+from ...core import metrics
+from ...core.config import config
+from ...core.errors import UnsupportedOp
+from ...core.frames import user_frames, warn_user
+from ...trace.handle import DEVICE_TYPE
+
+__all__ = ["refuse_conjugate_results", "skip_where_detached_gain_history", "why_not_followed"]
+
+
+def why_not_followed(graph: fx.GraphModule) -> str | None:
+    """What to say of a captured graph that PyTorch's part of torch.compile computes otherwise; ``None`` for others.
+
+    Raises :class:`UnsupportedOp` where ``config.fallback`` is ``"error"``.
+    """
+    said = _reshaped(graph) or _written_with_history(graph) or _copy_and_write(graph) or _other_views(graph)
+    if said is not None and config.fallback == "error":
+        raise UnsupportedOp(f"{said}; give the function clones, return clones, or write under torch.no_grad()")
+    if said is not None:
+        metrics.count("NotFollowedByAOTAutograd")
+    return said
+
+
+_DETACHING: Final = ("detach", torch.detach, torch.Tensor.detach, torch._C._autograd._get_data_attr)
+"""What Dynamo captures for a tensor that shares the memory of another and has no history: methods by their names."""
+
+_RESHAPING: Final = frozenset(
+    ("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_", "resize_", "resize_as_")
+)
+"""What changes a tensor's shape in place, as Dynamo captures it: methods by their names."""
+
+
+def _aliases_of_inputs(graph: fx.GraphModule) -> Iterator[tuple[fx.Node, torch.Tensor]]:
+    """The nodes that share the memory of an input, each with its fake tensor as it is at the end of the graph."""
+    memory: set[int] = set()
+    for node in graph.graph.nodes:
+        value = node.meta.get("example_value")
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            continue
+        if node.op == "placeholder":
+            memory.add(value.untyped_storage()._cdata)
+        elif value.untyped_storage()._cdata in memory:
+            yield node, value
+
+
+def _at(node: fx.Node) -> str:
+    """Where in the program a node was captured, as part of a sentence; empty where that is not known."""
+    frames = user_frames(node.meta.get("stack_trace"))
+    return f" at {frames[-1].place}" if frames else ""
+
+
+def _name(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def skip_where_detached_gain_history(graph: fx.GraphModule) -> None:
+    """Make Dynamo run the traced function uncompiled, with a warning, where a detached alias of an input gains history.
+
+    Raises what tells Dynamo so, and :class:`UnsupportedOp` where ``config.fallback`` is ``"error"``.
+    """
+    gains = (node for node, value in _aliases_of_inputs(graph) if node.target in _DETACHING and value.requires_grad)
+    node = next(gains, None)
+    if node is None:
+        return
+    said = (
+        f"a detached tensor{_at(node)} shares the memory of an input and is written with something that requires a "
+        "gradient; torch.compile would lose the gradient of that write"
+    )
+    if config.fallback == "error":
+        raise UnsupportedOp(f"{said}: write to a clone, or under torch.no_grad()")
+    metrics.count("SkippedByDynamo")
+    warn_user(f"{said}, so the function runs uncompiled: write to a clone, or under torch.no_grad()")
+    from torch._dynamo.exc import SkipFrame
+
+    raise SkipFrame(said)
+
+
+def _reshaped(graph: fx.GraphModule) -> str | None:
+    """Writes are lost to an input that changes its shape in place, or of which an alias does."""
+    node = next((node for node, _ in _aliases_of_inputs(graph) if node.target in _RESHAPING), None)
+    if node is None:
+        return None
+    return (
+        f"{_name(node)}() changes the shape of an input in place{_at(node)}, and PyTorch's part of torch.compile loses "
+        "writes to such an input"
+    )
+
+
+def _has_history(value: torch.Tensor) -> bool:
+    """Whether a fake tensor was computed from something that requires a gradient."""
+    try:
+        return value.requires_grad and not value.is_leaf
+    except RuntimeError:  # autograd would refuse the write on real tensors, or does not know this fake one's views
+        return True
+
+
+def _written_with_history(graph: fx.GraphModule) -> str | None:
+    """Writes with gradients on, to inputs that AOTAutograd then loses track of.
+
+    To inputs that share memory: it gives the one that is written a history, and none to what else shows its memory.
+    To inputs with gaps between their elements: it computes with copies of written inputs, which have none, so what was
+    a copy of the input is a view of the copy.
+    """
+    seen: dict[int, int] = {}
+    written: list[torch.Tensor] = []
+    for node in graph.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            memory = value.untyped_storage()._cdata
+            seen[memory] = seen.get(memory, 0) + 1
+            if value._version and _has_history(value):
+                written.append(value)
+    if any(seen[value.untyped_storage()._cdata] > 1 for value in written):
+        said = (
+            "inputs share memory, and one is written with gradients on, which gives all of them a history that "
+            "PyTorch's part of torch.compile does not follow"
+        )
+    elif any(not torch.ops.aten.is_non_overlapping_and_dense.default(value) for value in written):
+        said = (
+            "an input with gaps between its elements, such as x[::2], is written with gradients on; PyTorch's part of "
+            "torch.compile takes copies of it for views"
+        )
+    else:
+        return None
+    return said
+
+
+def _copy_and_write(graph: fx.GraphModule) -> str | None:
+    """Copies of a written tensor by what gives a view where it can, before the tensor or the copy is written.
+
+    Functionalization keeps no order of memory over a write, so the copy may be a view there.
+    """
+    pairs: dict[int, fx.Node] = {}
+    for node in graph.graph.nodes:
+        source = next(iter(node.all_input_nodes), None)
+        before = None if source is None else source.meta.get("example_value")
+        if not isinstance(before, torch.Tensor) or before.layout is not torch.strided:
+            continue
+        if _writes(node):
+            found = pairs.get(before.untyped_storage()._cdata)
+            if found is not None:
+                return (
+                    f"{_name(found)}(){_at(found)} copies a tensor that was written, because of the order in which it "
+                    "lies in memory, and the tensor or the copy is written again"
+                )
+        value = node.meta.get("example_value")
+        if _name(node) not in _VIEW_OR_COPY or not isinstance(value, torch.Tensor) or not before._version:
+            continue
+        memories = before.untyped_storage()._cdata, value.untyped_storage()._cdata
+        if memories[0] != memories[1] and not before.is_contiguous():
+            pairs.update(dict.fromkeys(memories, node))
+    return None
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether a captured call writes to its first argument, or to ``out``, by its name."""
+    name = _name(node)
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name in _ASSIGNING or "out" in node.kwargs
+
+
+_ASSIGNING: Final = frozenset(
+    ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "imatmul")
+)
+_VIEW_OR_COPY: Final = frozenset(("reshape", "reshape_as", "flatten", "ravel", "contiguous"))
+"""What gives a view where the order in memory allows it, and a copy elsewhere."""
+
+_BY_PLACE: Final = ("as_strided", torch.as_strided, torch.Tensor.as_strided)
+
+
+def _other_views(graph: fx.GraphModule) -> str | None:
+    """Results that share memory, and ``as_strided`` of inputs of the device.
+
+    Of results that share memory, lie in it in another order than a new tensor would, and of which one is detached from
+    the history of the other, AOTAutograd takes both by size and strides of one. ``as_strided`` of a view counts in
+    memory that no compiled graph sees.
+    """
+    outputs: dict[int, set[bool]] = defaultdict(set)
+    reordered: set[int] = set()
+    for node in graph.graph.output_node().all_input_nodes:
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided and node.op != "placeholder":
+            memory = value.untyped_storage()._cdata
+            outputs[memory].add(_has_history(value))
+            if not value.is_contiguous():
+                reordered.add(memory)
+    if any(len(outputs[memory]) > 1 for memory in reordered):
+        return "results share memory, and one is detached from the history of another"
+    for node, value in _aliases_of_inputs(graph):
+        if node.target in _BY_PLACE and value.device.type == DEVICE_TYPE:
+            return f"as_strided(){_at(node)} counts in the memory behind an input of {DEVICE_TYPE}"
+    return None
+
+
+_CONJUGATE: Final = (torch.ops.aten._conj.default, torch.ops.aten._neg_view.default)
+
+
+def refuse_conjugate_results(graph: fx.GraphModule) -> None:
+    """Raise :class:`UnsupportedOp` for a graph of ATen operators with results that are conjugate views of each other.
+
+    Compiled, a conjugate view is a value of its own: a write to one of the two would not reach the other.
+    """
+    outputs: Any = graph.graph.output_node().args[0]
+    roots: dict[fx.Node, list[bool]] = defaultdict(list)
+    for output in outputs:
+        node, conjugate = output, False
+        while isinstance(node, fx.Node) and node.op == "call_function" and node.all_input_nodes:
+            if node.target not in _CONJUGATE and not is_view(node.target) and node.target is not operator.getitem:
+                break
+            conjugate = conjugate or node.target in _CONJUGATE
+            node = node.all_input_nodes[0]
+        if isinstance(node, fx.Node) and node.op == "call_function":
+            roots[node].append(conjugate)
+    if any(len(views) > 1 and any(views) for views in roots.values()):
+        raise UnsupportedOp("results of the function are conjugate views of one another", op="aten._conj.default")
