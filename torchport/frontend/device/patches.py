@@ -127,6 +127,12 @@ PATCHES: Final[dict[str, tuple[str, str, str]]] = {
         "it asks whether two tensors share one",
         "its import",
     ),
+    "torch.distributed.Reducer.__init__": (
+        "keeps the note of used parameters of the device on the CPU",
+        "it would go through pinned memory; " + _ALLOCATOR,
+        "first process group",
+    ),
+    "torch.distributed.Reducer._set_static_graph": ("the same", "the same", "first process group"),
     "torch.distributed.run.determine_local_world_size": (
         "--nproc-per-node=auto starts a process per core",
         _PICK,
@@ -327,6 +333,11 @@ ADDITIONS: Final[dict[str, tuple[str, str, str]]] = {
     "torch.library, c10d, _c10d_functional and fsdp": (
         "kernels of collectives and of what fully_shard copies with, at PrivateUse1 and Functionalize",
         "they carry tensors of the device; others go to PyTorch's kernels",
+        "first process group",
+    ),
+    "torch.library, aten::batch_norm_stats and its kin": (
+        "kernels of what SyncBatchNorm is written with, at Functionalize",
+        "PyTorch has them for CUDA alone",
         "first process group",
     ),
     "torch.optim.optimizer._global_optimizer_pre_hooks": ("a hook", "see twins.own_gradients", _IMPORT),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..device.patches import when_imported
-from . import communicator, functional, kernels, sharding
+from . import batch_norm, communicator, functional, kernels, reducer, sharding
 
 __all__ = ["create", "sharding"]
 
@@ -14,5 +14,7 @@ def create(options: Any) -> Any:
     """The gloo that carries a group's bytes; the first call registers the kernels."""
     kernels.install()
     functional.install()
+    reducer.install()
+    batch_norm.install()
     when_imported("torch.distributed.fsdp._fully_shard._fsdp_collectives", sharding.install)
     return communicator.create_gloo(options)
