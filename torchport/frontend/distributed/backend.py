@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...core import traffic
+from ...core.metrics import metrics
 from ..device.patches import when_imported
 from . import batch_norm, communicator, functional, kernels, reducer, sharding
 
@@ -12,6 +14,8 @@ __all__ = ["create", "sharding"]
 
 def create(options: Any) -> Any:
     """The gloo that carries a group's bytes; the first call registers the kernels."""
+    if traffic.notes not in metrics.notes:
+        metrics.notes.append(traffic.notes)
     kernels.install()
     functional.install()
     reducer.install()

@@ -20,7 +20,7 @@ from typing import Any, Final, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from ...core import metrics
+from ...core import metrics, traffic
 from ...core.config import config
 from ...core.errors import CollectiveError
 from ...core.frames import user_line, warn_user
@@ -64,6 +64,8 @@ class Communicator:
         self.failure: CollectiveError | None = None
         self.is_default = False
         """Whether it is the program's first group, which the others are part of."""
+        self.latest: traffic.Collective | None = None
+        """What the ranks have agreed on last."""
         self._watch = watch
         self._prefix = f"{name}/{zlib.crc32(repr(self.ranks).encode()):x}{nonce}"
 
@@ -73,18 +75,26 @@ class Communicator:
         if self.failure is not None:
             raise self.failure
         self.sequence += 1
+        mine = Statement(signature, user_line() or "a line of PyTorch's", tuple(sent), tuple(received))
+        self.latest = self.record(signature, mine.line)
         watch = self._watch
         if watch is None:
             return
-        mine = Statement(signature, user_line() or "a line of PyTorch's", tuple(sent), tuple(received))
         watch.at(f"{signature} at {mine.line} (collective {self.sequence} of group {self.name!r})")
         keys = [f"{self._prefix}/{self.sequence}/{rank}" for rank in range(self.size)]
-        with metrics.metrics.timer("CollectiveAgreeTime"):
-            said = self._meet(watch, mine, keys)
+        start = time.perf_counter()
+        said = self._meet(watch, mine, keys)
+        self.latest.agreeing = time.perf_counter() - start
+        metrics.metrics.add_time("CollectiveAgreeTime", self.latest.agreeing)
         watch.garbage.append(f"{self._prefix}/{self.sequence - 1}/{self.rank}")
         wrong = disagreement(dict(zip(self.ranks, said, strict=True)))
         if wrong is not None:
             self.fail(f"in collective {self.sequence} of group {self.name!r} {wrong}")
+
+    def record(self, what: str, line: str) -> traffic.Collective:
+        """A record of what this rank is about to do."""
+        metrics.count("Collective")
+        return traffic.journal.new(what.partition(" ")[0].partition("(")[0], what, self.name, self.size, line)
 
     def leave(self) -> None:
         """Tell the others that this rank has destroyed the group: it will come to nothing any more."""
@@ -231,6 +241,7 @@ def create_gloo(options: Any) -> Any:
     if not options.global_ranks_in_group:
         while _world:
             _world.pop().end()
+        traffic.journal.rank = rank
         if size > 1:
             _world.append(Watch(options.store, rank))
     nonce = torch.tensor([secrets.randbits(62)])

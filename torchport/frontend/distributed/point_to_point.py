@@ -9,6 +9,7 @@ it is there.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future as Promise
 from typing import Final
@@ -19,11 +20,12 @@ from ...core import metrics
 from ...core.errors import CollectiveError, TorchportError
 from ...core.frames import user_line
 from ...core.specs import TensorSpec
+from ...core.traffic import Collective
 from ...run.device_runtime import runtimes
 from ...trace.handle import LazyTensor
 from .communicator import POLL, Communicator
 from .staging import as_bytes, describe, host_values
-from .transfer import Received, Transfer
+from .transfer import Received, Transfer, taken
 
 __all__ = ["receive", "send"]
 
@@ -67,7 +69,9 @@ def _in_background(call: Callable[[], None], name: str) -> Promise[None]:
     return promise
 
 
-def _arrive(communicator: Communicator, promise: Promise[None], peer: int | None, what: str) -> Callable[[], None]:
+def _arrive(
+    communicator: Communicator, promise: Promise[None], peer: int | None, what: str, record: Collective
+) -> Callable[[], None]:
     """Waits for what is done in the background, and looks after the other side meanwhile."""
 
     def attempt() -> bool | None:
@@ -84,13 +88,14 @@ def _arrive(communicator: Communicator, promise: Promise[None], peer: int | None
         return [r for r in communicator.ranks if r != communicator.ranks[communicator.rank]] if peer is None else [peer]
 
     def arrive() -> None:
-        with metrics.metrics.timer("CollectiveTime"):
-            communicator.wait(attempt, absent, what, communicator.timeout)
-            error = promise.exception()
-            if isinstance(error, TorchportError):
-                raise error
-            if error is not None:
-                communicator.blame(error, what)  # type: ignore[arg-type]
+        start = time.perf_counter()
+        communicator.wait(attempt, absent, what, communicator.timeout)
+        error = promise.exception()
+        if isinstance(error, TorchportError):
+            raise error
+        if error is not None:
+            communicator.blame(error, what)  # type: ignore[arg-type]
+        taken(record, start)
 
     return arrive
 
@@ -99,6 +104,13 @@ def _place(communicator: Communicator, what: str) -> str:
     line = user_line() or "a line of PyTorch's"
     communicator.note(f"{what} at {line}")
     return line
+
+
+def _record(communicator: Communicator, what: str, line: str, tensor: torch.Tensor) -> Collective:
+    record = communicator.record(what, line)
+    record.start(tensor.numel() * tensor.element_size())
+    metrics.count("CollectiveBytes", record.nbytes)
+    return record
 
 
 def send(communicator: Communicator, tensor: LazyTensor, to: int, tag: int) -> Transfer:
@@ -120,7 +132,8 @@ def send(communicator: Communicator, tensor: LazyTensor, to: int, tag: int) -> T
 
     promise = _in_background(wait, "send")
     runtime = runtimes.get(tensor.get_device())
-    return Transfer(runtime, _arrive(communicator, promise, communicator.ranks[to], f"{what}\n    at {line}"))
+    record, place = _record(communicator, what, line, host), f"{what}\n    at {line}"
+    return Transfer(runtime, _arrive(communicator, promise, communicator.ranks[to], place, record))
 
 
 def receive(
@@ -164,5 +177,6 @@ def receive(
     promise = _in_background(wait, "receive")
     peer = None if source is None else communicator.ranks[source]
     runtime = runtimes.get(tensor.get_device())
-    transfer = Transfer(runtime, _arrive(communicator, promise, peer, f"{what}\n    at {line}"))
+    record, place = _record(communicator, what, line, host), f"{what}\n    at {line}"
+    transfer = Transfer(runtime, _arrive(communicator, promise, peer, place, record))
     return transfer, transfer.result(TensorSpec.of(host), lambda: host), received
