@@ -54,7 +54,9 @@ class Collective:
 
     def __str__(self) -> str:
         flight = f"{self.waited * 1e3:.2f} of {self.in_flight * 1e3:.2f} ms waited" if self.arrived else "on its way"
-        return f"{self.nbytes:>12,} bytes  {self.what}, {self.ranks} ranks of {self.group!r}, {flight}\n    at {self.line}"
+        return (
+            f"{self.nbytes:>12,} bytes  {self.what}, {self.ranks} ranks of {self.group!r}, {flight}\n    at {self.line}"
+        )
 
 
 def least_sent(name: str, nbytes: int, ranks: int) -> int:

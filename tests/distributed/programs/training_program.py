@@ -133,15 +133,16 @@ class Training:
             fully_shard(block, mesh=mesh["data"])
         fully_shard(net, mesh=mesh["data"])
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, foreach=False)
-        losses = self.train(net, self.size // 2, self.rank // 2, optimizer=optimizer)
-        return losses
+        return self.train(net, self.size // 2, self.rank // 2, optimizer=optimizer)
 
     # -- layers in parts -----------------------------------------------------------------------------------------------
     def pipeline(self) -> list[float]:
         """The first rank has the first half, the last rank the second; activations and gradients go to and fro."""
         net = untied(self.kind, self.layers).to(DEVICE)
         half = self.layers // 2
-        mine = [net.words, net.places, *net.blocks[:half]] if not self.rank else [*net.blocks[half:], net.norm, net.head]
+        mine = (
+            [net.words, net.places, *net.blocks[:half]] if not self.rank else [*net.blocks[half:], net.norm, net.head]
+        )
         parameters = [p for part in mine if part is not None for p in part.parameters()]
         optimizer = torch.optim.AdamW(parameters, lr=1e-3)
         losses, shape = list[float](), (BATCH, LENGTH, WIDTH)
@@ -198,7 +199,7 @@ class Training:
             losses.append(loss.item())
         return losses
 
-    # -- saved and loaded ------------------------------------------------------------------------------------------------
+    # -- saved and loaded ----------------------------------------------------------------------------------------------
     def checkpointed(self) -> list[float]:
         """Sharded; saved after the first half, and loaded into a model and optimizer made anew."""
         folder = os.path.join(os.environ["TEST_FOLDER"], "checkpoint")
@@ -309,7 +310,9 @@ def main(kind: str, layers: int, steps: int, ways: list[str]) -> None:
         )
         print(f"{way}: losses agree", flush=True)
     count = torchport.metrics.counter
-    print(f"compiled {count('UncachedCompile')}, from disk {count('DiskCacheHit')}, in all {computations()}", flush=True)
+    print(
+        f"compiled {count('UncachedCompile')}, from disk {count('DiskCacheHit')}, in all {computations()}", flush=True
+    )
     dist.destroy_process_group()
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "barrier",
+    "begin",
     "broadcast",
     "contiguous",
     "counts",
@@ -59,8 +60,8 @@ def _options(kind: Any, communicator: Communicator, nbytes: int, **values: Any) 
     return options
 
 
-def _bytes(communicator: Communicator, hosts: Sequence[torch.Tensor]) -> int:
-    """How many there are in what this rank gives; they are on their way now."""
+def begin(communicator: Communicator, hosts: Sequence[torch.Tensor]) -> int:
+    """How many bytes there are in what this rank gives; they are on their way now."""
     count = sum(host.numel() * host.element_size() for host in hosts)
     metrics.count("CollectiveBytes", count)
     assert communicator.latest is not None
@@ -112,7 +113,7 @@ def all_reduce(communicator: Communicator, tensors: Handles, reduce_op: Any, nam
     what = f"{name}({reduction.name}) of {describe(tensors)}"
     communicator.agree(what)
     staged = _staged(reduction, hosts)
-    options = _options(c10d.AllreduceOptions, communicator, _bytes(communicator, hosts), reduceOp=reduction.op)
+    options = _options(c10d.AllreduceOptions, communicator, begin(communicator, hosts), reduceOp=reduction.op)
     return _start(
         communicator,
         tensors[0],
@@ -129,7 +130,9 @@ def reduce(communicator: Communicator, tensors: Handles, reduce_op: Any, root: i
     what = f"reduce({reduction.name}) to rank {communicator.ranks[root]} of {describe(tensors)}"
     communicator.agree(what)
     staged = _staged(reduction, hosts)
-    options = _options(c10d.ReduceOptions, communicator, _bytes(communicator, hosts), reduceOp=reduction.op, rootRank=root)
+    options = _options(
+        c10d.ReduceOptions, communicator, begin(communicator, hosts), reduceOp=reduction.op, rootRank=root
+    )
     mine = communicator.rank == root
     return _start(
         communicator,
@@ -161,7 +164,7 @@ def reduce_scatter(
     communicator.agree(what)
     staged = _staged(reduction, flat)
     shares = [torch.empty(one.numel() // size, dtype=one.dtype) for one in staged]
-    options = _options(c10d.ReduceScatterOptions, communicator, _bytes(communicator, flat), reduceOp=reduction.op)
+    options = _options(c10d.ReduceScatterOptions, communicator, begin(communicator, flat), reduceOp=reduction.op)
     if size == 1:
         shares = [one.reshape(-1) for one in staged]
 
@@ -192,7 +195,7 @@ def broadcast(communicator: Communicator, tensors: Handles, root: int) -> Launch
     hosts = host_values("broadcast", tensors) if mine else [_empty(tensor) for tensor in tensors]
     what = f"broadcast from rank {communicator.ranks[root]} of {describe(tensors)}"
     communicator.agree(what)
-    options = _options(c10d.BroadcastOptions, communicator, _bytes(communicator, hosts), rootRank=root)
+    options = _options(c10d.BroadcastOptions, communicator, begin(communicator, hosts), rootRank=root)
     return _start(
         communicator,
         tensors[0],
@@ -216,7 +219,7 @@ def all_gather(
     hosts = host_values(name, inputs)
     what = f"{name} of {describe(inputs)}"
     communicator.agree(what)
-    options = _options(c10d.AllgatherOptions, communicator, _bytes(communicator, hosts) * size)
+    options = _options(c10d.AllgatherOptions, communicator, begin(communicator, hosts) * size)
     wholes = [torch.empty(size, host.numel(), dtype=host.dtype) for host in hosts]
     if size == 1:
         wholes = [host.reshape(1, -1).clone() for host in hosts]
@@ -249,7 +252,7 @@ def gather(communicator: Communicator, outputs: Handles, given: LazyTensor, root
     (host,) = host_values("gather", [given])
     what = f"gather to rank {communicator.ranks[root]} of {describe([given])}"
     communicator.agree(what)
-    options = _options(c10d.GatherOptions, communicator, _bytes(communicator, [host]), rootRank=root)
+    options = _options(c10d.GatherOptions, communicator, begin(communicator, [host]), rootRank=root)
     parts = [_empty(output) for output in outputs]
     if communicator.size == 1:
         parts = [host.clone()]
@@ -269,7 +272,7 @@ def scatter(communicator: Communicator, output: LazyTensor, given: Handles, root
     what = f"scatter from rank {communicator.ranks[root]} of {describe([output])}"
     communicator.agree(what)
     part = _empty(output) if communicator.size > 1 else hosts[0].clone()
-    options = _options(c10d.ScatterOptions, communicator, _bytes(communicator, [part]), rootRank=root)
+    options = _options(c10d.ScatterOptions, communicator, begin(communicator, [part]), rootRank=root)
 
     def works() -> list[Any]:
         sources = [[as_bytes(host) for host in hosts]] if mine else []
@@ -297,11 +300,11 @@ def all_to_all(
     communicator.agree(what, sent, received)
     whole = torch.empty(sum(received), dtype=kind.dtype) if communicator.size > 1 else flat.clone()
     width = kind.element_size()
-    options = _options(c10d.AllToAllOptions, communicator, _bytes(communicator, [flat]))
+    options = _options(c10d.AllToAllOptions, communicator, begin(communicator, [flat]))
 
     def works() -> list[Any]:
         counts = [n * width for n in received], [n * width for n in sent]
-        return [communicator.gloo.alltoall_base(as_bytes(whole), as_bytes(communicator, flat), *counts, options)]
+        return [communicator.gloo.alltoall_base(as_bytes(whole), as_bytes(flat), *counts, options)]
 
     sizes = [math.prod(output.shape) for output in outputs]
     parts = [whole] if len(outputs) == 1 else list(whole.split(sizes))
@@ -325,5 +328,5 @@ def counts(name: str, tensor: LazyTensor, rows: Sequence[int], size: int) -> lis
 def barrier(communicator: Communicator, runtime: DeviceRuntime) -> Transfer:
     """No rank goes on before all have come: to agree is all it takes."""
     communicator.agree("barrier")
-    _bytes(communicator, ())
+    begin(communicator, ())
     return launch(communicator, runtime, (), "barrier")

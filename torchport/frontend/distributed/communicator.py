@@ -127,13 +127,35 @@ class Communicator:
 
         self._of_store(lambda: store.set(keys[self.rank], mine.encode()))
         what = f"{mine.signature}\n    at {mine.line}"
-        return [Statement.decode(text) for text in self.wait(meet, absent, what, self.timeout)]
+        return [Statement.decode(text) for text in self.wait(meet, absent, what, self.timeout, lambda: True)]
 
-    def wait(self, attempt: Callable[[], T | None], absent: Callable[[], Sequence[int]], what: str, limit: float) -> T:
+    def wait(
+        self,
+        attempt: Callable[[], T | None],
+        absent: Callable[[], Sequence[int]],
+        what: str,
+        limit: float,
+        unmet: Callable[[], bool] = lambda: False,
+    ) -> T:
         """Try until something comes, each time for a bounded while, and look after the ranks that are ``absent``.
 
+        ``unmet``: whether nothing of theirs has come at all; two ranks that wait for each other so wait for ever.
         Raises :class:`CollectiveError` where one is gone, another rank has failed, or ``limit`` seconds are over.
         """
+        try:
+            return self._wait(attempt, absent, what, limit, unmet)
+        finally:
+            if self._watch is not None:
+                self._watch.waits_for = ()
+
+    def _wait(
+        self,
+        attempt: Callable[[], T | None],
+        absent: Callable[[], Sequence[int]],
+        what: str,
+        limit: float,
+        unmet: Callable[[], bool],
+    ) -> T:
         begun, warned = 0.0, False
         while True:
             result = self._of_store(attempt)
@@ -145,6 +167,7 @@ class Communicator:
                 begun = now
                 self._watch.begin()
             missing = self._of_store(absent)
+            self._watch.waits_for = missing if unmet() else ()
             places = self._of_store(lambda: self._look(missing, what))  # noqa: B023 - called at once
             if now - begun > limit:
                 self.fail(f"not every rank has come within {limit:.0f} s to\n    {what}\n{places}")
@@ -172,9 +195,14 @@ class Communicator:
         try:
             return call()
         except dist.DistNetworkError as error:
+            silent = self._watch is not None and self._watch.silent
+            why = (
+                f"has not answered for {config.peer_timeout:.0f} s, so the process that keeps it is stopped or cut off"
+                if silent
+                else "is gone, so the process that keeps it has ended"
+            )
             self.failure = CollectiveError(
-                "the store of the process group is gone, so the process that keeps it has ended (rank 0, or torchrun): "
-                f"{str(error).partition(chr(10))[0]}"
+                f"the store of the process group {why} (rank 0, or torchrun): {str(error).partition(chr(10))[0]}"
             )
             if self._watch is not None:
                 self._watch.store_is_gone()

@@ -1,8 +1,8 @@
 """DDP's reducer notes which parameters a step has used, for ``find_unused_parameters`` and ``static_graph``.
 
 It keeps the note on the CPU, and a copy beside the parameters for the ranks to add up. The copy of another accelerator
-goes through pinned memory, whose C++ allocator a device in Python has none of. So the copy of this device is a tensor of
-the CPU, which the group adds up as it does any. It is the only tensor of int32 that the reducer makes.
+goes through pinned memory, whose C++ allocator a device in Python has none of. So the copy of this device is a tensor
+of the CPU, which the group adds up as it does any. It is the only tensor of int32 that the reducer makes.
 """
 
 from __future__ import annotations
@@ -60,9 +60,7 @@ def _note_on_cpu() -> Iterator[None]:
         library = torch.library.Library("aten", "IMPL")
         try:
             with overriding():
-                library.impl(
-                    "empty.memory_format", opaque(empty), "PrivateUse1", with_keyset=True, allow_override=True
-                )
+                library.impl("empty.memory_format", opaque(empty), "PrivateUse1", with_keyset=True, allow_override=True)
             yield
         finally:
             library._destroy()
