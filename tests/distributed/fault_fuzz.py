@@ -7,6 +7,7 @@ from this process, which has imported PyTorch and not used the device, so that a
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import random
 import shutil
@@ -65,6 +66,7 @@ def work(plan: Plan, ready: Path) -> None:
     x = torch.ones(4, device="port")
     dist.all_reduce(x)
     ready.touch()
+    faulthandler.dump_traceback_later(LIMIT - 5)
     step, certain = 0, True
     for turn in range(STEPS):
         if rank == plan.victim and turn == plan.step:
@@ -161,7 +163,7 @@ def judge(plan: Plan, ended: dict[int, tuple[int, float]], texts: list[str]) -> 
     late = [rank for rank in others if rank not in ended]
     if late:
         return f"ranks {late} did not end within {LIMIT:.0f} s"
-    if any("wrong value" in text for text in texts):
+    if any("AssertionError: wrong value" in text for text in texts):
         return "a wrong value"
     through = [rank for rank in range(plan.ranks) if "came through" in texts[rank]]
     if plan.kind in HARMLESS:

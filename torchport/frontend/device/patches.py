@@ -107,6 +107,11 @@ PATCHES: Final[dict[str, tuple[str, str, str]]] = {
         "PyTorch takes the accelerator's alone; objects and checkpoints travel as tensors of the CPU",
         "its import",
     ),
+    "torch.distributed.rendezvous._create_c10d_store": (
+        "gives processes that torchrun starts again keys of their own",
+        "the keys of those that have ended are still in the agent's store, and gloo would connect to them",
+        "its import",
+    ),
     "torch.distributed.fsdp._fully_shard._fsdp_init.init_device_mesh": (
         "spreads over CPUs where the program has not used the device",
         _PICK,
@@ -328,6 +333,11 @@ ADDITIONS: Final[dict[str, tuple[str, str, str]]] = {
     "torch.distributed.distributed_c10d.Backend.*": (
         "a backend, port",
         "torch.distributed has a way of its own to register one",
+        "its import",
+    ),
+    "torch.distributed.distributed_c10d.Backend._plugins": (
+        "the fake backend's creator registers the kernels of collectives first, and takes tensors of the device",
+        "PyTorch names the devices that it is for",
         "its import",
     ),
     "torch.library, c10d, _c10d_functional and fsdp": (

@@ -9,11 +9,17 @@ from ...core.metrics import metrics
 from ..device.patches import when_imported
 from . import batch_norm, communicator, functional, kernels, reducer, sharding
 
-__all__ = ["create", "sharding"]
+__all__ = ["create", "install", "sharding"]
 
 
 def create(options: Any) -> Any:
     """The gloo that carries a group's bytes; the first call registers the kernels."""
+    install()
+    return communicator.create_gloo(options)
+
+
+def install() -> None:
+    """Register the kernels, once in a process."""
     if traffic.notes not in metrics.notes:
         metrics.notes.append(traffic.notes)
     kernels.install()
@@ -21,4 +27,3 @@ def create(options: Any) -> Any:
     reducer.install()
     batch_norm.install()
     when_imported("torch.distributed.fsdp._fully_shard._fsdp_collectives", sharding.install)
-    return communicator.create_gloo(options)

@@ -18,6 +18,7 @@ from ...core import metrics
 from ...core.specs import TensorSpec, contiguous_strides
 from ...run.device_runtime import DeviceRuntime, runtimes
 from ...trace.handle import LazyTensor
+from ..device.inplace import unwrapped
 from .communicator import Communicator
 from .staging import Reduction, as_bytes, describe, host_values, reduction_of
 from .transfer import Transfer, launch
@@ -69,6 +70,19 @@ def begin(communicator: Communicator, hosts: Sequence[torch.Tensor]) -> int:
     return count
 
 
+def _values(communicator: Communicator, name: str, handles: Handles, private: bool = False) -> Sequence[torch.Tensor]:
+    """Host tensors with the values; without any, where it is only a rehearsal."""
+    if communicator.rehearses:
+        return [torch.empty(handle.shape, dtype=handle.dtype, device="meta") for handle in handles]
+    return host_values(name, handles, private)
+
+
+def _blank(like: LazyTensor, spec: torch.Tensor) -> LazyTensor:
+    """A traced tensor in the place of what a rehearsal does not bring."""
+    blank: Any = unwrapped(torch.zeros(spec.shape, dtype=spec.dtype, device=like.device))
+    return blank
+
+
 def _empty(handle: torch.Tensor) -> torch.Tensor:
     return torch.empty(handle.shape, dtype=handle.dtype)
 
@@ -85,6 +99,9 @@ def _start(
     works: Callable[[], Sequence[Any]],
     results: Sequence[tuple[torch.Tensor, Callable[[], torch.Tensor]] | None],
 ) -> Launched:
+    if communicator.rehearses:
+        nothing = launch(communicator, _runtime(like), (), what)
+        return Launched(nothing, [None if one is None else _blank(like, one[0]) for one in results])
     transfer = launch(communicator, _runtime(like), works() if communicator.size > 1 else (), what)
     handles = [
         None if one is None else transfer.result(contiguous(one[0].shape, one[0].dtype), one[1]) for one in results
@@ -109,7 +126,7 @@ def _staged(reduction: Reduction, hosts: Sequence[torch.Tensor]) -> list[torch.T
 def all_reduce(communicator: Communicator, tensors: Handles, reduce_op: Any, name: str = "all_reduce") -> Launched:
     """Every tensor becomes the reduction of those of all ranks."""
     reduction = reduction_of(reduce_op, tensors[0].dtype, communicator.size)
-    hosts = host_values(name, tensors, private=True)
+    hosts = _values(communicator, name, tensors, private=True)
     what = f"{name}({reduction.name}) of {describe(tensors)}"
     communicator.agree(what)
     staged = _staged(reduction, hosts)
@@ -126,7 +143,7 @@ def all_reduce(communicator: Communicator, tensors: Handles, reduce_op: Any, nam
 def reduce(communicator: Communicator, tensors: Handles, reduce_op: Any, root: int) -> Launched:
     """The tensor of rank ``root`` becomes the reduction of those of all ranks; the others' stay."""
     reduction = reduction_of(reduce_op, tensors[0].dtype, communicator.size)
-    hosts = host_values("reduce", tensors, private=True)
+    hosts = _values(communicator, "reduce", tensors, private=True)
     what = f"reduce({reduction.name}) to rank {communicator.ranks[root]} of {describe(tensors)}"
     communicator.agree(what)
     staged = _staged(reduction, hosts)
@@ -153,7 +170,7 @@ def reduce_scatter(
     """Each output becomes its rank's share of the reduction of its inputs: one tensor, or one per rank."""
     size = communicator.size
     reduction = reduction_of(reduce_op, outputs[0].dtype, size)
-    flat = [_flat(host_values(name, parts, private=len(parts) == 1)) for parts in inputs]
+    flat = [_flat(_values(communicator, name, parts, private=len(parts) == 1)) for parts in inputs]
     for output, whole in zip(outputs, flat, strict=True):
         if whole.numel() != output.numel() * size or whole.dtype != output.dtype:
             raise ValueError(
@@ -192,7 +209,7 @@ def _flat(hosts: Sequence[torch.Tensor]) -> torch.Tensor:
 def broadcast(communicator: Communicator, tensors: Handles, root: int) -> Launched:
     """Every tensor becomes that of rank ``root``."""
     mine = communicator.rank == root
-    hosts = host_values("broadcast", tensors) if mine else [_empty(tensor) for tensor in tensors]
+    hosts = _values(communicator, "broadcast", tensors) if mine else [_empty(tensor) for tensor in tensors]
     what = f"broadcast from rank {communicator.ranks[root]} of {describe(tensors)}"
     communicator.agree(what)
     options = _options(c10d.BroadcastOptions, communicator, begin(communicator, hosts), rootRank=root)
@@ -216,7 +233,7 @@ def all_gather(
                 f"{name} of {describe([given])} over {size} ranks gives {given.numel() * size} elements, but the "
                 f"output is {describe(parts)}"
             )
-    hosts = host_values(name, inputs)
+    hosts = _values(communicator, name, inputs)
     what = f"{name} of {describe(inputs)}"
     communicator.agree(what)
     options = _options(c10d.AllgatherOptions, communicator, begin(communicator, hosts) * size)
@@ -249,7 +266,7 @@ def _part(whole: torch.Tensor, like: torch.Tensor, at: int | None) -> Callable[[
 def gather(communicator: Communicator, outputs: Handles, given: LazyTensor, root: int) -> Launched:
     """Output *n* of rank ``root`` becomes the input of rank *n*; other ranks have no outputs."""
     mine = communicator.rank == root
-    (host,) = host_values("gather", [given])
+    (host,) = _values(communicator, "gather", [given])
     what = f"gather to rank {communicator.ranks[root]} of {describe([given])}"
     communicator.agree(what)
     options = _options(c10d.GatherOptions, communicator, begin(communicator, [host]), rootRank=root)
@@ -268,7 +285,7 @@ def gather(communicator: Communicator, outputs: Handles, given: LazyTensor, root
 def scatter(communicator: Communicator, output: LazyTensor, given: Handles, root: int) -> Launched:
     """The output becomes the input that rank ``root`` has for this one; other ranks have no inputs."""
     mine = communicator.rank == root
-    hosts = host_values("scatter", given) if mine else []
+    hosts = _values(communicator, "scatter", given) if mine else []
     what = f"scatter from rank {communicator.ranks[root]} of {describe([output])}"
     communicator.agree(what)
     part = _empty(output) if communicator.size > 1 else hosts[0].clone()
@@ -295,7 +312,7 @@ def all_to_all(
     whole, in order, go to each rank and come from it.
     """
     kind = (outputs or inputs)[0]
-    flat = _flat(host_values(name, inputs))
+    flat = _flat(_values(communicator, name, inputs))
     what = f"{name} of {str(kind.dtype).removeprefix('torch.')}"
     communicator.agree(what, sent, received)
     whole = torch.empty(sum(received), dtype=kind.dtype) if communicator.size > 1 else flat.clone()

@@ -4,7 +4,8 @@ Before a collective each rank writes to the store what it is about to do, and re
 (:meth:`Communicator.agree`). Only where that fits is anything handed to gloo, which would otherwise hang, mix up values
 or end the process. And nothing waits in gloo for a rank that does not come.
 
-Private torch APIs used here: ``torch._C._distributed_c10d.ProcessGroupGloo``, ``ProcessGroup._get_backend``.
+Private torch APIs used here: ``torch._C._distributed_c10d.ProcessGroupGloo``, ``FakeProcessGroup`` of the same module,
+``ProcessGroup._get_backend``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, Final, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup
 
 from ...core import metrics, traffic
 from ...core.config import config
@@ -62,6 +64,8 @@ class Communicator:
         self.timeout = timeout.total_seconds()
         self.sequence = 0
         self.failure: CollectiveError | None = None
+        self.rehearses = False
+        """Whether it is of PyTorch's fake process group: what would be exchanged is noted, and nothing computed."""
         self.is_default = False
         """Whether it is the program's first group, which the others are part of."""
         self.latest: traffic.Collective | None = None
@@ -290,8 +294,12 @@ def communicator_of(group: Any) -> Communicator:
         backend = group._get_backend(_DEVICE)
         ranks = dist.get_process_group_ranks(group)
         if found is None or found.ranks != tuple(ranks):  # a part that was split off another group
-            watch = _world[0] if len(ranks) > 1 else None
+            rehearses = isinstance(backend, FakeProcessGroup)
+            watch = _world[0] if len(ranks) > 1 and not rehearses else None
             found = Communicator(group.group_name, backend, group.rank(), ranks, watch, _timeout_of(backend), "")
+            found.rehearses = rehearses
+            if rehearses and traffic.journal.rank is None:
+                traffic.journal.rank = dist.get_rank()
         found.gloo = backend  # with PyTorch's own checks around it, where they are switched on
         _of_group[group] = found
         if found.is_default:

@@ -41,7 +41,7 @@ class Watch:
         self._own = store.clone()
         self._port = _port_of(store)
         self._asked = 0.0
-        """When the thread has begun to write a line that is not taken yet; 0: it has not."""
+        """When the thread has asked the store for something that is not done yet; 0: it waits for nothing."""
         self.silent = False
         """Whether the store has stopped answering."""
         self._place = "it has come to no collective yet"
@@ -50,7 +50,7 @@ class Watch:
         self._held: dict[int, tuple[str, float]] = {}
         self.waits_for: Sequence[int] = ()
         """The ranks without whom this one cannot go on, while it waits for them."""
-        self._ended = threading.Event()
+        self._ended, self._said_all = threading.Event(), threading.Event()
         self._beat("")
         self._thread = threading.Thread(target=self._work, name="torchport watch", daemon=True)
         self._thread.start()
@@ -74,13 +74,15 @@ class Watch:
             try:
                 self._beat("")
                 while self.garbage:
+                    self._asked = time.monotonic()
                     self._own.delete_key(self.garbage.popleft())
+                self._asked = 0.0
             except RuntimeError:  # the store is gone; whoever waits for something finds out
                 self.store_is_gone()
                 return
 
     def _guard(self) -> None:
-        while not self._ended.wait(EVERY):
+        while not self._said_all.wait(EVERY):
             if self._asked and time.monotonic() - self._asked > config.peer_timeout:
                 self.silent = True
                 close_connections(self._port)
@@ -103,11 +105,14 @@ class Watch:
             self._beat(said)
         except RuntimeError:
             return
+        finally:
+            self._said_all.set()
 
     def store_is_gone(self) -> None:
         """Say nothing any more: the process that keeps the store has ended."""
         atexit.unregister(self.end)
         self._ended.set()
+        self._said_all.set()
 
     def look(self, rank: int) -> tuple[str | None, str]:
         """What is wrong with a rank, if anything is, and where it was last."""
