@@ -15,7 +15,7 @@ from launch_ranks import PROGRAMS, environment
 sys.path.insert(0, str(PROGRAMS))
 
 
-def torchrun(program: str, *args: str, folder: Path, restarts: int = 0, limit: float = 300) -> str:
+def torchrun(program: str, *args: str, folder: Path, restarts: int = 0, limit: float = 600) -> str:
     """Run a program of ``programs`` on two ranks; what it printed. Fails where it does, or is late."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--max-restarts={restarts}",
@@ -49,10 +49,3 @@ def test_a_restart_gives_the_losses_of_an_undisturbed_run(kind: str, tmp_path: P
     assert [int(step) for step, _ in rows] == [0, 1, 2, 3, 4, 5], rows
     found = torch.tensor([float(loss) for _, loss in rows])
     torch.testing.assert_close(found, torch.tensor(losses_alone(model("gpt2", 1), 6)), rtol=1e-4, atol=0)
-
-
-@pytest.mark.slow
-def test_a_trainer_of_transformers(tmp_path: Path) -> None:
-    """``transformers.Trainer`` under torchrun, nothing of it changed: it picks the device and DDP by itself."""
-    text = torchrun("trainer_program.py", folder=tmp_path)
-    assert text.count("trained on port") == 2, text[-4000:]
