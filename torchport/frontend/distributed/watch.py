@@ -67,6 +67,7 @@ class Watch:
         self._asked = time.monotonic()
         waits = ",".join(map(str, self.waits_for))
         self._own.set(f"rank/{self.rank}", f"{ended}\n{self._beats}\n{waits}\n{self._place}")
+        self._own.check([f"rank/{self.rank}"])  # ``set`` asks for no answer
         self._asked = 0.0
 
     def _work(self) -> None:
