@@ -72,6 +72,7 @@ if TYPE_CHECKING:
         UnsupportedOp,
     )
     from .core.specs import CompileSpec, CompileSpecs, TensorSpec
+    from .core.traffic import Collective, collective_report, collectives
     from .debug.analysis import Finding, analyze, compile_reasons, tiers
     from .debug.dumps import dump, dump_trie
     from .debug.explain import explain
@@ -113,6 +114,7 @@ _HOMES = {
         "StorageAccess TorchportError UnsupportedOp"
     ),
     "torchport.core.specs": "CompileSpec CompileSpecs TensorSpec",
+    "torchport.core.traffic": "Collective collective_report collectives",
     "torchport.debug.analysis": "Finding analyze compile_reasons tiers",
     "torchport.debug.dumps": "dump dump_trie",
     "torchport.debug.explain": "explain",

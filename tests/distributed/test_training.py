@@ -2,40 +2,55 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from launch_ranks import all_well, run_ranks
 
-EVERY = (
-    "ddp",
-    "ddp_views",
-    "ddp_hook",
-    "ddp_accumulated",
-    "tensor_parallel",
-    "fsdp",
-    "pipeline",
-    "checkpointed",
-)
+MODELS = ("gpt2", "llama", "mixtral")
+WAYS = ("ddp_views", "fsdp", "simple_fsdp", "tensor_parallel", "two_dimensional", "schedule")
+MORE = ("ddp", "ddp_unused", "ddp_static", "ddp_hook", "ddp_power", "ddp_accumulated", "pipeline", "checkpointed")
 
 
 def test_two_ranks_train_as_one() -> None:
-    all_well(run_ranks("training_program.py", "1", "2", "ddp_hook", "tensor_parallel", "fsdp"))
+    ways = ("ddp_unused", "tensor_parallel", "fsdp", "simple_fsdp", "two_dimensional", "pipeline")
+    all_well(run_ranks("training_program.py", "gpt2", "2", "2", *ways))
+
+
+def test_layers_that_know_of_ranks() -> None:
+    ways = ("sync_batch_norm", "split_groups", "uneven_inputs", "sharded_optimizer")
+    all_well(run_ranks("layers_program.py", *ways))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", EVERY)
-def test_ten_steps_of_two_ranks(kind: str) -> None:
-    steps = "10"
-    all_well(run_ranks("training_program.py", "2", steps, kind, limit=300))
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ten_steps(kind: str, ranks: int) -> None:
+    all_well(run_ranks("training_program.py", kind, str(ranks), "10", *WAYS, ranks=ranks, limit=600))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp_views", "fsdp", "tensor_parallel", "two_dimensional"])
-def test_ten_steps_of_four_ranks(kind: str) -> None:
-    all_well(run_ranks("training_program.py", "2", "10", kind, ranks=4, limit=400))
+def test_other_ways_of_two_ranks() -> None:
+    all_well(run_ranks("training_program.py", "gpt2", "2", "10", *MORE, limit=600))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["inductor", "xla"])
-@pytest.mark.parametrize("kind", ["ddp_views", "fsdp", "tensor_parallel"])
-def test_ten_steps_on_compilers(kind: str, backend: str) -> None:
-    all_well(run_ranks("training_program.py", "1", "10", kind, backend=backend, limit=400))
+def test_layers_that_know_of_four_ranks() -> None:
+    ways = ("sync_batch_norm", "split_groups", "uneven_inputs", "sharded_optimizer")
+    all_well(run_ranks("layers_program.py", *ways, ranks=4, limit=300))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "kind", "ways"),
+    [*[("xla", kind, WAYS) for kind in MODELS], ("inductor", "gpt2", ("ddp_views", "fsdp", "tensor_parallel"))],
+)
+def test_ten_steps_on_compilers(backend: str, kind: str, ways: tuple[str, ...], tmp_path: Path) -> None:
+    """Ranks that share a disk cache compile no graph twice between them."""
+    cache = {"TORCHPORT_CACHE": "on", "TORCHPORT_CACHE_DIR": str(tmp_path)}
+    ended = run_ranks("training_program.py", kind, "2", "10", *ways, backend=backend, limit=1800, **cache)
+    all_well(ended)
+    compiled = [int(n) for one in ended for n in re.findall(r"^compiled (\d+)", one.text, re.M)]
+    kept = [entry for entry in tmp_path.rglob("*") if entry.name.endswith(".entry")]
+    assert sum(compiled) <= len(kept), (compiled, len(kept))

@@ -213,8 +213,9 @@ _INSTANCES = {
     "torch.nn.Module.": torch.nn.Module(),
     "torch._subclasses.fake_tensor.FakeTensorMode.": FakeTensorMode(),
     "torch._library.custom_ops.CustomOpDef.": next(iter(custom_ops.OPDEFS.values())),
+    "torch.distributed.rendezvous.": importlib.import_module("torch.distributed.rendezvous"),
 }
-"""Objects that have the attributes which their classes only promise."""
+"""Objects that have the attributes which their classes only promise, and a module that a function's name hides."""
 
 
 def _is_private(name: str) -> bool:

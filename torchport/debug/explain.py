@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torchport import dispatch
 from torchport.core.errors import DispatchError
+from torchport.core.traffic import Collective, journal
 from torchport.dispatch import BackendComponent, DispatchKey, DispatchKeySet, Functionality, Operator
 from torchport.dispatch.extract import KeyGetters
 from torchport.dispatch.messages import fixes
@@ -132,13 +133,21 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class CallExplanation:
-    """What a Python function does: every operator it reached below autograd, in order, each with its first keys."""
+    """What a Python function does: every operator it reached below autograd, in order, each with its first keys.
+
+    ``collectives``: what it exchanged with other ranks, with bytes and lines.
+    """
 
     name: str
     operators: tuple[Explanation, ...]
+    collectives: tuple[Collective, ...] = ()
 
     def __str__(self) -> str:
         head = f"{self.name} reached {len(self.operators)} different operator call(s)"
+        if self.collectives:
+            total = sum(one.nbytes for one in self.collectives)
+            head += f" and {len(self.collectives)} collective(s) of {total:,} bytes"
+            head = "\n".join([head, *(str(one) for one in self.collectives)])
         return "\n\n".join([head, *(str(one) for one in self.operators)])
 
 
@@ -497,10 +506,12 @@ def _explain_callable(function: Any, args: Sequence[Any], kwargs: Mapping[str, A
             seen.setdefault((func.name(), bits), (func, args, kwargs))
             return func(*args, **kwargs)
 
+    before = set(map(id, journal.records))
     with DispatchRecorder():
         function(*args, **kwargs)
     name = getattr(function, "__qualname__", None) or repr(function)
-    return CallExplanation(name, tuple(explain(func, *a, **k) for func, a, k in seen.values()))
+    exchanged = tuple(one for one in journal.records if id(one) not in before)
+    return CallExplanation(name, tuple(explain(func, *a, **k) for func, a, k in seen.values()), exchanged)
 
 
 # -- text --------------------------------------------------------------------------------------------------------------

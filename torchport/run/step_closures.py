@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final
 
-from ..core import metrics
+from ..core import metrics, traffic
 from ..core.errors import TorchportError
 
 __all__ = ["finish", "step_closure", "step_ended"]
@@ -100,6 +100,7 @@ def step_closure(fn: Callable[..., object], *args: Any, run_async: bool = False,
 
 def step_ended() -> None:
     """Run the calling thread's closures. Raises the first exception of one, or of an earlier asynchronous one."""
+    traffic.step_ended()
     if not _pending.now and not _pending.later and not _runner._errors:
         return
     later, _pending.later = _pending.later, []

@@ -107,6 +107,11 @@ PATCHES: Final[dict[str, tuple[str, str, str]]] = {
         "PyTorch takes the accelerator's alone; objects and checkpoints travel as tensors of the CPU",
         "its import",
     ),
+    "torch.distributed.rendezvous._create_c10d_store": (
+        "gives processes that torchrun starts again keys of their own",
+        "the keys of those that have ended are still in the agent's store, and gloo would connect to them",
+        "its import",
+    ),
     "torch.distributed.fsdp._fully_shard._fsdp_init.init_device_mesh": (
         "spreads over CPUs where the program has not used the device",
         _PICK,
@@ -127,6 +132,12 @@ PATCHES: Final[dict[str, tuple[str, str, str]]] = {
         "it asks whether two tensors share one",
         "its import",
     ),
+    "torch.distributed.Reducer.__init__": (
+        "keeps the note of used parameters of the device on the CPU",
+        "it would go through pinned memory; " + _ALLOCATOR,
+        "first process group",
+    ),
+    "torch.distributed.Reducer._set_static_graph": ("the same", "the same", "first process group"),
     "torch.distributed.run.determine_local_world_size": (
         "--nproc-per-node=auto starts a process per core",
         _PICK,
@@ -324,9 +335,19 @@ ADDITIONS: Final[dict[str, tuple[str, str, str]]] = {
         "torch.distributed has a way of its own to register one",
         "its import",
     ),
+    "torch.distributed.distributed_c10d.Backend._plugins": (
+        "the fake backend's creator registers the kernels of collectives first, and takes tensors of the device",
+        "PyTorch names the devices that it is for",
+        "its import",
+    ),
     "torch.library, c10d, _c10d_functional and fsdp": (
         "kernels of collectives and of what fully_shard copies with, at PrivateUse1 and Functionalize",
         "they carry tensors of the device; others go to PyTorch's kernels",
+        "first process group",
+    ),
+    "torch.library, aten::batch_norm_stats and its kin": (
+        "kernels of what SyncBatchNorm is written with, at Functionalize",
+        "PyTorch has them for CUDA alone",
         "first process group",
     ),
     "torch.optim.optimizer._global_optimizer_pre_hooks": ("a hook", "see twins.own_gradients", _IMPORT),

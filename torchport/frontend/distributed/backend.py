@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...core import traffic
+from ...core.metrics import metrics
 from ..device.patches import when_imported
-from . import communicator, functional, kernels, sharding
+from . import batch_norm, communicator, functional, kernels, reducer, sharding
 
-__all__ = ["create", "sharding"]
+__all__ = ["create", "install", "sharding"]
 
 
 def create(options: Any) -> Any:
     """The gloo that carries a group's bytes; the first call registers the kernels."""
+    install()
+    return communicator.create_gloo(options)
+
+
+def install() -> None:
+    """Register the kernels, once in a process."""
+    if traffic.notes not in metrics.notes:
+        metrics.notes.append(traffic.notes)
     kernels.install()
     functional.install()
+    reducer.install()
+    batch_norm.install()
     when_imported("torch.distributed.fsdp._fully_shard._fsdp_collectives", sharding.install)
-    return communicator.create_gloo(options)

@@ -18,6 +18,7 @@ from ...core import metrics
 from ...core.specs import TensorSpec, contiguous_strides
 from ...run.device_runtime import DeviceRuntime, runtimes
 from ...trace.handle import LazyTensor
+from ..device.inplace import unwrapped
 from .communicator import Communicator
 from .staging import Reduction, as_bytes, describe, host_values, reduction_of
 from .transfer import Transfer, launch
@@ -28,6 +29,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "barrier",
+    "begin",
     "broadcast",
     "contiguous",
     "counts",
@@ -59,10 +61,26 @@ def _options(kind: Any, communicator: Communicator, nbytes: int, **values: Any) 
     return options
 
 
-def _bytes(hosts: Sequence[torch.Tensor]) -> int:
+def begin(communicator: Communicator, hosts: Sequence[torch.Tensor]) -> int:
+    """How many bytes there are in what this rank gives; they are on their way now."""
     count = sum(host.numel() * host.element_size() for host in hosts)
     metrics.count("CollectiveBytes", count)
+    assert communicator.latest is not None
+    communicator.latest.start(count)
     return count
+
+
+def _values(communicator: Communicator, name: str, handles: Handles, private: bool = False) -> Sequence[torch.Tensor]:
+    """Host tensors with the values; without any, where it is only a rehearsal."""
+    if communicator.rehearses:
+        return [torch.empty(handle.shape, dtype=handle.dtype, device="meta") for handle in handles]
+    return host_values(name, handles, private)
+
+
+def _blank(like: LazyTensor, spec: torch.Tensor) -> LazyTensor:
+    """A traced tensor in the place of what a rehearsal does not bring."""
+    blank: Any = unwrapped(torch.zeros(spec.shape, dtype=spec.dtype, device=like.device))
+    return blank
 
 
 def _empty(handle: torch.Tensor) -> torch.Tensor:
@@ -81,6 +99,9 @@ def _start(
     works: Callable[[], Sequence[Any]],
     results: Sequence[tuple[torch.Tensor, Callable[[], torch.Tensor]] | None],
 ) -> Launched:
+    if communicator.rehearses:
+        nothing = launch(communicator, _runtime(like), (), what)
+        return Launched(nothing, [None if one is None else _blank(like, one[0]) for one in results])
     transfer = launch(communicator, _runtime(like), works() if communicator.size > 1 else (), what)
     handles = [
         None if one is None else transfer.result(contiguous(one[0].shape, one[0].dtype), one[1]) for one in results
@@ -105,11 +126,11 @@ def _staged(reduction: Reduction, hosts: Sequence[torch.Tensor]) -> list[torch.T
 def all_reduce(communicator: Communicator, tensors: Handles, reduce_op: Any, name: str = "all_reduce") -> Launched:
     """Every tensor becomes the reduction of those of all ranks."""
     reduction = reduction_of(reduce_op, tensors[0].dtype, communicator.size)
-    hosts = host_values(name, tensors, private=True)
+    hosts = _values(communicator, name, tensors, private=True)
     what = f"{name}({reduction.name}) of {describe(tensors)}"
     communicator.agree(what)
     staged = _staged(reduction, hosts)
-    options = _options(c10d.AllreduceOptions, communicator, _bytes(hosts), reduceOp=reduction.op)
+    options = _options(c10d.AllreduceOptions, communicator, begin(communicator, hosts), reduceOp=reduction.op)
     return _start(
         communicator,
         tensors[0],
@@ -122,11 +143,13 @@ def all_reduce(communicator: Communicator, tensors: Handles, reduce_op: Any, nam
 def reduce(communicator: Communicator, tensors: Handles, reduce_op: Any, root: int) -> Launched:
     """The tensor of rank ``root`` becomes the reduction of those of all ranks; the others' stay."""
     reduction = reduction_of(reduce_op, tensors[0].dtype, communicator.size)
-    hosts = host_values("reduce", tensors, private=True)
+    hosts = _values(communicator, "reduce", tensors, private=True)
     what = f"reduce({reduction.name}) to rank {communicator.ranks[root]} of {describe(tensors)}"
     communicator.agree(what)
     staged = _staged(reduction, hosts)
-    options = _options(c10d.ReduceOptions, communicator, _bytes(hosts), reduceOp=reduction.op, rootRank=root)
+    options = _options(
+        c10d.ReduceOptions, communicator, begin(communicator, hosts), reduceOp=reduction.op, rootRank=root
+    )
     mine = communicator.rank == root
     return _start(
         communicator,
@@ -147,7 +170,7 @@ def reduce_scatter(
     """Each output becomes its rank's share of the reduction of its inputs: one tensor, or one per rank."""
     size = communicator.size
     reduction = reduction_of(reduce_op, outputs[0].dtype, size)
-    flat = [_flat(host_values(name, parts, private=len(parts) == 1)) for parts in inputs]
+    flat = [_flat(_values(communicator, name, parts, private=len(parts) == 1)) for parts in inputs]
     for output, whole in zip(outputs, flat, strict=True):
         if whole.numel() != output.numel() * size or whole.dtype != output.dtype:
             raise ValueError(
@@ -158,7 +181,7 @@ def reduce_scatter(
     communicator.agree(what)
     staged = _staged(reduction, flat)
     shares = [torch.empty(one.numel() // size, dtype=one.dtype) for one in staged]
-    options = _options(c10d.ReduceScatterOptions, communicator, _bytes(flat), reduceOp=reduction.op)
+    options = _options(c10d.ReduceScatterOptions, communicator, begin(communicator, flat), reduceOp=reduction.op)
     if size == 1:
         shares = [one.reshape(-1) for one in staged]
 
@@ -186,10 +209,10 @@ def _flat(hosts: Sequence[torch.Tensor]) -> torch.Tensor:
 def broadcast(communicator: Communicator, tensors: Handles, root: int) -> Launched:
     """Every tensor becomes that of rank ``root``."""
     mine = communicator.rank == root
-    hosts = host_values("broadcast", tensors) if mine else [_empty(tensor) for tensor in tensors]
+    hosts = _values(communicator, "broadcast", tensors) if mine else [_empty(tensor) for tensor in tensors]
     what = f"broadcast from rank {communicator.ranks[root]} of {describe(tensors)}"
     communicator.agree(what)
-    options = _options(c10d.BroadcastOptions, communicator, _bytes(hosts), rootRank=root)
+    options = _options(c10d.BroadcastOptions, communicator, begin(communicator, hosts), rootRank=root)
     return _start(
         communicator,
         tensors[0],
@@ -210,10 +233,10 @@ def all_gather(
                 f"{name} of {describe([given])} over {size} ranks gives {given.numel() * size} elements, but the "
                 f"output is {describe(parts)}"
             )
-    hosts = host_values(name, inputs)
+    hosts = _values(communicator, name, inputs)
     what = f"{name} of {describe(inputs)}"
     communicator.agree(what)
-    options = _options(c10d.AllgatherOptions, communicator, _bytes(hosts) * size)
+    options = _options(c10d.AllgatherOptions, communicator, begin(communicator, hosts) * size)
     wholes = [torch.empty(size, host.numel(), dtype=host.dtype) for host in hosts]
     if size == 1:
         wholes = [host.reshape(1, -1).clone() for host in hosts]
@@ -243,10 +266,10 @@ def _part(whole: torch.Tensor, like: torch.Tensor, at: int | None) -> Callable[[
 def gather(communicator: Communicator, outputs: Handles, given: LazyTensor, root: int) -> Launched:
     """Output *n* of rank ``root`` becomes the input of rank *n*; other ranks have no outputs."""
     mine = communicator.rank == root
-    (host,) = host_values("gather", [given])
+    (host,) = _values(communicator, "gather", [given])
     what = f"gather to rank {communicator.ranks[root]} of {describe([given])}"
     communicator.agree(what)
-    options = _options(c10d.GatherOptions, communicator, _bytes([host]), rootRank=root)
+    options = _options(c10d.GatherOptions, communicator, begin(communicator, [host]), rootRank=root)
     parts = [_empty(output) for output in outputs]
     if communicator.size == 1:
         parts = [host.clone()]
@@ -262,11 +285,11 @@ def gather(communicator: Communicator, outputs: Handles, given: LazyTensor, root
 def scatter(communicator: Communicator, output: LazyTensor, given: Handles, root: int) -> Launched:
     """The output becomes the input that rank ``root`` has for this one; other ranks have no inputs."""
     mine = communicator.rank == root
-    hosts = host_values("scatter", given) if mine else []
+    hosts = _values(communicator, "scatter", given) if mine else []
     what = f"scatter from rank {communicator.ranks[root]} of {describe([output])}"
     communicator.agree(what)
     part = _empty(output) if communicator.size > 1 else hosts[0].clone()
-    options = _options(c10d.ScatterOptions, communicator, _bytes([part]), rootRank=root)
+    options = _options(c10d.ScatterOptions, communicator, begin(communicator, [part]), rootRank=root)
 
     def works() -> list[Any]:
         sources = [[as_bytes(host) for host in hosts]] if mine else []
@@ -289,12 +312,12 @@ def all_to_all(
     whole, in order, go to each rank and come from it.
     """
     kind = (outputs or inputs)[0]
-    flat = _flat(host_values(name, inputs))
+    flat = _flat(_values(communicator, name, inputs))
     what = f"{name} of {str(kind.dtype).removeprefix('torch.')}"
     communicator.agree(what, sent, received)
     whole = torch.empty(sum(received), dtype=kind.dtype) if communicator.size > 1 else flat.clone()
     width = kind.element_size()
-    options = _options(c10d.AllToAllOptions, communicator, _bytes([flat]))
+    options = _options(c10d.AllToAllOptions, communicator, begin(communicator, [flat]))
 
     def works() -> list[Any]:
         counts = [n * width for n in received], [n * width for n in sent]
@@ -322,4 +345,5 @@ def counts(name: str, tensor: LazyTensor, rows: Sequence[int], size: int) -> lis
 def barrier(communicator: Communicator, runtime: DeviceRuntime) -> Transfer:
     """No rank goes on before all have come: to agree is all it takes."""
     communicator.agree("barrier")
+    begin(communicator, ())
     return launch(communicator, runtime, (), "barrier")

@@ -4,7 +4,8 @@ Before a collective each rank writes to the store what it is about to do, and re
 (:meth:`Communicator.agree`). Only where that fits is anything handed to gloo, which would otherwise hang, mix up values
 or end the process. And nothing waits in gloo for a rank that does not come.
 
-Private torch APIs used here: ``torch._C._distributed_c10d.ProcessGroupGloo``, ``ProcessGroup._get_backend``.
+Private torch APIs used here: ``torch._C._distributed_c10d.ProcessGroupGloo``, ``FakeProcessGroup`` of the same module,
+``ProcessGroup._get_backend``.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from typing import Any, Final, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup
 
-from ...core import metrics
+from ...core import metrics, traffic
 from ...core.config import config
 from ...core.errors import CollectiveError
 from ...core.frames import user_line, warn_user
@@ -62,8 +64,12 @@ class Communicator:
         self.timeout = timeout.total_seconds()
         self.sequence = 0
         self.failure: CollectiveError | None = None
+        self.rehearses = False
+        """Whether it is of PyTorch's fake process group: what would be exchanged is noted, and nothing computed."""
         self.is_default = False
         """Whether it is the program's first group, which the others are part of."""
+        self.latest: traffic.Collective | None = None
+        """What the ranks have agreed on last."""
         self._watch = watch
         self._prefix = f"{name}/{zlib.crc32(repr(self.ranks).encode()):x}{nonce}"
 
@@ -73,18 +79,26 @@ class Communicator:
         if self.failure is not None:
             raise self.failure
         self.sequence += 1
+        mine = Statement(signature, user_line() or "a line of PyTorch's", tuple(sent), tuple(received))
+        self.latest = self.record(signature, mine.line)
         watch = self._watch
         if watch is None:
             return
-        mine = Statement(signature, user_line() or "a line of PyTorch's", tuple(sent), tuple(received))
         watch.at(f"{signature} at {mine.line} (collective {self.sequence} of group {self.name!r})")
         keys = [f"{self._prefix}/{self.sequence}/{rank}" for rank in range(self.size)]
-        with metrics.metrics.timer("CollectiveAgreeTime"):
-            said = self._meet(watch, mine, keys)
+        start = time.perf_counter()
+        said = self._meet(watch, mine, keys)
+        self.latest.agreeing = time.perf_counter() - start
+        metrics.metrics.add_time("CollectiveAgreeTime", self.latest.agreeing)
         watch.garbage.append(f"{self._prefix}/{self.sequence - 1}/{self.rank}")
         wrong = disagreement(dict(zip(self.ranks, said, strict=True)))
         if wrong is not None:
             self.fail(f"in collective {self.sequence} of group {self.name!r} {wrong}")
+
+    def record(self, what: str, line: str) -> traffic.Collective:
+        """A record of what this rank is about to do."""
+        metrics.count("Collective")
+        return traffic.journal.new(what.partition(" ")[0].partition("(")[0], what, self.name, self.size, line)
 
     def leave(self) -> None:
         """Tell the others that this rank has destroyed the group: it will come to nothing any more."""
@@ -117,13 +131,35 @@ class Communicator:
 
         self._of_store(lambda: store.set(keys[self.rank], mine.encode()))
         what = f"{mine.signature}\n    at {mine.line}"
-        return [Statement.decode(text) for text in self.wait(meet, absent, what, self.timeout)]
+        return [Statement.decode(text) for text in self.wait(meet, absent, what, self.timeout, lambda: True)]
 
-    def wait(self, attempt: Callable[[], T | None], absent: Callable[[], Sequence[int]], what: str, limit: float) -> T:
+    def wait(
+        self,
+        attempt: Callable[[], T | None],
+        absent: Callable[[], Sequence[int]],
+        what: str,
+        limit: float,
+        unmet: Callable[[], bool] = lambda: False,
+    ) -> T:
         """Try until something comes, each time for a bounded while, and look after the ranks that are ``absent``.
 
+        ``unmet``: whether nothing of theirs has come at all; two ranks that wait for each other so wait for ever.
         Raises :class:`CollectiveError` where one is gone, another rank has failed, or ``limit`` seconds are over.
         """
+        try:
+            return self._wait(attempt, absent, what, limit, unmet)
+        finally:
+            if self._watch is not None:
+                self._watch.waits_for = ()
+
+    def _wait(
+        self,
+        attempt: Callable[[], T | None],
+        absent: Callable[[], Sequence[int]],
+        what: str,
+        limit: float,
+        unmet: Callable[[], bool],
+    ) -> T:
         begun, warned = 0.0, False
         while True:
             result = self._of_store(attempt)
@@ -135,6 +171,7 @@ class Communicator:
                 begun = now
                 self._watch.begin()
             missing = self._of_store(absent)
+            self._watch.waits_for = missing if unmet() else ()
             places = self._of_store(lambda: self._look(missing, what))  # noqa: B023 - called at once
             if now - begun > limit:
                 self.fail(f"not every rank has come within {limit:.0f} s to\n    {what}\n{places}")
@@ -162,9 +199,14 @@ class Communicator:
         try:
             return call()
         except dist.DistNetworkError as error:
+            silent = self._watch is not None and self._watch.silent
+            why = (
+                f"has not answered for {config.peer_timeout:.0f} s, so the process that keeps it is stopped or cut off"
+                if silent
+                else "is gone, so the process that keeps it has ended"
+            )
             self.failure = CollectiveError(
-                "the store of the process group is gone, so the process that keeps it has ended (rank 0, or torchrun): "
-                f"{str(error).partition(chr(10))[0]}"
+                f"the store of the process group {why} (rank 0, or torchrun): {str(error).partition(chr(10))[0]}"
             )
             if self._watch is not None:
                 self._watch.store_is_gone()
@@ -231,6 +273,7 @@ def create_gloo(options: Any) -> Any:
     if not options.global_ranks_in_group:
         while _world:
             _world.pop().end()
+        traffic.journal.rank = rank
         if size > 1:
             _world.append(Watch(options.store, rank))
     nonce = torch.tensor([secrets.randbits(62)])
@@ -251,8 +294,12 @@ def communicator_of(group: Any) -> Communicator:
         backend = group._get_backend(_DEVICE)
         ranks = dist.get_process_group_ranks(group)
         if found is None or found.ranks != tuple(ranks):  # a part that was split off another group
-            watch = _world[0] if len(ranks) > 1 else None
+            rehearses = isinstance(backend, FakeProcessGroup)
+            watch = _world[0] if len(ranks) > 1 and not rehearses else None
             found = Communicator(group.group_name, backend, group.rank(), ranks, watch, _timeout_of(backend), "")
+            found.rehearses = rehearses
+            if rehearses and traffic.journal.rank is None:
+                traffic.journal.rank = dist.get_rank()
         found.gloo = backend  # with PyTorch's own checks around it, where they are switched on
         _of_group[group] = found
         if found.is_default:

@@ -228,6 +228,22 @@ def install() -> None:
             stock = torch.library.get_kernel(f"c10d::{name}", "Functionalize")
             library.impl(name, opaque(for_ours(kernel, stock)), "Functionalize", with_keyset=True)
             library.impl(name, opaque(kernel), "PrivateUse1", allow_override=True)
+        stock = torch.library.get_kernel("c10d::barrier", "CPU")
+        library.impl("barrier", opaque(_cpu_barrier(stock)), "CPU", with_keyset=True, allow_override=True)
+
+
+def _cpu_barrier(stock: Any) -> Callable[..., Any]:
+    """The CPU's barrier is a collective among others in a group that has the device: the ranks agree on it, too."""
+
+    def barrier(keys: Any, tensor: torch.Tensor, boxed: Any, *args: Any) -> Any:
+        group = dist.ProcessGroup.unbox(boxed)  # type: ignore[attr-defined]
+        if f"{DEVICE_TYPE}:" in dist.get_backend_config(group):
+            communicator = communicator_of(group)
+            communicator.agree("barrier")
+            collectives.begin(communicator, ())
+        return stock.call_boxed(keys, tensor, boxed, *args)
+
+    return barrier
 
 
 def for_ours(kernel: Callable[..., Any], stock: Any) -> Callable[..., Any]:

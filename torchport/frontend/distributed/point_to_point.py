@@ -8,9 +8,14 @@ it is there.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future as Promise
+from datetime import timedelta
 from typing import Final
 
 import torch
@@ -19,11 +24,12 @@ from ...core import metrics
 from ...core.errors import CollectiveError, TorchportError
 from ...core.frames import user_line
 from ...core.specs import TensorSpec
+from ...core.traffic import Collective
 from ...run.device_runtime import runtimes
 from ...trace.handle import LazyTensor
 from .communicator import POLL, Communicator
 from .staging import as_bytes, describe, host_values
-from .transfer import Received, Transfer
+from .transfer import Received, Transfer, taken
 
 __all__ = ["receive", "send"]
 
@@ -31,7 +37,9 @@ HEADER: Final = 512
 """Bytes of a header: what comes, and the user's line, cut where it is longer."""
 _OURS: Final = 1 << 30
 """Tags from here on are of this module; a CPU tensor of the same group may have the ones below."""
-_TAGS: Final = 1 << 29  # tags of gloo are 31 bits
+_TAGS: Final = (1 << 29) - 1  # tags of gloo are 31 bits
+_NOBODYS: Final = _OURS + 2 * _TAGS
+"""A tag that no message has."""
 
 _last: Final[dict[tuple[int, int, int], threading.Event]] = {}
 """By communicator, rank and tag, when the last receive has been posted: values must be in the order of headers."""
@@ -53,7 +61,32 @@ def _text(header: torch.Tensor) -> str:
     return bytes(header.tolist()).rstrip(b"\0").decode(errors="replace")
 
 
-def _in_background(call: Callable[[], None], name: str) -> Promise[None]:
+_waiting: Final[dict[threading.Thread, Communicator]] = {}
+"""Threads that wait in gloo."""
+
+
+@functools.cache
+def _wake_at_exit() -> None:
+    atexit.register(_wake)
+
+
+def _wake() -> None:
+    """Have gloo give up before Python ends: a thread that came back from it later would end the process badly.
+
+    gloo has no other way than a time limit that is over, which ends every wait of its group.
+    """
+    threads = dict(_waiting)
+    for communicator in set(threads.values()):
+        communicator.leave()
+        other = (communicator.rank + 1) % communicator.size
+        with contextlib.suppress(RuntimeError):
+            communicator.gloo.recv([torch.zeros(1)], other, _NOBODYS).wait(timedelta(milliseconds=1))
+    for thread in threads:
+        thread.join(5)
+
+
+def _in_background(communicator: Communicator, call: Callable[[], None], name: str) -> Promise[None]:
+    _wake_at_exit()
     promise: Promise[None] = Promise()
 
     def run() -> None:
@@ -62,13 +95,24 @@ def _in_background(call: Callable[[], None], name: str) -> Promise[None]:
             promise.set_result(None)
         except BaseException as error:
             promise.set_exception(error)
+        finally:
+            _waiting.pop(thread, None)
 
-    threading.Thread(target=run, name=f"torchport {name}", daemon=True).start()
+    thread = threading.Thread(target=run, name=f"torchport {name}", daemon=True)
+    _waiting[thread] = communicator
+    thread.start()
     return promise
 
 
-def _arrive(communicator: Communicator, promise: Promise[None], peer: int | None, what: str) -> Callable[[], None]:
-    """Waits for what is done in the background, and looks after the other side meanwhile."""
+def _arrive(
+    communicator: Communicator,
+    promise: Promise[None],
+    peer: int | None,
+    what: str,
+    record: Collective,
+    met: threading.Event,
+) -> Callable[[], None]:
+    """Waits for what is done in the background, and looks after the other side meanwhile; ``met``: it has answered."""
 
     def attempt() -> bool | None:
         try:
@@ -84,13 +128,14 @@ def _arrive(communicator: Communicator, promise: Promise[None], peer: int | None
         return [r for r in communicator.ranks if r != communicator.ranks[communicator.rank]] if peer is None else [peer]
 
     def arrive() -> None:
-        with metrics.metrics.timer("CollectiveTime"):
-            communicator.wait(attempt, absent, what, communicator.timeout)
-            error = promise.exception()
-            if isinstance(error, TorchportError):
-                raise error
-            if error is not None:
-                communicator.blame(error, what)  # type: ignore[arg-type]
+        start = time.perf_counter()
+        communicator.wait(attempt, absent, what, communicator.timeout, lambda: peer is not None and not met.is_set())
+        error = promise.exception()
+        if isinstance(error, TorchportError):
+            raise error
+        if error is not None:
+            communicator.blame(error, what)  # type: ignore[arg-type]
+        taken(record, start)
 
     return arrive
 
@@ -99,6 +144,13 @@ def _place(communicator: Communicator, what: str) -> str:
     line = user_line() or "a line of PyTorch's"
     communicator.note(f"{what} at {line}")
     return line
+
+
+def _record(communicator: Communicator, what: str, line: str, tensor: torch.Tensor) -> Collective:
+    record = communicator.record(what, line)
+    record.start(tensor.numel() * tensor.element_size())
+    metrics.count("CollectiveBytes", record.nbytes)
+    return record
 
 
 def send(communicator: Communicator, tensor: LazyTensor, to: int, tag: int) -> Transfer:
@@ -111,16 +163,18 @@ def send(communicator: Communicator, tensor: LazyTensor, to: int, tag: int) -> T
     works = [gloo.send([header], to, first)]
     if host.numel():
         works.append(gloo.send([as_bytes(host)], to, second))
-    kept = [header, host]
+    kept, met = [header, host], threading.Event()
 
     def wait() -> None:
         for work in works:
             work.wait()
+            met.set()
         kept.clear()
 
-    promise = _in_background(wait, "send")
+    promise = _in_background(communicator, wait, "send")
     runtime = runtimes.get(tensor.get_device())
-    return Transfer(runtime, _arrive(communicator, promise, communicator.ranks[to], f"{what}\n    at {line}"))
+    record, place = _record(communicator, what, line, host), f"{what}\n    at {line}"
+    return Transfer(runtime, _arrive(communicator, promise, communicator.ranks[to], place, record, met))
 
 
 def receive(
@@ -135,13 +189,14 @@ def receive(
     header, host = torch.zeros(HEADER, dtype=torch.uint8), torch.empty(tensor.shape, dtype=tensor.dtype)
     received = Received(source)
     key = (id(communicator), -1 if source is None else source, tag)
-    before, posted = _last.get(key), threading.Event()
+    before, posted, met = _last.get(key), threading.Event(), threading.Event()
     _last[key] = posted
     coming = gloo.recv_anysource([header], first) if source is None else gloo.recv([header], source, first)
 
     def wait() -> None:
         try:
             coming.wait()
+            met.set()
             if source is None:
                 received.source = coming._source_rank()
             comes, _, where = _text(header).partition("\n")
@@ -161,8 +216,9 @@ def receive(
         if values is not None:
             values.wait()
 
-    promise = _in_background(wait, "receive")
+    promise = _in_background(communicator, wait, "receive")
     peer = None if source is None else communicator.ranks[source]
     runtime = runtimes.get(tensor.get_device())
-    transfer = Transfer(runtime, _arrive(communicator, promise, peer, f"{what}\n    at {line}"))
+    record, place = _record(communicator, what, line, host), f"{what}\n    at {line}"
+    transfer = Transfer(runtime, _arrive(communicator, promise, peer, place, record, met))
     return transfer, transfer.result(TensorSpec.of(host), lambda: host), received

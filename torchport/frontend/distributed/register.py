@@ -1,12 +1,15 @@
 """Tell ``torch.distributed`` that there is a backend for the device. Runs inside ``import torch`` and imports little.
 
-Private torch APIs used here: ``torch.distributed.distributed_c10d.BackendConfig``,
+Private torch APIs used here: ``torch.distributed.Backend._plugins``,
+``torch.distributed.rendezvous._create_c10d_store``, ``_torchelastic_use_agent_store`` of the same module,
+``torch.distributed.distributed_c10d.BackendConfig``,
 ``torch.distributed.fsdp._fully_shard._fsdp_init.init_device_mesh``, ``torch._C._get_accelerator``.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 import torch
@@ -21,7 +24,9 @@ __all__ = ["register_process_group"]
 def register_process_group() -> None:
     """Register the backend ``port`` once ``torch.distributed`` is imported, if PyTorch has it at all."""
     if torch.distributed.is_available():
+        when_imported("torch.distributed.rendezvous", _restarts)
         when_imported("torch.distributed.distributed_c10d", _process_groups)
+        when_imported("torch.testing._internal.distributed.fake_pg", _rehearsals)
         when_imported("torch.distributed.fsdp._fully_shard._fsdp_init", _sharded_modules)
         when_imported("torch.distributed.fsdp._fully_shard._fsdp_param", _sharded_parameters)
 
@@ -52,6 +57,38 @@ def _process_groups(module: Any) -> None:
         original(self, backend)
 
     replace("torch.distributed.distributed_c10d.BackendConfig.__init__", init)
+
+
+def _restarts(module: Any) -> None:
+    """Processes that ``torchrun`` starts again have keys of their own in the agent's store.
+
+    Those of the ranks that have ended are still there: gloo would connect to where they listened, if it comes first.
+    With several agents PyTorch does not tell a number that all processes of a try have in common.
+    """
+    original = module._create_c10d_store
+
+    @functools.wraps(original)
+    def create_store(*args: Any, **kwargs: Any) -> Any:
+        store = original(*args, **kwargs)
+        tries = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        if tries == "0" or os.environ.get("GROUP_WORLD_SIZE") != "1" or not module._torchelastic_use_agent_store():
+            return store
+        return torch.distributed.PrefixStore(f"restart {tries}", store)
+
+    replace("torch.distributed.rendezvous._create_c10d_store", create_store)
+
+
+def _rehearsals(module: Any) -> None:
+    """PyTorch's fake process group takes tensors of the device: what they would exchange is noted."""
+    kind = torch.distributed.Backend
+    plugin = kind._plugins[kind.FAKE.upper()]
+
+    def create_fake(*args: Any) -> Any:
+        _room().install()
+        return plugin.creator_fn(*args)
+
+    kind._plugins[kind.FAKE.upper()] = plugin._replace(creator_fn=create_fake)
+    kind.backend_capability[kind.FAKE].append(NAME)
 
 
 def _sharded_modules(module: Any) -> None:

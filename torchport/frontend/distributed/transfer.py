@@ -7,6 +7,7 @@ so a program that forgets ``work.wait()`` computes the right thing, too.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -19,6 +20,7 @@ from ...core import metrics
 from ...core.default_state import default_state
 from ...core.errors import CollectiveError, TorchportError
 from ...core.specs import TensorSpec
+from ...core.traffic import Collective
 from ...run.device_runtime import DeviceRuntime
 from ...run.future import Future
 from ...trace.handle import LazyTensor, make_handle
@@ -27,7 +29,7 @@ from .communicator import Communicator
 if TYPE_CHECKING:
     from ...run.jobs import Job
 
-__all__ = ["Arrival", "Received", "Transfer", "TransferWork", "launch"]
+__all__ = ["Arrival", "Received", "Transfer", "TransferWork", "launch", "taken"]
 
 Arrival = Callable[[], None]
 """Waits until bytes are there. Raises :class:`CollectiveError`."""
@@ -91,12 +93,22 @@ class Transfer:
 def launch(communicator: Communicator, runtime: DeviceRuntime, works: Sequence[Any], what: str) -> Transfer:
     """The transfer of what gloo has been told to do."""
 
+    record = communicator.latest
+
     def arrive() -> None:
-        with metrics.metrics.timer("CollectiveTime"):
-            for work in works:
-                communicator.arrive(work, what)
+        start = time.perf_counter()
+        for work in works:
+            communicator.arrive(work, what)
+        taken(record, start)
 
     return Transfer(runtime, arrive)
+
+
+def taken(record: Collective | None, waiting_since: float) -> None:
+    """Note how long a program has waited for bytes."""
+    metrics.metrics.add_time("CollectiveTime", time.perf_counter() - waiting_since)
+    if record is not None:
+        record.arrive(waiting_since)
 
 
 class Received:

@@ -1,0 +1,98 @@
+"""Layers and contexts that know of ranks, each against one process or against tensors of the CPU."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+
+def net_of(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), *layers, nn.Flatten(), nn.Linear(4 * 6 * 6, 5))
+
+
+def images(step: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(step)
+    return torch.randn(count, 3, 8, 8, generator=draw), torch.randint(5, (count,), generator=draw)
+
+
+def sync_batch_norm() -> None:
+    """Over ranks with unequal shares of a batch as in one process with the whole of it."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    bounds = [0, *(3 * n + 2 for n in range(size))]
+    torch.manual_seed(0)
+    alone = net_of(nn.BatchNorm2d(4), nn.ReLU())
+    torch.manual_seed(0)
+    mine = nn.SyncBatchNorm.convert_sync_batchnorm(net_of(nn.BatchNorm2d(4), nn.ReLU())).to("port")
+    for step in range(3):
+        x, y = images(step, bounds[-1])
+        whole = F.cross_entropy(alone(x), y, reduction="sum")
+        own = slice(bounds[rank], bounds[rank + 1])
+        part = F.cross_entropy(mine(x[own].to("port")), y[own].to("port"), reduction="sum")
+        alone.zero_grad()
+        mine.zero_grad()
+        whole.backward()
+        part.backward()
+        for ours, theirs in zip(mine.parameters(), alone.parameters(), strict=True):
+            dist.all_reduce(ours.grad)
+            torch.testing.assert_close(ours.grad.cpu(), theirs.grad, rtol=1e-3, atol=1e-4)
+    for ours, theirs in zip(mine.buffers(), alone.buffers(), strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-4, atol=1e-5)
+    mine.eval()
+    alone.eval()
+    x, _ = images(9, 2)
+    torch.testing.assert_close(mine(x.to("port")).cpu(), alone(x), rtol=1e-3, atol=1e-4)
+
+
+def _trained(device: str, make: Any, join: bool) -> list[torch.Tensor]:
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    net = DistributedDataParallel(net_of(nn.ReLU()).to(device), gradient_as_bucket_view=True)
+    optimizer = make(net.parameters())
+    with Join([net], enable=join):
+        for step in range(3 + (2 * rank if join else 0)):
+            x, y = images(10 * rank + step, 4)
+            optimizer.zero_grad()
+            F.cross_entropy(net(x.to(device)), y.to(device)).backward()
+            optimizer.step()
+    return [p.detach().cpu() for p in net.parameters()]
+
+
+def _as_on_cpu(make: Any, join: bool = False) -> None:
+    for ours, theirs in zip(_trained("port", make, join), _trained("cpu", make, join), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def uneven_inputs() -> None:
+    """``join``: ranks with more batches go on after the others."""
+    _as_on_cpu(lambda parameters: torch.optim.SGD(parameters, lr=0.1), join=True)
+
+
+def sharded_optimizer() -> None:
+    _as_on_cpu(lambda parameters: ZeroRedundancyOptimizer(parameters, torch.optim.Adam, lr=0.01))
+
+
+def split_groups() -> None:
+    """A group per parity, and a timeout of a group's own."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    parts = [list(range(size))[n::2] for n in range(2)]
+    groups = [dist.new_group(part) for part in parts]
+    x = torch.full((3,), float(rank), device="port")
+    dist.all_reduce(x, group=groups[rank % 2])
+    assert x.tolist() == [float(sum(parts[rank % 2]))] * 3
+    dist.monitored_barrier(group=dist.new_group(backend="gloo"))
+
+
+if __name__ == "__main__":
+    dist.init_process_group()
+    for name in sys.argv[1:]:
+        globals()[name]()
+        print(f"{name}: agrees", flush=True)
+    dist.destroy_process_group()

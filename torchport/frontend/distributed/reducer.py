@@ -1,0 +1,66 @@
+"""DDP's reducer notes which parameters a step has used, for ``find_unused_parameters`` and ``static_graph``.
+
+It keeps the note on the CPU, and a copy beside the parameters for the ranks to add up. The copy of another accelerator
+goes through pinned memory, whose C++ allocator a device in Python has none of. So the copy of this device is a tensor
+of the CPU, which the group adds up as it does any. It is the only tensor of int32 that the reducer makes.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from ..device.inplace import overriding
+from ..device.opaque import opaque
+from ..device.patches import replace
+
+__all__ = ["install"]
+
+_lock: Final = threading.Lock()
+_done: Final[list[bool]] = []
+
+
+def install() -> None:
+    """Wrap what makes the note, once in a process."""
+    if _done:
+        return
+    _done.append(True)
+    reducer: Any = dist.Reducer
+    replace("torch.distributed.Reducer.__init__", _with_note_on_cpu(reducer.__init__))
+    replace("torch.distributed.Reducer._set_static_graph", _with_note_on_cpu(reducer._set_static_graph))
+
+
+def _with_note_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _note_on_cpu():
+            return original(*args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def _note_on_cpu() -> Iterator[None]:
+    """This thread's empty int32 tensors of the device are made on the CPU."""
+    mine = threading.get_ident()
+    with _lock:
+        stock: Any = torch.library.get_kernel("aten::empty.memory_format", "PrivateUse1")
+
+        def empty(keys: Any, size: Any, *, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor:
+            if dtype is torch.int32 and threading.get_ident() == mine:
+                return torch.empty(size, dtype=dtype, device="cpu")
+            return stock.call_boxed(keys, size, dtype=dtype, **options)
+
+        library = torch.library.Library("aten", "IMPL")
+        try:
+            with overriding():
+                library.impl("empty.memory_format", opaque(empty), "PrivateUse1", with_keyset=True, allow_override=True)
+            yield
+        finally:
+            library._destroy()
