@@ -25,6 +25,7 @@ from ...core.config import config
 from ...core.errors import UnsupportedOp
 from ...core.frames import user_frames, warn_user
 from ...trace.handle import DEVICE_TYPE
+from ..device.inplace import storage_name
 
 __all__ = ["refuse_conjugate_results", "skip_where_detached_gain_history", "why_not_followed"]
 
@@ -42,7 +43,8 @@ def why_not_followed(graph: fx.GraphModule) -> str | None:
     return said
 
 
-_DETACHING: Final = ("detach", torch.detach, torch.Tensor.detach, torch._C._autograd._get_data_attr)
+_data_of: Any = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
+_DETACHING: Final = ("detach", torch.detach, torch.Tensor.detach, _data_of)
 """What Dynamo captures for a tensor that shares the memory of another and has no history: methods by their names."""
 
 _RESHAPING: Final = frozenset(
@@ -55,13 +57,24 @@ def _aliases_of_inputs(graph: fx.GraphModule) -> Iterator[tuple[fx.Node, torch.T
     """The nodes that share the memory of an input, each with its fake tensor as it is at the end of the graph."""
     memory: set[int] = set()
     for node in graph.graph.nodes:
-        value = node.meta.get("example_value")
-        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        value, name = _seen(node)
+        if value is None or name is None:
             continue
         if node.op == "placeholder":
-            memory.add(value.untyped_storage()._cdata)
-        elif value.untyped_storage()._cdata in memory:
+            memory.add(name)
+        elif name in memory:
             yield node, value
+
+
+def _seen(node: fx.Node) -> tuple[torch.Tensor | None, int | None]:
+    """The fake tensor of a captured node, and its memory's name; ``None`` for what has none of its own."""
+    value = node.meta.get("example_value")
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None, None
+    try:
+        return value, storage_name(value)
+    except (RuntimeError, NotImplementedError):  # a wrapper around other tensors
+        return None, None
 
 
 def _at(node: fx.Node) -> str:
@@ -79,7 +92,7 @@ def skip_where_detached_gain_history(graph: fx.GraphModule) -> None:
 
     Raises what tells Dynamo so, and :class:`UnsupportedOp` where ``config.fallback`` is ``"error"``.
     """
-    gains = (node for node, value in _aliases_of_inputs(graph) if node.target in _DETACHING and value.requires_grad)
+    gains = (node for node, value in _aliases_of_inputs(graph) if node.target in _DETACHING and _has_history(value))
     node = next(gains, None)
     if node is None:
         return
@@ -124,14 +137,15 @@ def _written_with_history(graph: fx.GraphModule) -> str | None:
     """
     seen: dict[int, int] = {}
     written: list[torch.Tensor] = []
+    memories: list[int] = []
     for node in graph.graph.find_nodes(op="placeholder"):
-        value = node.meta.get("example_value")
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-            memory = value.untyped_storage()._cdata
+        value, memory = _seen(node)
+        if value is not None and memory is not None:
             seen[memory] = seen.get(memory, 0) + 1
             if value._version and _has_history(value):
                 written.append(value)
-    if any(seen[value.untyped_storage()._cdata] > 1 for value in written):
+                memories.append(memory)
+    if any(seen[memory] > 1 for memory in memories):
         said = (
             "inputs share memory, and one is written with gradients on, which gives all of them a history that "
             "PyTorch's part of torch.compile does not follow"
@@ -154,22 +168,21 @@ def _copy_and_write(graph: fx.GraphModule) -> str | None:
     pairs: dict[int, fx.Node] = {}
     for node in graph.graph.nodes:
         source = next(iter(node.all_input_nodes), None)
-        before = None if source is None else source.meta.get("example_value")
-        if not isinstance(before, torch.Tensor) or before.layout is not torch.strided:
+        before, memory = (None, None) if source is None else _seen(source)
+        if before is None or memory is None:
             continue
         if _writes(node):
-            found = pairs.get(before.untyped_storage()._cdata)
+            found = pairs.get(memory)
             if found is not None:
                 return (
                     f"{_name(found)}(){_at(found)} copies a tensor that was written, because of the order in which it "
                     "lies in memory, and the tensor or the copy is written again"
                 )
-        value = node.meta.get("example_value")
-        if _name(node) not in _VIEW_OR_COPY or not isinstance(value, torch.Tensor) or not before._version:
+        if _name(node) not in _VIEW_OR_COPY or not before._version:
             continue
-        memories = before.untyped_storage()._cdata, value.untyped_storage()._cdata
-        if memories[0] != memories[1] and not before.is_contiguous():
-            pairs.update(dict.fromkeys(memories, node))
+        _, copy = _seen(node)
+        if copy is not None and copy != memory and not before.is_contiguous():
+            pairs.update(dict.fromkeys((memory, copy), node))
     return None
 
 
@@ -199,9 +212,8 @@ def _other_views(graph: fx.GraphModule) -> str | None:
     outputs: dict[int, set[bool]] = defaultdict(set)
     reordered: set[int] = set()
     for node in graph.graph.output_node().all_input_nodes:
-        value = node.meta.get("example_value")
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided and node.op != "placeholder":
-            memory = value.untyped_storage()._cdata
+        value, memory = _seen(node)
+        if value is not None and memory is not None and node.op != "placeholder":
             outputs[memory].add(_has_history(value))
             if not value.is_contiguous():
                 reordered.add(memory)
