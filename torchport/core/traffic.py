@@ -44,7 +44,7 @@ class Collective:
         return least_sent(self.name, self.nbytes, self.ranks)
 
     def start(self, nbytes: int) -> None:
-        """Note that bytes are on their way."""
+        """Note that bytes are in flight."""
         self.nbytes, self.started = nbytes, time.perf_counter()
 
     def arrive(self, waiting_since: float) -> None:
@@ -53,7 +53,7 @@ class Collective:
         self.in_flight, self.waited, self.arrived = now - self.started, now - waiting_since, True
 
     def __str__(self) -> str:
-        flight = f"{self.waited * 1e3:.2f} of {self.in_flight * 1e3:.2f} ms waited" if self.arrived else "on its way"
+        flight = f"{self.waited * 1e3:.2f} of {self.in_flight * 1e3:.2f} ms waited" if self.arrived else "in flight"
         return (
             f"{self.nbytes:>12,} bytes  {self.what}, {self.ranks} ranks of {self.group!r}, {flight}\n    at {self.line}"
         )
@@ -143,7 +143,7 @@ def collective_report(step: int = -1) -> str:
     """
     if not journal.records:
         return "no collective yet"
-    lines = [f"rank {journal.rank}", table(journal.records), ""]
+    lines = [f"rank {journal.rank}", table(list(journal.records)), ""]
     groups: dict[tuple[str, str, str], list[Collective]] = {}
     chosen = collectives(step)
     for one in chosen:
