@@ -10,6 +10,7 @@ a row without an answer the service is off for the rest of the program, and a li
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import threading
@@ -308,7 +309,10 @@ class Service:
             for ticket in list(state.tickets.values()):
                 self._finish(state, ticket, None, Cancelled(f"nothing is compiled in other processes: {state.off}"))
         # Said once per process, to people: a warning would break programs that turn warnings into errors.
-        print(f"torchport: no more compiling in other processes: {state.off}; the last time, {why}", file=sys.stderr)
+        with contextlib.suppress(OSError, ValueError):  # a closed stream must not end this thread
+            print(
+                f"torchport: no more compiling in other processes: {state.off}; the last time, {why}", file=sys.stderr
+            )
 
     # -- forks -------------------------------------------------------------------------------------------------------
     def after_fork_in_child(self) -> None:

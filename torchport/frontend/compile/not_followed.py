@@ -219,9 +219,14 @@ def _other_views(graph: fx.GraphModule) -> str | None:
                 reordered.add(memory)
     if any(len(outputs[memory]) > 1 for memory in reordered):
         return "results share memory, and one is detached from the history of another"
-    for node, value in _aliases_of_inputs(graph):
-        if node.target in _BY_PLACE and value.device.type == DEVICE_TYPE:
-            return f"as_strided(){_at(node)} counts in the memory behind an input of {DEVICE_TYPE}"
+    views = {
+        memory
+        for value, memory in map(_seen, graph.graph.find_nodes(op="placeholder"))
+        if value is not None and memory is not None and value.device.type == DEVICE_TYPE and value._is_view()
+    }
+    for node in graph.graph.nodes:
+        if node.target in _BY_PLACE and _seen(node)[1] in views:
+            return f"as_strided(){_at(node)} counts in the memory that an input of {DEVICE_TYPE} is a view of"
     return None
 
 
