@@ -583,7 +583,7 @@ def test_what_counts_in_memory_after_a_write_from_another_order(flushed: bool) -
 
 @pytest.mark.parametrize("device", ["cpu", "port"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("detached", ["x.data", "x.detach()", "x.view(-1).detach()"])
+@pytest.mark.parametrize("detached", ["x.data", "x.detach()", "x.view(-1).detach()", "x.view(torch.float32)"])
 def test_a_detached_alias_of_an_input_that_gains_history(
     detached: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

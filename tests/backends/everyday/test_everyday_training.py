@@ -95,6 +95,7 @@ def test_muon(device: torch.device) -> None:
     agree(use, device, rtol=5e-2, atol=5e-3)
 
 
+@pytest.mark.filterwarnings("ignore:gradients of an embedding with sparse=True are dense")  # said once per process
 def test_sparse_adam(device: torch.device) -> None:
     def use(d: torch.device) -> Any:
         torch.manual_seed(0)

@@ -43,10 +43,6 @@ def why_not_followed(graph: fx.GraphModule) -> str | None:
     return said
 
 
-_data_of: Any = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
-_DETACHING: Final = ("detach", torch.detach, torch.Tensor.detach, _data_of)
-"""What Dynamo captures for a tensor that shares the memory of another and has no history: methods by their names."""
-
 _RESHAPING: Final = frozenset(
     ("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_", "resize_", "resize_as_")
 )
@@ -92,8 +88,16 @@ def skip_where_detached_gain_history(graph: fx.GraphModule) -> None:
 
     Raises what tells Dynamo so, and :class:`UnsupportedOp` where ``config.fallback`` is ``"error"``.
     """
-    gains = (node for node, value in _aliases_of_inputs(graph) if node.target in _DETACHING and _has_history(value))
-    node = next(gains, None)
+    # ``x.detach()``, ``x.data`` and ``x.view(dtype)`` are no views to autograd; what gives its argument is the input.
+    inputs = {id(_seen(node)[0]) for node in graph.graph.find_nodes(op="placeholder")}
+    node = next(
+        (
+            node
+            for node, value in _aliases_of_inputs(graph)
+            if id(value) not in inputs and not value._is_view() and _has_history(value)
+        ),
+        None,
+    )
     if node is None:
         return
     said = (
