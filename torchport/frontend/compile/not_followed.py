@@ -186,7 +186,7 @@ def _copy_and_write(graph: fx.GraphModule) -> str | None:
             continue
         _, copy = _seen(node)
         if copy is not None and copy != memory and not before.is_contiguous():
-            pairs.update(dict.fromkeys((memory, copy), node))
+            pairs |= {memory: node, copy: node}
     return None
 
 
