@@ -506,7 +506,8 @@ def _explain_callable(function: Any, args: Sequence[Any], kwargs: Mapping[str, A
             seen.setdefault((func.name(), bits), (func, args, kwargs))
             return func(*args, **kwargs)
 
-    before = set(map(id, journal.records))
+    kept = list(journal.records)  # so that no new record has the identity of one that has been dropped
+    before = set(map(id, kept))
     with DispatchRecorder():
         function(*args, **kwargs)
     name = getattr(function, "__qualname__", None) or repr(function)

@@ -265,6 +265,19 @@ def compile_door_on_cpu(device: str) -> Any:
 
 
 @kind
+def compile_door_writes_a_scalar(device: str) -> Any:
+    """The first compilation changes how Dynamo takes such an input, which it has traced once by then."""
+
+    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        return x + y
+
+    x = torch.tensor(3.0, dtype=torch.float64)
+    result = torch.compile(fn, backend="torchport", options={"backend": "reference"})(x, torch.ones(2).double())
+    return [x, result, torch.ones(2, device=device)]
+
+
+@kind
 def compile_with_move_inside(device: str) -> Any:
     return torch.compile(lambda x: (x.to(device) * 2 + 1).sum().cpu(), backend="aot_eager")(weights(3))
 

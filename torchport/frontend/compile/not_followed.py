@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import torch
 from torch import fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...backend.normal_form import is_view
 from ...core import metrics
@@ -65,12 +66,9 @@ def _aliases_of_inputs(graph: fx.GraphModule) -> Iterator[tuple[fx.Node, torch.T
 def _seen(node: fx.Node) -> tuple[torch.Tensor | None, int | None]:
     """The fake tensor of a captured node, and its memory's name; ``None`` for what has none of its own."""
     value = node.meta.get("example_value")
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or is_traceable_wrapper_subclass(value):
         return None, None
-    try:
-        return value, storage_name(value)
-    except (RuntimeError, NotImplementedError):  # a wrapper around other tensors
-        return None, None
+    return value, storage_name(value)
 
 
 def _at(node: fx.Node) -> str:
