@@ -39,6 +39,24 @@ def test_a_write_to_an_input_without_dimensions(dtype: torch.dtype, device: str)
         assert torch.equal(x.cpu(), want)
 
 
+@pytest.mark.filterwarnings("ignore:.*inputs of different dtypes share memory")
+@pytest.mark.parametrize("device", ["cpu", "port"])
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_an_input_of_another_dtype_is_written(shape: tuple[int, ...], device: str) -> None:
+    """AOTAutograd compares elements of two sizes: it takes ``x`` and ``x.imag`` without dimensions for strangers."""
+
+    def fn(x: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        part.copy_(1.5)
+        return x.roll(1)
+
+    compiled = torch.compile(fn, backend="torchport", options={"backend": "reference"})
+    x, want = (torch.full(shape, 1 + 1j, device=at) for at in (device, "cpu"))
+    before = torchport.metrics.counter("NotFollowedByAOTAutograd")
+    assert torch.equal(compiled(x, x.imag).cpu(), fn(want, want.imag))
+    assert torch.equal(x.cpu(), want)
+    assert torchport.metrics.counter("NotFollowedByAOTAutograd") == before + 1
+
+
 @pytest.mark.parametrize("device", ["cpu", "port"])
 def test_an_input_that_is_reshaped_in_place_and_written(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fn(x: torch.Tensor) -> torch.Tensor:

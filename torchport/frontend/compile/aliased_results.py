@@ -337,22 +337,26 @@ def _base_result(outputs: Sequence[Any], known: Any, first: int, info: Any) -> A
 
 
 def _of_result(node: fx.Node, base: Any, position: int, info: Any) -> list[Alias]:
-    """How a result of the device that is an alias of another one is taken of that; none where AOTAutograd knows.
+    """How a result that is an alias of another one is taken of that; none where AOTAutograd knows.
 
-    AOTAutograd would go by the storage offset, and every tensor of the device begins at 0. Raises
-    :class:`UnsupportedOp` where the graph does not tell by which views.
+    On the device AOTAutograd would go by the storage offset, and every tensor of the device begins at 0. Everywhere it
+    repeats the views from the first value of that memory on, also where the other result came later, by
+    ``_unsafe_view`` (``reshape`` that copies): to autograd that is no view, so a write to one would not reach the
+    other's history. Raises :class:`UnsupportedOp` where the graph does not tell by which views.
     """
-    val = node.meta.get("val")
-    repeats = info.view_meta_sequence is not None and not any(
-        view.has_symbolic_inputs for view in info.view_meta_sequence.sequence
-    )
-    if repeats or node is base or not isinstance(val, torch.Tensor) or val.device.type != DEVICE_TYPE:
+    val, known = node.meta.get("val"), info.view_meta_sequence
+    forgotten = known is None or any(view.has_symbolic_inputs for view in known.sequence)
+    apart = known is not None and any(type(view).__name__ == _UNSAFE_VIEW for view in known.sequence)
+    if not isinstance(val, torch.Tensor):
+        return []
+    if not apart and (not forgotten or node is base or val.device.type != DEVICE_TYPE):
         return []
     if not isinstance(base, fx.Node) or not _views(node, base):
         raise UnsupportedOp("a result is a view of another one, by views that the compiled graph does not have")
     return [Alias(position, 0, Looks.of(val, val), Views(position, 0, _views(node, base)))]
 
 
+_UNSAFE_VIEW: Final = "_unsafe_view_ViewMeta"
 OF_RESULT: Final = "alias_of_intermediate"
 """How the names of the kinds of results begin whose ``base_idx`` counts results, not inputs."""
 _OF_USERS_RESULT: Final = "alias_of_intermediate_base_is_user_output"

@@ -39,7 +39,7 @@ from .options import Options
 from .places import DataPlace, place_of
 from .saved import partition_fn
 from .scalar_inputs import keep_writes_to_scalars
-from .shared_inputs import mended_bases
+from .shared_inputs import keep_fixed_sizes, mended_bases
 from .tiered import Part, TieredProgram, begin
 
 __all__ = ["compile_captured", "compile_graph_module"]
@@ -330,6 +330,7 @@ def compile_captured(
         partition_fn=partition_fn,
         keep_inference_input_mutations=True,
     )
+    keep_fixed_sizes(graph, example_inputs)
     try:
         with mended_bases(), exact_writes():
             compiled = build(graph, example_inputs)

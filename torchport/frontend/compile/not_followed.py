@@ -36,7 +36,13 @@ def why_not_followed(graph: fx.GraphModule) -> str | None:
 
     Raises :class:`UnsupportedOp` where ``config.fallback`` is ``"error"``.
     """
-    said = _reshaped(graph) or _written_with_history(graph) or _copy_and_write(graph) or _other_views(graph)
+    said = (
+        _reshaped(graph)
+        or _shared_by_dtypes(graph)
+        or _written_with_history(graph)
+        or _copy_and_write(graph)
+        or _other_views(graph)
+    )
     if said is not None and config.fallback == "error":
         raise UnsupportedOp(f"{said}; give the function clones, return clones, or write under torch.no_grad()")
     if said is not None:
@@ -128,6 +134,23 @@ def _has_history(value: torch.Tensor) -> bool:
         return value.requires_grad and not value.is_leaf
     except RuntimeError:  # autograd would refuse the write on real tensors, or does not know this fake one's views
         return True
+
+
+def _shared_by_dtypes(graph: fx.GraphModule) -> str | None:
+    """Inputs that show the same memory as elements of different sizes, such as ``x`` and ``x.imag``, one written.
+
+    AOTAutograd compares where they begin and end in elements, not in bytes: it refuses some, and takes others for
+    inputs that have nothing in common.
+    """
+    values: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for node in graph.graph.find_nodes(op="placeholder"):
+        value, memory = _seen(node)
+        if value is not None and memory is not None:
+            values[memory].append(value)
+    for several in values.values():
+        if len({value.dtype for value in several}) > 1 and any(value._version for value in several):
+            return "inputs of different dtypes share memory, such as x and x.imag, and one is written"
+    return None
 
 
 def _written_with_history(graph: fx.GraphModule) -> str | None:

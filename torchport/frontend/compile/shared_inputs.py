@@ -14,8 +14,12 @@ anew: it miscounts both. So are results that are views of other results.
 The inputs are taken of the base by size, strides and storage offset. Here they are conjugate and negative views, too,
 where they were.
 
-Private torch APIs used here: ``torch._functorch._aot_autograd.runtime_wrappers.create_synthetic_base_metadata`` and
-``gen_alias_from_base``, ``torch._functorch._aot_autograd.input_output_analysis.compute_overlapping_tensors``,
+An input that Dynamo met first as the base of another one has the sizes that it had then: the numbers of a buffer, say.
+AOTAutograd would give it symbols that nothing guards; here it gets the numbers, too.
+
+Private torch APIs used here: ``torch._guards.TracingContext.tensor_to_context`` (which sizes vary),
+``torch._functorch._aot_autograd.runtime_wrappers.create_synthetic_base_metadata`` and ``gen_alias_from_base``,
+``torch._functorch._aot_autograd.input_output_analysis.compute_overlapping_tensors``,
 ``torch._functorch._aot_autograd.graph_capture.create_functionalized_fn``.
 """
 
@@ -30,7 +34,9 @@ from itertools import combinations
 from typing import Any, Final
 
 import torch
+from torch import fx
 from torch._guards import TracingContext
+from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from ...core.errors import UnsupportedOp
 from ...trace.handle import DEVICE_TYPE
@@ -38,9 +44,31 @@ from ..device.fake import saw_conjugate_views
 from ..device.patches import replaced
 from .aliased_results import OF_RESULT, repeated
 
-__all__ = ["mended_bases"]
+__all__ = ["keep_fixed_sizes", "mended_bases"]
 
 _AUTOGRAD: Final = "torch._functorch._aot_autograd"
+
+
+def keep_fixed_sizes(graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Have AOTAutograd take the sizes for numbers that are numbers in the graph that Dynamo captured."""
+    tracing = TracingContext.try_get()
+    if tracing is None:
+        return
+    for node, value in zip(graph.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        if isinstance(value, torch.Tensor):
+            _keep_fixed_sizes(node.meta.get("example_value"), tracing.tensor_to_context.get(value))
+
+
+def _keep_fixed_sizes(seen: Any, context: Any) -> None:
+    """The same of one input, or of what it is a view of: a fake tensor, and which of its sizes are to vary."""
+    varying = getattr(context, "dynamic_sizes", None)
+    if not isinstance(seen, torch.Tensor) or varying is None or seen.dim() != len(varying):
+        return
+    if not any(getattr(context, "shape_env_to_source_to_symbol_cache", {}).values()):  # else made with this context
+        for dim, size in enumerate(seen.shape):
+            if isinstance(size, int):
+                varying[dim] = DimDynamic.STATIC
+    _keep_fixed_sizes(seen._base, context.view_base_context)
 
 
 @contextmanager
