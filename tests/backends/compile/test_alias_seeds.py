@@ -48,6 +48,19 @@ PAIRS = Base((2, 3), COMPLEX, "")
 PAIRS_OF_ROWS = Base((2, 3, 2), FLOAT, "")
 
 COMPILED: Final = {
+    "a_view_of_what_reshape_copied_that_is_written": _program(
+        (Base((2,), FLOAT, MADE),),
+        (_argument("a", 0),),
+        ("v = (a * 1).expand(2, 2).flatten(0, 1)", "w = v[1:]", "w.mul_(2)"),
+        ("v", "w"),
+    ),
+    "rows_of_one_matrix_that_overlap_while_sizes_vary": _program(
+        (Base(("n", "n"), FLOAT, ""),),
+        (_argument("a", 0, "x.narrow(-1, 0, 2)"), _argument("b", 0, "x[1:]")),
+        ("b.clamp_(-2, 2)", "v = b.tril()"),
+        ("a", "v"),
+        dynamic=True,
+    ),
     "an_argument_that_a_buffer_is_a_view_of_while_sizes_vary": _program(
         (Base((4,), FLOAT, ""), Base(("n",), BOOL, "")),
         (Holder("b", "buffer", 0, "x.ravel()"), _argument("c", 0, "x.t()[1:]"), _argument("a", 1), _argument("d", 0)),

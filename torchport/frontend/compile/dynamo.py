@@ -314,9 +314,10 @@ def compile_captured(
 
     def forward(made: fx.GraphModule, inputs: Sequence[Any], inference: bool = False) -> Callable[..., Any]:
         refuse_conjugate_results(made)
+        aliases = aliases_of(made)
         reached.append(True)
         writes.append(writes_to_inputs())
-        return compile_graph_module(made, chosen, aliases_of(made), inference)
+        return compile_graph_module(made, chosen, aliases, inference)
 
     def backward(made: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         reached.append(True)
