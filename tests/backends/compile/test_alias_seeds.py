@@ -18,12 +18,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def reference() -> None:
-    torchport.use("reference")
-    torch._dynamo.reset()
-
-
 def _argument(name: str, base: int, view: str = "x") -> Holder:
     return Holder(name, "argument", base, view)
 

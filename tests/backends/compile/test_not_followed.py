@@ -16,12 +16,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def reference() -> None:
-    torchport.use("reference")
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("device", ["cpu", "port"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int64], ids=str)
 def test_a_write_to_an_input_without_dimensions(dtype: torch.dtype, device: str) -> None:

@@ -137,10 +137,10 @@ def _has_history(value: torch.Tensor) -> bool:
 
 
 def _shared_by_dtypes(graph: fx.GraphModule) -> str | None:
-    """Inputs that show the same memory as elements of different sizes, such as ``x`` and ``x.imag``, one written.
+    """Inputs of different dtypes that share memory, such as ``x`` and ``x.imag``, and of which one is written.
 
-    AOTAutograd compares where they begin and end in elements, not in bytes: it refuses some, and takes others for
-    inputs that have nothing in common.
+    AOTAutograd counts where an input begins and ends in elements, not in bytes. So it takes some of these inputs for
+    separate ones; it refuses the others.
     """
     values: dict[int, list[torch.Tensor]] = defaultdict(list)
     for node in graph.graph.find_nodes(op="placeholder"):

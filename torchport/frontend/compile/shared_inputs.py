@@ -50,7 +50,7 @@ _AUTOGRAD: Final = "torch._functorch._aot_autograd"
 
 
 def keep_fixed_sizes(graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
-    """Have AOTAutograd take the sizes for numbers that are numbers in the graph that Dynamo captured."""
+    """Have AOTAutograd take a size of an input for a number where it is a number in the graph that Dynamo captured."""
     tracing = TracingContext.try_get()
     if tracing is None:
         return
@@ -60,7 +60,7 @@ def keep_fixed_sizes(graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
 
 
 def _keep_fixed_sizes(seen: Any, context: Any) -> None:
-    """The same of one input, or of what it is a view of: a fake tensor, and which of its sizes are to vary."""
+    """Write the fixed sizes of a fake tensor, and of the tensor that it is a view of, into what says how they vary."""
     varying = getattr(context, "dynamic_sizes", None)
     if not isinstance(seen, torch.Tensor) or varying is None or seen.dim() != len(varying):
         return
