@@ -13,7 +13,8 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -29,7 +30,34 @@ _starting: Final = guarded_lock()
 """Held while one is started, so that the end of the process misses none."""
 _ending = False
 
-os.register_at_fork(after_in_child=_running.clear)  # they are the parent's
+_waiting: Final[set[threading.Thread]] = set()
+"""Threads that wait for a compiler, or for threads of theirs that do."""
+
+LEAVES_WITHIN: Final = 10.0
+"""Seconds that the end of the process gives such threads to end, once their compilers are stopped. A thread that is
+still inside PyTorch when the interpreter ends aborts the process (PyTorch's issue 38228, before Python 3.14)."""
+
+
+def _forget() -> None:
+    """Compilers and threads are the parent's."""
+    _running.clear()
+    _waiting.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+@contextlib.contextmanager
+def _known_to_wait() -> Iterator[None]:
+    thread = threading.current_thread()
+    if thread in _waiting:
+        yield
+        return
+    _waiting.add(thread)
+    try:
+        yield
+    finally:
+        _waiting.discard(thread)
 
 
 def run_compiler(command: Sequence[str], directory: Path | None = None) -> tuple[int, str]:
@@ -38,7 +66,7 @@ def run_compiler(command: Sequence[str], directory: Path | None = None) -> tuple
     Ends the calling thread (``SystemExit``) where this process ends meanwhile.
     """
     _stop_at_exit()
-    with _start(command, directory) as process:
+    with _known_to_wait(), _start(command, directory) as process:
         try:
             output = process.communicate()[0]
         except BaseException:
@@ -85,10 +113,11 @@ def side_by_side(calls: Iterable[Callable[[], _Result]]) -> list[_Result]:
         for numbered in enumerate(calls)
     ]
     try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with _known_to_wait():
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
     except BaseException:  # Ctrl-C: compilers are in groups of their own and have not heard of it
         for process in [process for process, thread in _running.copy().items() if thread in threads]:
             _stop(process)
@@ -115,5 +144,10 @@ def _end() -> None:
     global _ending
     with _starting:
         _ending = True
+        waiting = _waiting - {threading.current_thread()}
     for process in _running.copy():
         _stop(process)
+    until = time.monotonic() + LEAVES_WITHIN
+    for thread in waiting:
+        with contextlib.suppress(RuntimeError, AssertionError):  # a thread that Python has not started
+            thread.join(max(0.0, until - time.monotonic()))

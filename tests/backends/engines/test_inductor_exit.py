@@ -19,11 +19,17 @@ case "$*" in
 esac
 """
 PROGRAM = """
-import os, threading, time
+import atexit, os, threading, time
+atexit.register(time.sleep, 0.5)  # runs last
 import torch, torchport
 def work():
     f = torch.compile(lambda x: torch.sin(x) + 1, backend="torchport", options={"backend": "inductor"})
-    f(torch.ones(3))
+    try:
+        f(torch.ones(3))
+    finally:  # PyTorch computes without the interpreter's lock, and a process that ends meanwhile is aborted
+        until = time.monotonic() + 2
+        while time.monotonic() < until:
+            torch.ones(200, 200) @ torch.ones(200, 200)
 threading.Thread(target=work, daemon=True).start()
 while not os.path.exists(os.environ["STARTED"]):
     time.sleep(0.05)
