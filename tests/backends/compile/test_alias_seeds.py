@@ -62,6 +62,19 @@ COMPILED: Final = {
         ("v", "w"),
         dynamic=True,
     ),
+    "an_argument_is_a_result_and_begins_elsewhere_at_the_next_call": _program(
+        (Base((2, 3), FLOAT, ""), Base((2, 3), FLOAT, "")),
+        (_argument("a", 1, "x[-1]"), Holder("b", "buffer", 0, "x.T")),
+        (
+            "u = b.t().t()",
+            "torch.neg(u, out=u)",
+            "b.scatter_(0, torch.zeros_like(b, dtype=torch.int64), 3)",
+            "w = u.roll(1)",
+            "v = a.to(a.dtype)",
+        ),
+        ("v",),
+        apart=True,
+    ),
     "a_view_of_what_reshape_copied_before_a_break": _program(
         (Base((3, 3), FLOAT, MADE),),
         (_argument("a", 0, "torch.diagonal(x, 1)"),),

@@ -172,3 +172,25 @@ def test_a_detached_alias_of_an_input_that_gains_history(
     monkeypatch.setattr(torchport.config, "fallback", "error")
     with pytest.raises(Exception, match="write to a clone"):
         gradient(compiled, device)
+
+
+@pytest.mark.parametrize("device", ["cpu", "port"])
+def test_what_is_written_by_data_is_not_counted_as_a_change(device: str) -> None:
+    """As in eager, the backward of what was computed before takes no notice."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        x.data.mul_(2)
+        return x * 3
+
+    def gradient(fn: Callable[[torch.Tensor], torch.Tensor], device: str) -> torch.Tensor:
+        leaf = torch.arange(1.0, 5.0, device=device, requires_grad=True)
+        x = leaf * 2
+        before = x * x  # it saves x
+        (before + fn(x)).sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad.cpu()
+
+    compiled = torch.compile(fn, backend="torchport", options={"backend": "reference"})
+    with pytest.warns(UserWarning, match=r"is written at .*test_not_followed\.py:\d+ in fn by x\.data"):
+        got = gradient(compiled, device)
+    assert torch.equal(got, gradient(fn, "cpu"))

@@ -52,8 +52,7 @@ def _snapshot(state: State, results: Any, label: str, seen: Seen) -> None:
         for at, value in values.items():
             held = value.detach()
             seen.append((f"{label}: {name} {at}", held.resolve_conj().resolve_neg().to("cpu", copy=True)))
-            if value.dtype.is_floating_point or value.dtype.is_complex:  # what eager says of others means nothing
-                seen.append((f"{label}: {name} {at} requires grad", value.requires_grad))
+            seen.append((f"{label}: {name} {at} requires grad", value.requires_grad))
 
 
 def _backward(state: State, results: Any, label: str, seen: Seen) -> None:
@@ -78,6 +77,10 @@ def _is_writable(result: torch.Tensor, state: State) -> bool:
     return not overlaps_itself(result) and (result.dtype is torch.bool or not bools)
 
 
+def _has_no_gradient_to_require(value: torch.Tensor) -> bool:
+    return value.requires_grad and not (value.dtype.is_floating_point or value.dtype.is_complex)
+
+
 def _write(value: torch.Tensor, number: int) -> None:
     if value.dtype is torch.bool:
         value.logical_not_()
@@ -99,6 +102,8 @@ def observe(
             results = [result for result in run(*arguments) if result is not None]
             if writable is None and any(map(holds_no_bool, (*results, *state.bases.values()))):
                 raise RuntimeError("what is shown as a bool holds something else than 0 or 1")
+            if writable is None and any(map(_has_no_gradient_to_require, (*results, *state.bases.values()))):
+                raise RuntimeError("torch._foreach_copy_ leaves integers that require a gradient, which no view can have")
             _snapshot(state, results, f"run {at}", seen)
             _backward(state, results, f"run {at}", seen)
             found.append([_is_writable(r, state) for r in results] if writable is None else writable[at])

@@ -46,7 +46,8 @@ Numbers: TypeAlias = tuple[Any, ...]
 class Looks:
     """Dtype, size, strides and storage offset of a tensor; each an integer, or a SymPy expression.
 
-    ``conjugate`` and ``negative``: whether it shows its memory so. ``memory``: the dtype of what it is an alias of.
+    ``conjugate`` and ``negative``: whether it shows its memory so. ``memory`` and ``begins``: dtype and storage offset
+    of what it is an alias of. Nothing guards that offset, so another call may bring another one.
     """
 
     dtype: torch.dtype
@@ -56,6 +57,7 @@ class Looks:
     conjugate: bool
     negative: bool
     memory: torch.dtype
+    begins: Any
 
     @classmethod
     def of(cls, tensor: torch.Tensor, base: torch.Tensor) -> Looks:
@@ -63,22 +65,22 @@ class Looks:
         sizes, strides = map(_plain, tensor.shape), map(_plain, tensor.stride())
         offset = _plain(tensor.storage_offset())
         look = (tuple(sizes), tuple(strides), offset, tensor.is_conj(), tensor.is_neg())
-        return cls(tensor.dtype, *look, base.dtype)
+        return cls(tensor.dtype, *look, base.dtype, _plain(base.storage_offset()))
 
     @property
     def numbers(self) -> Numbers:
-        """All of them, in a row."""
-        return (*self.size, *self.strides, self.offset)
+        """All of them, in a row; the storage offset is counted from that of what it is an alias of."""
+        return (*self.size, *self.strides, self.offset - self.begins)
 
     @property
     def is_plain(self) -> bool:
         """Whether it shows its memory as it is."""
         return not (self.conjugate or self.negative or self.dtype is not self.memory)
 
-    def tensor(self, numbers: Sequence[int], bytes_of_base: int) -> torch.Tensor:
-        """A tensor without memory that looks so, given its numbers as integers."""
+    def tensor(self, numbers: Sequence[int], begins: int, bytes_of_base: int) -> torch.Tensor:
+        """A tensor without memory that looks so, given its numbers as integers and where its base begins."""
         rank = len(self.size)
-        size, strides, offset = numbers[:rank], numbers[rank : 2 * rank], numbers[-1]
+        size, strides, offset = numbers[:rank], numbers[rank : 2 * rank], begins + numbers[-1]
         if self.is_plain:
             last = offset + sum((n - 1) * step for n, step in zip(size, strides, strict=True)) if 0 not in size else 0
             memory = torch.empty(last + 1, dtype=self.dtype, device="meta")
@@ -174,14 +176,12 @@ class Alias:
         """What depends on the inputs: SymPy expressions, or integers."""
         return self.looks.numbers if self.views is None else [*self.looks.size, *self.views.numbers]
 
-    def standing_for(self, base: torch.Tensor | None, values: dict[Any, int]) -> torch.Tensor:
-        """A tensor without memory that AOTAutograd takes for the result. Raises ``KeyError`` for an unknown symbol.
-
-        ``base`` is needed where the result is taken by looks that are not plain.
-        """
+    def standing_for(self, base: torch.Tensor, values: dict[Any, int]) -> torch.Tensor:
+        """A tensor without memory that AOTAutograd takes for the result. Raises ``KeyError`` for an unknown symbol."""
         if self.views is None:
             numbers = [_evaluated(number, values) for number in self.looks.numbers]
-            return self.looks.tensor(numbers, 0 if base is None else base.numel() * base.element_size())
+            begins = base.storage_offset()
+            return self.looks.tensor(numbers, begins, (begins + base.numel()) * base.element_size())
         size = [_evaluated(number, values) for number in self.looks.size]
         for number in self.views.numbers:
             _evaluated(number, values)
@@ -200,6 +200,10 @@ class Aliases:
         self._readers = _readers(inputs)
         numbers = [*(alias.numbers for alias in found), *(part.numbers for part in parts)]
         self._static = all(isinstance(number, int) for several in numbers for number in several)
+        # What no symbol is in, and no view that autograd knows, is the same at every call that begins where the last did.
+        self._lasts = self._static and all(alias.views or alias.looks.is_plain for alias in found)
+        self._seen = [alias.base for alias in found if alias.views is None]
+        self._last: tuple[list[int], dict[int, torch.Tensor]] | None = None
 
     def __bool__(self) -> bool:
         return bool(self._found or self._parts)
@@ -219,8 +223,13 @@ class Aliases:
 
         AOTAutograd looks at what it is like, and not at what is in it.
         """
-        if self._always is not None:
-            return self._always
+        if self._lasts:
+            begins = [args[at].storage_offset() for at in self._seen]
+            if self._last is None or self._last[0] != begins:
+                with default_state():  # whatever modes of the caller are on
+                    made = {alias.position: alias.standing_for(args[alias.base], {}) for alias in self._found}
+                self._last = begins, made
+            return self._last[1]
         taken: dict[int, torch.Tensor] = {}
         values = {} if self._static else self._values(args)
         for alias in self._found:
@@ -229,17 +238,6 @@ class Aliases:
             except KeyError:
                 continue  # not of a synthetic base, which begins at 0: AOTAutograd repeats the views
         return taken
-
-    @functools.cached_property
-    def _always(self) -> dict[int, torch.Tensor] | None:
-        """What is taken at every call: where no number is a symbol, and autograd knows none of the views.
-
-        The first call makes it, whatever modes of the caller are on.
-        """
-        if not self._static or not all(alias.views or alias.looks.is_plain for alias in self._found):
-            return None
-        with default_state():
-            return {alias.position: alias.standing_for(None, {}) for alias in self._found}
 
 
 def _readers(inputs: Sequence[Any]) -> dict[Any, Callable[[Sequence[Any]], int]]:

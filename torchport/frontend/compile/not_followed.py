@@ -40,6 +40,7 @@ def why_not_followed(graph: fx.GraphModule) -> str | None:
         _reshaped(graph)
         or _shared_by_dtypes(graph)
         or _written_with_history(graph)
+        or _written_uncounted(graph)
         or _copy_and_write(graph)
         or _other_views(graph)
     )
@@ -183,6 +184,23 @@ def _written_with_history(graph: fx.GraphModule) -> str | None:
     else:
         return None
     return said
+
+
+def _written_uncounted(graph: fx.GraphModule) -> str | None:
+    """Writes to ``x.data``, of an input that has a history.
+
+    Eager does not count them as changes of the input. AOTAutograd copies the new value to the input itself, which
+    counts, so the backward refuses what was computed from the input or its base before.
+    """
+    inputs: set[int] = set()
+    for node in graph.graph.find_nodes(op="placeholder"):
+        value, memory = _seen(node)
+        if value is not None and memory is not None and not value._version and _has_history(value):
+            inputs.add(memory)
+    for node, value in _aliases_of_inputs(graph):
+        if value._version and storage_name(value) in inputs:
+            return f"the memory of an input is written{_at(node)} by x.data, which autograd is not to count as a change"
+    return None
 
 
 def _copy_and_write(graph: fx.GraphModule) -> str | None:
