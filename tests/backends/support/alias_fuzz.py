@@ -103,7 +103,7 @@ def observe(
             if writable is None and any(map(holds_no_bool, (*results, *state.bases.values()))):
                 raise RuntimeError("what is shown as a bool holds something else than 0 or 1")
             if writable is None and any(map(_has_no_gradient_to_require, (*results, *state.bases.values()))):
-                raise RuntimeError("torch._foreach_copy_ leaves integers that require a gradient, which no view can have")
+                raise RuntimeError("torch._foreach_copy_ makes integers require a gradient, which views cannot")
             _snapshot(state, results, f"run {at}", seen)
             _backward(state, results, f"run {at}", seen)
             found.append([_is_writable(r, state) for r in results] if writable is None else writable[at])

@@ -180,8 +180,8 @@ class Alias:
         """A tensor without memory that AOTAutograd takes for the result. Raises ``KeyError`` for an unknown symbol."""
         if self.views is None:
             numbers = [_evaluated(number, values) for number in self.looks.numbers]
-            begins = base.storage_offset()
-            return self.looks.tensor(numbers, begins, (begins + base.numel()) * base.element_size())
+            begins = int(base.storage_offset())
+            return self.looks.tensor(numbers, begins, (begins + base.numel()) * base.itemsize)
         size = [_evaluated(number, values) for number in self.looks.size]
         for number in self.views.numbers:
             _evaluated(number, values)
@@ -200,7 +200,7 @@ class Aliases:
         self._readers = _readers(inputs)
         numbers = [*(alias.numbers for alias in found), *(part.numbers for part in parts)]
         self._static = all(isinstance(number, int) for several in numbers for number in several)
-        # What no symbol is in, and no view that autograd knows, is the same at every call that begins where the last did.
+        # Without symbols, and without views that autograd knows, the same is taken wherever inputs begin as before.
         self._lasts = self._static and all(alias.views or alias.looks.is_plain for alias in found)
         self._seen = [alias.base for alias in found if alias.views is None]
         self._last: tuple[list[int], dict[int, torch.Tensor]] | None = None
@@ -224,12 +224,12 @@ class Aliases:
         AOTAutograd looks at what it is like, and not at what is in it.
         """
         if self._lasts:
-            begins = [args[at].storage_offset() for at in self._seen]
-            if self._last is None or self._last[0] != begins:
+            begins, last = [args[at].storage_offset() for at in self._seen], self._last
+            if last is None or last[0] != begins:
                 with default_state():  # whatever modes of the caller are on
                     made = {alias.position: alias.standing_for(args[alias.base], {}) for alias in self._found}
-                self._last = begins, made
-            return self._last[1]
+                last = self._last = begins, made
+            return last[1]
         taken: dict[int, torch.Tensor] = {}
         values = {} if self._static else self._values(args)
         for alias in self._found:
