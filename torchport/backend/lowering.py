@@ -101,22 +101,26 @@ def _negated(b: Builder, specs: Any, x: fx.Node) -> fx.Node:
     return b(aten.neg.default, x)
 
 
-def _as_dtype(b: Builder, specs: Any, x: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """A view as a dtype of another size asks for strides that the program's tensor had, and this value may not have.
+def _in_one_piece(b: Builder, x: fx.Node) -> fx.Node:
+    """A value, copied unless its strides are sure to be those of a new tensor.
 
-    Those of a dimension of one element count, too, and ``clone`` sets them.
+    An engine may give a dimension of one element any stride, whatever it is here, and ``clone`` sets it.
     """
     value = b.val(x)
-    if dtype.itemsize != value.dtype.itemsize and value.stride() != contiguous_strides(value.shape):
-        x = b(aten.clone.default, x, memory_format=torch.contiguous_format)
+    if 1 not in value.shape and value.stride() == contiguous_strides(value.shape):
+        return x
+    return b(aten.clone.default, x, memory_format=torch.contiguous_format)
+
+
+def _as_dtype(b: Builder, specs: Any, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """A view as a dtype of another size asks for strides that the program's tensor had, and this value may not have."""
+    if dtype.itemsize != b.val(x).dtype.itemsize:
+        x = _in_one_piece(b, x)
     return b(aten.view.dtype, x, dtype)
 
 
 def _as_complex(b: Builder, specs: Any, x: fx.Node) -> fx.Node:
-    value = b.val(x)
-    if value.stride() != contiguous_strides(value.shape):
-        x = b(aten.clone.default, x, memory_format=torch.contiguous_format)
-    return b(aten.view_as_complex.default, x)
+    return b(aten.view_as_complex.default, _in_one_piece(b, x))
 
 
 def _group_norm(b: Builder, specs: Any, x: fx.Node, *args: Any) -> fx.Node:

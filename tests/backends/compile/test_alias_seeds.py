@@ -283,6 +283,12 @@ ON_THE_DEVICE: Final = {
     ),
 }
 LAZY: Final = {
+    "another_dtype_of_one_row_that_was_written_transposed": _program(
+        (Base((1, 4), INT, ""),),
+        (_argument("a", 0),),
+        ("v = a.view(torch.int32)", "w = v.t()", "w.clamp_(-2, 2)"),
+        ("v",),
+    ),
     "strides_stay_where_a_transposed_expanded_view_is_written": _program(
         (PAIRS_OF_ROWS,),
         (_argument("a", 0, "x.view(-1, 2)"), Holder("b", "buffer", 0, "x.mT")),
