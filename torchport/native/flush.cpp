@@ -37,7 +37,7 @@ PyObject* new_handle(PyObject* node, Py_ssize_t offset) {
   PyObject* templates = py_.templates.of(node);
   TORCH_CHECK(PyTuple_CheckExact(templates) && offset < PyTuple_GET_SIZE(templates), "the node has no such result");
   const at::Tensor& like = THPVariable_Unpack(PyTuple_GET_ITEM(templates, offset));
-  THPObjectPtr made(THPVariable_Wrap(like.variable_data(), py_.handle));
+  THPObjectPtr made(handle_like(like));
   THPObjectPtr value_id(PyLong_FromLongLong(integer(py_.first_id.of(node)) + offset));
   if (!made || !value_id || PyObject_SetAttr(made.get(), py_.n_value_id, value_id.get()) != 0) {
     throw python_error();

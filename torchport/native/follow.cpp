@@ -313,7 +313,7 @@ struct SameValue final : c10::OperatorKernel {
     if (pending && !holds(trace, integer(value_id.get()))) {
       return {}; // pending in another thread's trace, which knows its own handles only
     }
-    THPObjectPtr made(THPVariable_Wrap(tensor.variable_data(), py_.handle));
+    THPObjectPtr made(handle_like(tensor));
     if (!made || PyObject_SetAttr(made.get(), py_.n_spec, spec.get()) != 0 ||
         PyObject_SetAttr(made.get(), pending ? py_.n_value_id : py_.n_value, (pending ? value_id : value).get()) != 0 ||
         (pending && PyList_Append(py_.made.of(trace), made.get()) != 0)) {

@@ -6,6 +6,7 @@
 #include <tuple>
 #include <vector>
 
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/object_ptr.h>
@@ -84,6 +85,13 @@ inline long long integer(PyObject* object) {
     return -2;
   }
   return value;
+}
+
+// A handle of the same form, without a value, as a new reference. No dispatch mode is to see how it is made, and none
+// would give a handle: PyTorch asks the mode that is on for a tensor without history.
+inline PyObject* handle_like(const at::Tensor& tensor) {
+  const c10::impl::ExcludeDispatchKeyGuard unseen(c10::DispatchKey::Python);
+  return THPVariable_Wrap(tensor.variable_data(), py_.handle);
 }
 
 inline long long value_id_of(PyObject* handle) {

@@ -3,6 +3,8 @@
 A handle that died before a flush never had a value, so its node hands the very same object out on the next step.
 A node's pool (``Node.ready``) has handles whose ids never change. A handle of it that is still held when its
 trace ends is replaced then. Both its reference counts tell: C++ code holds handles, too.
+
+Private torch APIs used here: ``torch._C._len_torch_dispatch_stack``, ``torch._C._ExcludeDispatchKeyGuard``.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from .trie import NONE, Node
 
 __all__ = ["alive", "fill_pool", "forget", "new_handle", "pending", "release", "sweep"]
 
+_PYTHON: Final = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
+
 
 @twins.python
 def alive(handles: list[LazyTensor]) -> list[LazyTensor]:
@@ -35,8 +39,12 @@ def alive(handles: list[LazyTensor]) -> list[LazyTensor]:
 
 def new_handle(node: Node, offset: int) -> LazyTensor:
     """A handle of a node's result that is in no pool."""
-    template = node.templates[offset]
-    made: Any = template.data  # type: ignore[union-attr]
+    template: Any = node.templates[offset]
+    if torch._C._len_torch_dispatch_stack():
+        with torch._C._ExcludeDispatchKeyGuard(_PYTHON):  # no mode is to see how it is made
+            made = template.data
+    else:
+        made = template.data
     made.__class__ = LazyTensor
     made.value_id = node.first_id + offset
     return made

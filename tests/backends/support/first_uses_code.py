@@ -482,7 +482,7 @@ def event_and_stream(device: str) -> Any:
 
 @as_warm
 def dlpack(device: str) -> Any:
-    return [told(lambda: weights(3).to(device).__dlpack__()), told(lambda: weights(3).to(device).numpy())]
+    return [torch.from_dlpack(weights(3).to(device)), told(lambda: weights(3).to(device).numpy())]
 
 
 @as_warm

@@ -108,7 +108,12 @@ _TAKES_COMPLEX_NUMBERS: Final = {torch.ops.aten.add.Tensor, torch.ops.aten.mul.T
 
 
 def _complex_number(op: Any, node: fx.Node) -> bool:
-    """Whether an operator got a complex Python number that Inductor's code cannot hand on (torch 2.13)."""
+    """Whether an operator got a complex Python number that Inductor's code cannot hand on (torch 2.13).
+
+    What fills complex tensors makes such numbers of real ones.
+    """
+    if op is torch.ops.aten.masked_fill.Scalar and node.args[0].meta["val"].is_complex():  # type: ignore[union-attr]
+        return True
     if not any(value.__class__ is complex for value in tree_leaves((node.args, node.kwargs))):
         return False
     value = node.all_input_nodes[0].meta["val"] if node.all_input_nodes else None
@@ -164,7 +169,7 @@ class InductorBackend(Backend):
     """AOTInductor on CPU. Compile spec ``inductor.options``: a JSON object that patches ``torch._inductor.config``."""
 
     name = "inductor"
-    version = f"2-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
+    version = f"3-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
     capabilities = Capabilities(
         releases_gil=True,
         concurrent=True,

@@ -273,7 +273,11 @@ def _fake_inputs(graph: fx.GraphModule, mode: Any) -> list[torch.Tensor]:
 
 
 def _decompositions() -> dict[Any, Callable[..., Any]]:
-    """Inductor's table, with variances of nothing as PyTorch has them (nan, where Inductor's lowering gives 0)."""
+    """Inductor's table, with variances of nothing as PyTorch has them (nan, where Inductor's lowering gives 0).
+
+    What a mask overwrites by one number becomes a new value: Inductor would write it in place, and what reads the old
+    value after another such write, and before this one, would get the value from before both (torch 2.13).
+    """
     from torch._inductor.decomposition import select_decomp_table
 
     table = dict(select_decomp_table())
@@ -289,7 +293,18 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
 
     for op, count in ((torch.ops.aten.var.correction, 1), (torch.ops.aten.var_mean.correction, 2)):
         table[op] = of_nothing(table.get(op), count)
+    table[torch.ops.aten.index_put.default] = _masked
     return table
+
+
+def _masked(x: torch.Tensor, indices: Sequence[Any], values: torch.Tensor, accumulate: bool = False) -> Any:
+    """``x[mask] = number`` as a choice between the two; ``NotImplemented`` for other indices."""
+    if values.numel() != 1 or len(indices) != 1 or indices[0].dtype not in (torch.bool, torch.uint8):
+        return NotImplemented
+    mask = indices[0].to(torch.bool)
+    mask = mask.reshape(*mask.shape, *(1 for _ in range(x.dim() - mask.dim())))
+    number = values.reshape(())
+    return torch.where(mask, x + number if accumulate else number, x)
 
 
 def _decompose(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
