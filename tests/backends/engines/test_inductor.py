@@ -52,6 +52,27 @@ def open_(processed: Processed) -> Any:
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: torch.diagonal_scatter(x, torch.diagonal(x, 1) + 1, 1),
+        lambda x: x.scatter(0, torch.zeros(1, 3, dtype=torch.int64), x[1:2] * 2),
+        lambda x: aten.index_put.default(x, [torch.tensor([0, 1]), torch.tensor([1, 2])], torch.diagonal(x, 1) + 1),
+    ],
+)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_what_is_read_between_a_write_and_one_by_a_mask(write: Callable[..., torch.Tensor], accumulate: bool) -> None:
+    """Inductor itself gives the value from before both."""
+
+    def fn(x: torch.Tensor) -> Tensors:
+        written = write(x - 4)
+        by_mask = aten.index_put.default(written, [written > 1], torch.tensor(7.0), accumulate)
+        by_row = aten.index_put.default(written, [written[:, 0] > 1], torch.tensor([7.0]), accumulate)
+        return torch.diagonal(written, 1) * 2, by_mask, by_row
+
+    check(fn, torch.arange(9.0).reshape(3, 3))
+
+
 def test_pointwise_views_and_strides() -> None:
     def fn(x: torch.Tensor, y: torch.Tensor, t: torch.Tensor, e: torch.Tensor) -> Tensors:
         z = (x + y).tanh().t()

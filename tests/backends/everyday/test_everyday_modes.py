@@ -1,0 +1,49 @@
+"""Everyday PyTorch on the device: what reads values while a dispatch mode is on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torchport
+
+
+class Names(TorchDispatchMode):
+    """Notes which operators it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(op))
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("read", "seen"),
+    [
+        (lambda x: torchport.sync(), []),
+        (lambda x: x.sum().item(), ["aten.sum.default", "aten._local_scalar_dense.default"]),
+    ],
+)
+def test_a_mode_sees_nothing_of_a_flush(read: Callable[[torch.Tensor], object], seen: list[str]) -> None:
+    for _ in range(3):  # recorded, then followed
+        x = torch.arange(3.0, device="port") * 2 + 1
+        held = x - 1
+        with Names() as names:
+            read(x)
+        assert names.seen == seen
+        assert x.tolist() == [1, 3, 5]
+        assert held.tolist() == [0, 2, 4]
+
+
+def test_aotautograd_watches_the_first_call_with_a_mode() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return (x.to("port") * 2 + 1).sum().cpu()
+
+    assert torch.compile(fn, backend="aot_eager")(torch.ones(3)).item() == 9
