@@ -52,6 +52,15 @@ def open_(processed: Processed) -> Any:
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
+def test_numbers_for_complex_tensors() -> None:
+    def fn(x: torch.Tensor, mask: torch.Tensor) -> Tensors:
+        return x.masked_fill(mask, 2), torch.addcmul(x, x, x), torch.addcdiv(x, x, x + 3, value=2)
+
+    args = rand(2, 3, dtype=torch.complex64), rand(2, 3) > 0
+    compiled = torch.compile(fn, backend="torchport", options={"backend": "inductor"})
+    torch.testing.assert_close(compiled(*args), fn(*args))
+
+
 @pytest.mark.parametrize(
     "write",
     [

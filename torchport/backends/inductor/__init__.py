@@ -107,12 +107,19 @@ def _bits_of_floats(op: Any, node: fx.Node) -> bool:
 _TAKES_COMPLEX_NUMBERS: Final = {torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor}
 
 
+_NO_COMPLEX: Final = {
+    torch.ops.aten.scalar_tensor.default, torch.ops.aten.masked_fill.Scalar,
+    torch.ops.aten.addcmul.default, torch.ops.aten.addcdiv.default,
+}  # fmt: skip
+
+
 def _complex_number(op: Any, node: fx.Node) -> bool:
     """Whether an operator got a complex Python number that Inductor's code cannot hand on (torch 2.13).
 
-    What fills complex tensors makes such numbers of real ones.
+    Some operators on complex tensors are called with numbers in a way of their own, whatever the number is.
     """
-    if op is torch.ops.aten.masked_fill.Scalar and node.args[0].meta["val"].is_complex():  # type: ignore[union-attr]
+    result = node.meta.get("val")
+    if op in _NO_COMPLEX and isinstance(result, torch.Tensor) and result.is_complex():
         return True
     if not any(value.__class__ is complex for value in tree_leaves((node.args, node.kwargs))):
         return False
