@@ -4,8 +4,8 @@ A handle that died before a flush never had a value, so its node hands the very 
 A node's pool (``Node.ready``) has handles whose ids never change. A handle of it that is still held when its
 trace ends is replaced then. Both its reference counts tell: C++ code holds handles, too.
 
-Private torch APIs used here: ``torch._C._len_torch_dispatch_stack``, ``torch._C._ExcludeDispatchKeyGuard`` and the dispatch
-key ``Python``.
+Private torch APIs used here: ``torch._C._len_torch_dispatch_stack``, ``torch._C._ExcludeDispatchKeyGuard`` and
+the dispatch key ``Python``.
 """
 
 from __future__ import annotations
