@@ -299,9 +299,10 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
 
 def _masked(x: torch.Tensor, indices: Sequence[Any], values: torch.Tensor, accumulate: bool = False) -> Any:
     """``x[mask] = number`` as a choice between the two; ``NotImplemented`` for other indices."""
-    if values.numel() != 1 or len(indices) != 1 or indices[0].dtype not in (torch.bool, torch.uint8):
+    masks = [index for index in indices if index is not None and index.dtype in (torch.bool, torch.uint8)]
+    if values.numel() != 1 or len(indices) != 1 or not masks:
         return NotImplemented
-    mask = indices[0].to(torch.bool)
+    mask = masks[0].to(torch.bool)
     mask = mask.reshape(*mask.shape, *(1 for _ in range(x.dim() - mask.dim())))
     number = values.reshape(())
     return torch.where(mask, x + number if accumulate else number, x)

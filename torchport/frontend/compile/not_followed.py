@@ -187,7 +187,7 @@ def _written_with_history(graph: fx.GraphModule) -> str | None:
 
 
 def _written_uncounted(graph: fx.GraphModule) -> str | None:
-    """Writes to ``x.data``, of an input that has a history.
+    """Writes to ``x.data``, where ``x`` is an input that has a history.
 
     Eager does not count them as changes of the input. AOTAutograd copies the new value to the input itself, which
     counts, so the backward refuses what was computed from the input or its base before.
