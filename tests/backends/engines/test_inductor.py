@@ -53,6 +53,8 @@ def open_(processed: Processed) -> Any:
 
 
 def test_numbers_for_complex_tensors() -> None:
+    """Through a frontend, which decomposes what the backend says it has no way to call."""
+
     def fn(x: torch.Tensor, mask: torch.Tensor) -> Tensors:
         return x.masked_fill(mask, 2), torch.addcmul(x, x, x), torch.addcdiv(x, x, x + 3, value=2)
 

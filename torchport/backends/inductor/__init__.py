@@ -111,13 +111,11 @@ _NO_COMPLEX: Final = {
     torch.ops.aten.scalar_tensor.default, torch.ops.aten.masked_fill.Scalar,
     torch.ops.aten.addcmul.default, torch.ops.aten.addcdiv.default,
 }  # fmt: skip
+"""Operators that Inductor's code hands a number wrongly for complex results, whatever the number is (torch 2.13)."""
 
 
 def _complex_number(op: Any, node: fx.Node) -> bool:
-    """Whether an operator got a complex Python number that Inductor's code cannot hand on (torch 2.13).
-
-    Some operators on complex tensors are called with numbers in a way of their own, whatever the number is.
-    """
+    """Whether an operator got a Python number for complex values that Inductor's code cannot hand on (torch 2.13)."""
     result = node.meta.get("val")
     if op in _NO_COMPLEX and isinstance(result, torch.Tensor) and result.is_complex():
         return True
