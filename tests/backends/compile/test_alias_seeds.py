@@ -92,6 +92,12 @@ COMPILED: Final = {
         ("c.copy_(1.5)", "v = a.roll(1)"),
         ("v",),
     ),
+    "a_view_by_reshape_of_an_input_that_was_written_in_another_order": _program(
+        (SQUARE,),
+        (_argument("a", 0),),
+        ("v = a.t()", "v.scatter_(0, torch.zeros_like(v, dtype=torch.int64), 3)", "u = v.t()[1:].reshape(2, -1)"),
+        ("u",),
+    ),
     "a_copy_of_a_written_tensor_that_lies_in_another_order": _program(
         (Base((3, 3), FLOAT, ""), Base((3, 3), FLOAT, "")),
         (_argument("a", 0), _argument("b", 1, "x.T")),
@@ -275,6 +281,14 @@ ON_THE_CPU: Final = {
     ),
 }
 ON_THE_DEVICE: Final = {
+    "guards_on_sizes_from_a_graph_that_AOTAutograd_gives_up": _program(
+        (Base(("n", 2, 2), COMPLEX, ""), Base(("n", 2, 2), COMPLEX, "")),
+        (_argument("a", 1), _argument("b", 1), _argument("c", 1, "x.view(torch.int32)"), _argument("d", 1, "x.mT")),
+        ("v = a.unflatten(0, (2, -1))", "w = d[:, 1]", "b[0] = 5", "u = w.neg()"),
+        ("c",),
+        dynamic=True,
+        runs=((4, 207), (6, 208)),
+    ),
     "conjugate_view_of_part_of_what_is_shared": _program(
         (Base((4, 2), COMPLEX, ""),),
         (_argument("a", 0, "x.split(2)[0]"), _argument("b", 0)),

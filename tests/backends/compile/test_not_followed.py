@@ -188,3 +188,20 @@ def test_what_is_written_by_data_is_not_counted_as_a_change(device: str) -> None
     with pytest.warns(UserWarning, match=r"is written at .*test_not_followed\.py:\d+ in fn by x\.data"):
         got = _gradient(lambda x: x * x + compiled(x), device)  # the product saves x
     assert torch.equal(got, _gradient(lambda x: x * x + fn(x), "cpu"))
+
+
+@pytest.mark.parametrize("device", ["cpu", "port"])
+def test_a_part_of_an_expanded_input_is_written(device: str) -> None:
+    """The rows that are not written are one place in memory with those that are: AOTAutograd would write them back."""
+
+    def fn(x: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
+        wide[::2].pow_(2)
+        wide[::2].mul_(2)
+        return x * 1
+
+    compiled = torch.compile(fn, backend="torchport", options={"backend": "reference"})
+    x, want = (torch.arange(4.0, device=at) for at in (device, "cpu"))
+    with pytest.warns(UserWarning, match="one of them is expanded, and a part of it is written"):
+        got = compiled(x, x.expand(2, 4))
+    assert torch.equal(got.cpu(), fn(want, want.expand(2, 4)))
+    assert torch.equal(x.cpu(), want)

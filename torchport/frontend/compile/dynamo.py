@@ -34,12 +34,17 @@ from .as_captured import as_captured, as_captured_where_shared_otherwise, why_re
 from .buckets import PaddedProgram
 from .epilogue import Epilogue
 from .graph_program import make_program
-from .not_followed import refuse_conjugate_results, skip_where_detached_gain_history, why_not_followed
+from .not_followed import (
+    refuse_conjugate_results,
+    refuse_writes_to_repeated_memory,
+    skip_where_detached_gain_history,
+    why_not_followed,
+)
 from .options import Options
 from .places import DataPlace, place_of
 from .saved import partition_fn
 from .scalar_inputs import keep_writes_to_scalars
-from .shared_inputs import keep_fixed_sizes, mended_bases
+from .shared_inputs import keep_fixed_sizes, mended_bases, no_guards_of_a_failure
 from .tiered import Part, TieredProgram, begin
 
 __all__ = ["compile_captured", "compile_graph_module"]
@@ -314,6 +319,7 @@ def compile_captured(
 
     def forward(made: fx.GraphModule, inputs: Sequence[Any], inference: bool = False) -> Callable[..., Any]:
         refuse_conjugate_results(made)
+        refuse_writes_to_repeated_memory(made)
         aliases = aliases_of(made)
         reached.append(True)
         writes.append(writes_to_inputs())
@@ -333,7 +339,7 @@ def compile_captured(
     )
     keep_fixed_sizes(graph, example_inputs)
     try:
-        with mended_bases(), exact_writes():
+        with no_guards_of_a_failure(), mended_bases(), exact_writes():
             compiled = build(graph, example_inputs)
     except (AssertionError, RuntimeError) as error:
         # Dynamo has subclasses of its own for what it answers itself, for instance by a graph break.

@@ -28,7 +28,12 @@ from ...core.frames import user_frames, warn_user
 from ...trace.handle import DEVICE_TYPE
 from ..device.inplace import storage_name
 
-__all__ = ["refuse_conjugate_results", "skip_where_detached_gain_history", "why_not_followed"]
+__all__ = [
+    "refuse_conjugate_results",
+    "refuse_writes_to_repeated_memory",
+    "skip_where_detached_gain_history",
+    "why_not_followed",
+]
 
 
 def why_not_followed(graph: fx.GraphModule) -> str | None:
@@ -42,6 +47,7 @@ def why_not_followed(graph: fx.GraphModule) -> str | None:
         or _written_with_history(graph)
         or _written_uncounted(graph)
         or _copy_and_write(graph)
+        or _view_of_reordered(graph)
         or _other_views(graph)
     )
     if said is not None and config.fallback == "error":
@@ -229,6 +235,38 @@ def _copy_and_write(graph: fx.GraphModule) -> str | None:
     return None
 
 
+def _view_of_reordered(graph: fx.GraphModule) -> str | None:
+    """Views of an input by what gives a copy where it has to, once the input was written by a view in another order.
+
+    Functionalization makes the input anew from what was written, in that order, so it takes a copy. That matters where
+    the view is written in turn, or is a result.
+    """
+    inputs = {_seen(node)[1] for node in graph.graph.find_nodes(op="placeholder")}
+    reordered: set[int] = set()
+    views: dict[fx.Node, fx.Node] = {}
+    for node in graph.graph.nodes:
+        source = next(iter(node.all_input_nodes), None)
+        before, memory = (None, None) if source is None else _seen(source)
+        if source is None or before is None or memory is None:
+            continue
+        if _writes(node):
+            if source in views:
+                return _said_of_view(views[source])
+            if memory in inputs and not before.is_contiguous():
+                reordered.add(memory)
+        elif _seen(node)[1] == memory and memory in reordered and (source in views or _name(node) in _VIEW_OR_COPY):
+            views[node] = views.get(source, node)
+    found = next((views[node] for node in graph.graph.output_node().all_input_nodes if node in views), None)
+    return None if found is None else _said_of_view(found)
+
+
+def _said_of_view(node: fx.Node) -> str:
+    return (
+        f"{_name(node)}(){_at(node)} gives a view of an input that was written by a view in another order, of which "
+        "PyTorch's part of torch.compile takes a copy"
+    )
+
+
 def _writes(node: fx.Node) -> bool:
     """Whether a captured call writes to its first argument, or to ``out``, by its name."""
     name = _name(node)
@@ -294,3 +332,19 @@ def refuse_conjugate_results(graph: fx.GraphModule) -> None:
             roots[node].append(conjugate)
     if any(len(views) > 1 and any(views) for views in roots.values()):
         raise UnsupportedOp("results of the function are conjugate views of one another", op="aten._conj.default")
+
+
+def refuse_writes_to_repeated_memory(graph: fx.GraphModule) -> None:
+    """Raise :class:`UnsupportedOp` for a graph of ATen operators that writes an expanded input back as a whole.
+
+    Of inputs that share memory AOTAutograd makes one, and views of it. A write to a row of one that is expanded
+    becomes a new value of all of its rows, which are one place in memory: the rows that were not written would count.
+    """
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided_scatter.default):
+        sizes: Any = node.args[2]
+        strides: Any = node.args[3]
+        if any(stride == 0 and size != 1 for size, stride in zip(sizes, strides, strict=True)):
+            raise UnsupportedOp(
+                "inputs share memory, one of them is expanded, and a part of it is written",
+                op="aten.as_strided_scatter.default",
+            )
