@@ -63,6 +63,30 @@ def test_numbers_for_complex_tensors() -> None:
     torch.testing.assert_close(compiled(*args), fn(*args))
 
 
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_numbers_beside_complex_tensors(shape: tuple[int, ...]) -> None:
+    """Inductor's C++ calls PyTorch's kernels for most of these, and hands them tensors only."""
+
+    def fn(x: torch.Tensor) -> Tensors:
+        sums = x - 1, 1 - x, x + 1j, x - (1 + 1j), torch.sub(x, 1, alpha=2), torch.sub(x, x, alpha=3), x.real + 1j
+        products = x / 2, 2 / x, x * 1j, x / 1j, torch.addcmul(x, x, x, value=2), torch.lerp(x, x * 2, 0.5)
+        made = (
+            torch.full_like(x, 2),
+            torch.full_like(x, 1 - 1j),
+            x**2,
+            x**1j,
+            x.real.int() + 1j,
+            torch.where(x == 1j, x, 2),
+        )
+        index, mask = torch.zeros(1, dtype=torch.int64, device=x.device), x.real > 0
+        filled = x.masked_fill(mask, 2), x.masked_fill(mask, 2j), x.reshape(-1).index_fill(0, index, 2 + 1j)
+        return (*sums, *products, *made, *filled)
+
+    x = torch.full(shape, 1 + 2j)
+    for got, want in zip(fn(x.to(torchport.use("inductor"))), fn(x), strict=True):
+        torch.testing.assert_close(got.cpu(), want)
+
+
 @pytest.mark.parametrize(
     "write",
     [

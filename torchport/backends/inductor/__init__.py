@@ -20,7 +20,6 @@ from typing import Any, Final
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
 from torchport import native
 from torchport.backend.container import check_interface
@@ -104,26 +103,24 @@ def _bits_of_floats(op: Any, node: fx.Node) -> bool:
     return any(isinstance(value, torch.Tensor) and value.dtype.is_floating_point for value in values)
 
 
-_TAKES_COMPLEX_NUMBERS: Final = {torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor}
-
-
-_NO_COMPLEX: Final = {
-    torch.ops.aten.scalar_tensor.default, torch.ops.aten.masked_fill.Scalar,
-    torch.ops.aten.addcmul.default, torch.ops.aten.addcdiv.default,
+_MADE_OF_TENSORS: Final = {
+    torch.ops.aten.full.default, torch.ops.aten.full_like.default, torch.ops.aten.scalar_tensor.default,
+    torch.ops.aten.masked_fill.Scalar, torch.ops.aten.index_fill.int_Scalar,
 }  # fmt: skip
-"""Operators that Inductor's code hands a number wrongly for complex results, whatever the number is (torch 2.13)."""
 
 
 def _complex_number(op: Any, node: fx.Node) -> bool:
-    """Whether an operator got a Python number for complex values that Inductor's code cannot hand on (torch 2.13)."""
-    result = node.meta.get("val")
-    if op in _NO_COMPLEX and isinstance(result, torch.Tensor) and result.is_complex():
-        return True
-    if not any(value.__class__ is complex for value in tree_leaves((node.args, node.kwargs))):
+    """Whether an operator got a complex number that Inductor's code cannot hand on (torch 2.13).
+
+    Those that stand for a tensor become one.
+    """
+    numbers = (*node.args, *node.kwargs.values())
+    if op in _MADE_OF_TENSORS or not any(value.__class__ is complex for value in numbers):
         return False
-    value = node.all_input_nodes[0].meta["val"] if node.all_input_nodes else None
-    exact = isinstance(value, torch.Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)
-    return op not in _TAKES_COMPLEX_NUMBERS or not exact
+    parameters = op._schema.arguments
+    named = {parameter.name: parameter for parameter in parameters}
+    taken = (*zip(parameters, node.args, strict=False), *((named[name], value) for name, value in node.kwargs.items()))
+    return any(v.__class__ is complex and not isinstance(p.type, torch.TensorType) for p, v in taken)
 
 
 def _pools_beyond_the_padding(node: fx.Node) -> bool:
@@ -174,7 +171,7 @@ class InductorBackend(Backend):
     """AOTInductor on CPU. Compile spec ``inductor.options``: a JSON object that patches ``torch._inductor.config``."""
 
     name = "inductor"
-    version = f"3-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
+    version = f"4-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
     capabilities = Capabilities(
         releases_gil=True,
         concurrent=True,
