@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         SupportsMetrics,
         SupportsOverlap,
         SupportsSeed,
+        SupportsSharding,
         SupportsStart,
         SupportsText,
     )
@@ -87,6 +88,8 @@ if TYPE_CHECKING:
         sync,
         use,
     )
+    from .frontend.spmd.mesh import mesh
+    from .frontend.spmd.placing import shard, sharding_of
     from .run.reasons import CompileReason
     from .run.step_closures import step_closure
     from .run.tier_record import TierRecord
@@ -102,7 +105,8 @@ _HOMES = {
     "torchport.backend.normal_form": "verify_graph",
     "torchport.backend.optional": (
         "Started SupportsBorrow SupportsCacheKey SupportsCompilerSettings SupportsFork SupportsHostExecution "
-        "SupportsMemoryInfo SupportsMethods SupportsMetrics SupportsOverlap SupportsSeed SupportsStart SupportsText"
+        "SupportsMemoryInfo SupportsMethods SupportsMetrics SupportsOverlap SupportsSeed SupportsSharding "
+        "SupportsStart SupportsText"
     ),
     "torchport.backend.own_kernels": "kernel",
     "torchport.backend.registry": "BackendInfo Registry registry",
@@ -119,6 +123,8 @@ _HOMES = {
     "torchport.debug.dumps": "dump dump_trie",
     "torchport.debug.explain": "explain",
     "torchport.frontend.device.api": "backend_data device donate get_backend list_backends mode register sync use",
+    "torchport.frontend.spmd.mesh": "mesh",
+    "torchport.frontend.spmd.placing": "shard sharding_of",
     "torchport.run.step_closures": "step_closure",
     "torchport.run.reasons": "CompileReason",
     "torchport.run.tier_record": "TierRecord",

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
+from ..core.sharding import Sharding
 from ..core.specs import CompileSpecs, TensorSpec
 from .answers import checked_processed
 from .interface import (
@@ -40,6 +41,7 @@ __all__ = [
     "SupportsMetrics",
     "SupportsOverlap",
     "SupportsSeed",
+    "SupportsSharding",
     "SupportsStart",
     "SupportsText",
     "collectors",
@@ -277,9 +279,31 @@ class SupportsMetrics(Protocol):
         ...
 
 
+@runtime_checkable
+class SupportsSharding(Protocol):
+    """A backend whose engine partitions computations over several devices by how their inputs lie there.
+
+    Called by :func:`torchport.shard`. Computations on values that lie on several devices are run by ``execute`` as any
+    other; their results may lie on several devices, too.
+    """
+
+    def shard(self, data: BackendData, sharding: Sharding) -> None:
+        """Put a value of the backend on the devices of a mesh. ``from_device`` gives all of it, as before."""
+        ...
+
+    def sharding_of(self, data: BackendData) -> Sharding | None:
+        """How a value lies on several devices; ``None`` for one that lies on one."""
+        ...
+
+    def mesh_devices(self) -> int:
+        """How many devices a mesh may have: those of all processes."""
+        ...
+
+
 PROTOCOLS: Final = (
     SupportsStart, SupportsOverlap, SupportsBorrow, SupportsHostExecution, SupportsMethods, SupportsCompilerSettings,
     SupportsCacheKey, SupportsFork, SupportsSeed, SupportsMemoryInfo, SupportsText, SupportsMetrics,
+    SupportsSharding,
 )  # fmt: skip
 """Every optional protocol, in the order of the documentation."""
 
@@ -300,6 +324,7 @@ class OptionalMethods:
     memory_info: SupportsMemoryInfo | None
     text: SupportsText | None
     metrics: SupportsMetrics | None
+    sharding: SupportsSharding | None
 
 
 def optional_of(backend: Backend) -> OptionalMethods:

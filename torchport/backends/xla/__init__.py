@@ -36,6 +36,7 @@ from torchport.backend.interface import (
 )
 from torchport.backend.normal_form import input_specs, output_specs
 from torchport.core.errors import ExecutionError
+from torchport.core.sharding import Sharding
 from torchport.core.specs import CompileSpecs, TensorSpec
 
 from . import container
@@ -115,7 +116,7 @@ class XlaBackend(Backend):
     def devices(self) -> Sequence[BackendDevice]:
         import jax
 
-        return tuple(BackendDevice(device.platform, ordinal) for ordinal, device in enumerate(jax.devices()))
+        return tuple(BackendDevice(device.platform, ordinal) for ordinal, device in enumerate(jax.local_devices()))
 
     # -- data ----------------------------------------------------------------------------------------------------
     def to_device(self, tensor: torch.Tensor, device: BackendDevice) -> BackendData:
@@ -132,6 +133,21 @@ class XlaBackend(Backend):
             raise ExecutionError("a value is not an XlaData with a value")
         made = engine.from_array(value.array, data.spec.dtype)
         return made.clone() if value.shared else made  # another value, an input or a constant, has this memory
+
+    def shard(self, data: BackendData, sharding: Sharding) -> None:
+        engine = _engine()
+        if not isinstance(data, engine.XlaData) or data.array is None:  # pyright: ignore[reportAttributeAccessIssue]
+            raise ExecutionError("a value is not an XlaData with a value")
+        with engine.x64():
+            data.array = engine.place(data.array, sharding, engine.jax_device(data.device))  # pyright: ignore[reportAttributeAccessIssue]
+
+    def sharding_of(self, data: BackendData) -> Sharding | None:
+        return _engine().of_array(getattr(data, "array", None))
+
+    def mesh_devices(self) -> int:
+        import jax
+
+        return len(jax.devices())
 
     # -- what it can take ----------------------------------------------------------------------------------------
     def supports(self, node: fx.Node) -> Support:
@@ -157,11 +173,13 @@ class XlaBackend(Backend):
             inputs=input_specs(graph),
             outputs=output_specs(graph),
             origins=program.origins,
+            updates=compiling.updates_of(graph, program.origins),
             settings=settings.to_json(),
             placement=placement.to_json() if placement is not None and placement.mesh.size > 1 else None,
             made_by={"jax": jax.__version__, "platforms": compiling.platforms()},
         )
-        _engine().compile_now(artifact)
+        if not _engine().in_use():  # else what is compiled for one device may never be run
+            _engine().compile_now(artifact)
         return Processed(container.encode(artifact))
 
     def engine_files(self) -> Sequence[str]:

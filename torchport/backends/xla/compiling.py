@@ -5,6 +5,15 @@ from __future__ import annotations
 from .at_once import register
 from .coverage import decompositions, supports
 from .jax_api import export_function, platforms
-from .lowering import JaxFunction, shapes_of
+from .lowering import JaxFunction, shapes_of, updates_of
 
-__all__ = ["JaxFunction", "decompositions", "export_function", "platforms", "register", "shapes_of", "supports"]
+__all__ = [
+    "JaxFunction",
+    "decompositions",
+    "export_function",
+    "platforms",
+    "register",
+    "shapes_of",
+    "supports",
+    "updates_of",
+]

@@ -24,6 +24,8 @@ class XlaArtifact:
     outputs: tuple[TensorSpec, ...]
     origins: tuple[int, ...]
     """Where each output comes from: a position among the module's results, or ``-1 - i`` for input ``i`` itself."""
+    updates: tuple[int, ...] = ()
+    """Per result of the module the input whose next value it is, -1 for none: they lie on several devices alike."""
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """The settings compiled with, as :meth:`Settings.to_json` gives them."""
     made_by: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -41,6 +43,7 @@ def encode(artifact: XlaArtifact) -> bytes:
         "inputs": [spec_to_json(spec) for spec in artifact.inputs],
         "outputs": [spec_to_json(spec) for spec in artifact.outputs],
         "origins": list(artifact.origins),
+        "updates": list(artifact.updates),
         "settings": dict(artifact.settings),
         "made_by": dict(artifact.made_by),
         "placement": artifact.placement,
@@ -57,6 +60,7 @@ def decode(data: bytes | memoryview) -> XlaArtifact:
             inputs=tuple(spec_from_json(value) for value in document["inputs"]),
             outputs=tuple(spec_from_json(value) for value in document["outputs"]),
             origins=tuple(document["origins"]),
+            updates=tuple(document.get("updates", ())),
             settings=document["settings"],
             made_by=document["made_by"],
             placement=document["placement"],

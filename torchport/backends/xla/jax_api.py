@@ -7,7 +7,7 @@ set for its own use of JAX, nor change it: each step runs inside :func:`scope`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -66,10 +66,18 @@ def _deserialised(module: bytes) -> export.Exported:
         ) from error
 
 
-def compile_module(artifact: XlaArtifact, device: Any, donated: frozenset[int] = frozenset()) -> Any:
+def compile_module(
+    artifact: XlaArtifact,
+    device: Any,
+    donated: frozenset[int] = frozenset(),
+    places: Sequence[Any] | None = None,
+    out_places: Sequence[Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
     """The artifact's module as an executable: called with arrays, it returns a tuple of arrays.
 
-    For one JAX device, or for the devices of the artifact's mesh, ``device`` first.
+    For one JAX device; for the devices of the artifact's mesh, ``device`` first; or for inputs with the shardings
+    ``places``, and results with ``out_places`` (``None``: XLA's choice). ``options``: further ones of XLA's.
     """
     settings = Settings.from_json(artifact.settings)
     exported = _deserialised(artifact.module)
@@ -78,19 +86,23 @@ def compile_module(artifact: XlaArtifact, device: Any, donated: frozenset[int] =
             f"this was compiled for {', '.join(exported.platforms)}, but the device is {device}; compile again"
         )
     with scope(settings):
-        places = input_places(artifact, device)
+        several = places is not None or artifact.placement is not None
+        places = input_places(artifact, device) if places is None else places
         arguments = [
             jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=place)
             for aval, place in zip(exported.in_avals, places, strict=True)
         ]
-        several = artifact.placement is not None
         jitted = jax.jit(
             exported.call,
             donate_argnums=tuple(sorted(donated)),
             keep_unused=True,
-            out_shardings=None if several else jax.sharding.SingleDeviceSharding(device),
+            out_shardings=_out_places(out_places) if several else jax.sharding.SingleDeviceSharding(device),
         )
-        return jitted.lower(*arguments).compile(compiler_options=dict(settings.options))
+        return jitted.lower(*arguments).compile(compiler_options={**settings.options, **(options or {})})
+
+
+def _out_places(places: Sequence[Any] | None) -> tuple[Any, ...] | None:
+    return None if places is None else tuple(places)
 
 
 def input_places(artifact: XlaArtifact, device: Any) -> list[Any]:

@@ -18,7 +18,7 @@ from .dtypes import jax_dtype
 from .ops import TABLE
 from .ops.support import Array, cast, jnp
 
-__all__ = ["JaxFunction", "shapes_of"]
+__all__ = ["JaxFunction", "shapes_of", "updates_of"]
 
 _clone: Any = torch.ops.aten.clone.default
 
@@ -98,6 +98,36 @@ class JaxFunction:
         context.lower_graph(self._graph)
         values, self.origins = context.build()
         return values
+
+
+def updates_of(graph: fx.GraphModule, origins: Sequence[int]) -> tuple[int, ...]:
+    """Per value that is computed, the input whose next value it is, -1 for none.
+
+    That is the input which a chain of element-wise operators begins with, each of whose first arguments is the result
+    before: ``p - lr * step``, ``exp_avg * b + grad * (1 - b)``. So parameters and an optimizer's state are found
+    without being told.
+    """
+    inputs = {node: at for at, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
+    results: Any = graph.graph.output_node().args[0]
+    updates = [-1] * (1 + max(origins, default=-1))
+    for result, origin in zip(results, origins, strict=True):
+        if origin < 0 or not isinstance(result, fx.Node):
+            continue
+        node, spec = result, TensorSpec.of(result.meta["val"])
+        while node not in inputs:
+            before = next((arg for arg in node.args if isinstance(arg, fx.Node)), None)
+            if not _element_wise(node.target) or before is None:
+                break
+            value = before.meta.get("val")
+            if not isinstance(value, torch.Tensor) or value.shape != spec.shape or value.dtype is not spec.dtype:
+                break
+            node = before
+        updates[origin] = inputs.get(node, -1)
+    return tuple(updates)
+
+
+def _element_wise(op: Any) -> bool:
+    return isinstance(op, torch._ops.OpOverload) and (torch.Tag.pointwise in op.tags or op is _clone)
 
 
 def shapes_of(graph: fx.GraphModule) -> list[tuple[tuple[int, ...], Any]]:

@@ -20,6 +20,7 @@ from torchport.core.specs import TensorSpec
 from . import executables, jax_api
 from .container import XlaArtifact
 from .dtypes import jax_dtype
+from .spread import Spread, in_use
 from .values import XlaData, from_array, shares_memory, to_array, wait_for_lent_memory
 
 __all__ = ["XlaProgram", "compile_now", "end", "jax_device", "wait"]
@@ -32,7 +33,7 @@ _address: Any = torch._C.TensorBase.data_ptr  # type: ignore[attr-defined]
 @functools.cache
 def jax_device(device: BackendDevice) -> Any:
     """JAX's own object for a device. Raises :class:`BackendUnavailable`."""
-    found = jax.devices()
+    found = jax.local_devices()
     if device.ordinal >= len(found) or found[device.ordinal].platform != device.type:
         raise BackendUnavailable(f"JAX has no device {device}; it has: {', '.join(map(str, found))}")
     return found[device.ordinal]
@@ -115,8 +116,11 @@ class XlaProgram:
         self._kept = frozenset(-1 - origin for origin in artifact.origins if origin < 0)
         self._artifact = artifact
         self._place = jax_device(device)
-        executable, self.refused = executable_of(artifact, self._place)
-        self._plain: Any = executable
+        self.refused = ""
+        self._plain: Any = self._compiled_later
+        if not in_use() or artifact.placement is not None:
+            self._plain, self.refused = executable_of(artifact, self._place)
+        self._spread = Spread(artifact, self._place)
         self._places = jax_api.input_places(artifact, self._place) if artifact.placement is not None else None
         self._here = device.type == "cpu" and device.ordinal == 0 and self._places is None
         self._lent: list[tuple[int, Any]] = [(0, None)] * len(artifact.inputs)
@@ -131,14 +135,23 @@ class XlaProgram:
             # NumPy arrays among the arguments would lose half of their 64 bits outside of this.
             with _x64(True):
                 arrays = [arg.array for arg in args]  # pyright: ignore[reportAttributeAccessIssue]
+                results = None
                 if self._places is not None:
                     arrays = jax.device_put(arrays, self._places)
-                results = call(*arrays)
+                elif in_use():
+                    results = self._spread.call(args, arrays)
+                if results is None:
+                    results = call(*arrays)
         except Exception as error:
             raise self._explained(args, error) from error
         if self._all_new:
             return [XlaData(self.device, spec, array) for spec, array in zip(self.outputs, results, strict=True)]
         return self._shared_out(args, results)
+
+    def _compiled_later(self, *arrays: Any) -> Any:
+        """Stands for the executable for one device while nobody has asked for it."""
+        self._plain, self.refused = executable_of(self._artifact, self._place)
+        return self._plain(*arrays)
 
     def run_on_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """Compute on CPU tensors that are lent for the call; ``None`` where the device does not share their memory.
@@ -207,6 +220,7 @@ class XlaProgram:
     def close(self) -> None:
         """Release the executables; results stay valid. May be called more than once."""
         self._plain = None
+        self._spread.close()
         self._donating = {}
         self._lent = []
 

@@ -19,25 +19,13 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from torchport.core.errors import ConfigError
+from torchport.core.sharding import Mesh
 from torchport.core.specs import CompileSpecs, TensorSpec
 
-__all__ = ["Mesh", "Placement"]
+__all__ = ["Placement"]
 
 Dimension = tuple[str, ...]
 """The mesh axes one dimension of an array is split over; empty: it is whole on every device."""
-
-
-@dataclass(frozen=True, slots=True)
-class Mesh:
-    """Devices in named dimensions."""
-
-    axes: tuple[str, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        """How many devices."""
-        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)

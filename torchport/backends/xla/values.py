@@ -141,6 +141,10 @@ def from_array(array: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(array.shape, dtype=dtype)
     if next(iter(array.devices())).platform == "cpu" and len(array.devices()) == 1:
         return torch.from_dlpack(array)
+    if not array.is_fully_addressable and not array.is_fully_replicated:
+        from jax.experimental import multihost_utils  # on demand: only where several processes share a mesh
+
+        return _from_numpy(np.array(multihost_utils.process_allgather(array, tiled=True)), dtype)
     return _from_numpy(np.array(array), dtype)
 
 

@@ -14,10 +14,12 @@ from .support import (
     lax,
     literal,
     lowers,
+    merged,
     np,
     operands,
     out_dtype,
     out_shape,
+    unmerged,
 )
 
 aten = torch.ops.aten
@@ -40,6 +42,10 @@ def mm(call: Call, x: Array, y: Array) -> Array:
 
 @lowers(aten.bmm.default)
 def bmm(call: Call, x: Array, y: Array) -> Array:
+    a, b = (unmerged(call, position) for position in (0, 1))
+    if a is not None and b is not None and a.shape[:2] == b.shape[:2]:
+        product = contract(call, a, b, (((3,), (2,)), ((0, 1), (0, 1))))
+        return merged(call, product)
     return contract(call, x, y, (((2,), (1,)), ((0,), (0,))))
 
 

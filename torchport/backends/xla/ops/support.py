@@ -39,6 +39,7 @@ __all__ = [
     "literal",
     "lowers",
     "math",
+    "merged",
     "normalise_dim",
     "normalise_dims",
     "np",
@@ -46,6 +47,7 @@ __all__ = [
     "out_dtype",
     "out_shape",
     "promoted",
+    "unmerged",
     "wide",
     "wide_dtype",
 ]
@@ -54,6 +56,21 @@ Array = jax.Array
 TABLE: Final = LoweringTable()
 lowers: Final = TABLE
 """``@lowers(aten.sin.default)`` enters a function in the table."""
+
+
+def merged(call: Call, whole: Array) -> Array:
+    """A value with its first two dimensions in one, as a batched product has them; noted with both of them.
+
+    A product of such values, and a view with both dimensions again, go by what is noted. Where heads lie on different
+    devices, a dimension of heads and batch in one lies on none.
+    """
+    vars(call.context).setdefault("unmerged", {})[call.node] = whole
+    return lax.reshape(whole, (whole.shape[0] * whole.shape[1], *whole.shape[2:]))
+
+
+def unmerged(call: Call, position: int) -> Array | None:
+    """An argument with two dimensions for its first, where that is noted."""
+    return vars(call.context).get("unmerged", {}).get(call.node.args[position])
 
 
 def out_dtype(call: Call, position: int | None = None) -> np.dtype[Any]:

@@ -17,11 +17,13 @@ from .support import (
     lax,
     literal,
     lowers,
+    merged,
     normalise_dim,
     normalise_dims,
     np,
     out_dtype,
     out_shape,
+    unmerged,
 )
 
 aten = torch.ops.aten
@@ -32,7 +34,12 @@ aten = torch.ops.aten
     aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default,
 )  # fmt: skip
 def reshape(call: Call, x: Array, *args: Any) -> Array:
-    return lax.reshape(x, out_shape(call))
+    shape, whole = out_shape(call), unmerged(call, 0)
+    if whole is not None and whole.shape == shape:
+        return whole
+    if x.ndim == 4 and shape == (x.shape[0] * x.shape[1], *x.shape[2:]):
+        return merged(call, x)
+    return lax.reshape(x, shape)
 
 
 @lowers(aten.view.dtype)
@@ -50,6 +57,9 @@ def expand(call: Call, x: Array, size: Sequence[int], **kwargs: Any) -> Array:
 
 @lowers(aten.permute.default)
 def permute(call: Call, x: Array, dims: Sequence[int]) -> Array:
+    whole = unmerged(call, 0)
+    if whole is not None and list(dims) == [0, 2, 1]:
+        return merged(call, lax.transpose(whole, [0, 1, 3, 2]))
     return lax.transpose(x, [normalise_dim(dim, x.ndim) for dim in dims])
 
 
@@ -60,6 +70,9 @@ def t(call: Call, x: Array) -> Array:
 
 @lowers(aten.transpose.int)
 def transpose(call: Call, x: Array, first: int, second: int) -> Array:
+    whole = unmerged(call, 0)
+    if whole is not None and {first % 3, second % 3} == {1, 2}:
+        return merged(call, lax.transpose(whole, [0, 1, 3, 2]))
     order = list(range(x.ndim))
     if order:
         a, b = normalise_dim(first, x.ndim), normalise_dim(second, x.ndim)
