@@ -20,9 +20,9 @@ LIMIT = 240.0
 
 HEAD = """# Libraries
 
-Programs as people write them, run on `port` with the libraries as pip installs them. `python tests/recipes/table.py`
-makes this page from the recipes in `tests/recipes/recipes.py`; `pytest tests/recipes --runslow` runs them. A row
-has the version that ran, and what has to be set besides the device's name.
+Typical programs of each library, run on `port` with the libraries as pip installs them. `python tests/recipes/table.py`
+makes this page from the recipes in `tests/recipes/recipes.py`; `pytest tests/recipes --runslow` runs the recipes. A row
+has the library's version, and what a program has to set besides the device's name.
 
 | library | version | what | on `reference` | to set |
 |---|---|---|---|---|

@@ -50,6 +50,7 @@ def test_importing_torch_sets_up_the_device_without_any_engine() -> None:
     expected = {"torchport", "torchport.core", "torchport.core.forks", "torchport.core.random_state"}
     expected |= {"torchport.frontend", "torchport.frontend.device", "torchport.frontend.register"}
     expected |= {"torchport.frontend.distributed", "torchport.frontend.distributed.register"}
+    expected |= {"torchport.frontend.spmd", "torchport.frontend.spmd.register"}
     expected |= {f"torchport.frontend.device.{name}" for name in device}
     assert {name for name in loaded if name.partition(".")[0] == "torchport"} == expected
     assert not loaded.intersection(HEAVY)

@@ -1,7 +1,7 @@
-"""C++ libraries in the place of slower Python functions: built once per machine, where there is a compiler.
+"""C++ libraries that replace slower Python functions: built once per machine, where there is a compiler.
 
-Nothing depends on them. Whoever compiles C++ anyway (the ``inductor`` backend) builds them; later processes find them.
-Each has a Python form that does the same, which is what runs on a machine without a compiler or Python's headers.
+Nothing depends on the libraries. The ``inductor`` backend, which compiles C++ anyway, builds them; later processes find
+them. Every function has a Python form, which runs on a machine without a compiler or Python's headers.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ log: Final = logging.getLogger("torchport.native")
 _lock: Final = guarded_rlock()
 _FOLDER: Final = Path(__file__).parent
 WARNINGS: Final = ("-Wall", "-Wextra", "-Wno-missing-field-initializers")
-"""Python's type objects are made with most of their fields left out. A test compiles with ``-Werror``."""
+"""Without the warning about missing fields, since Python's type objects leave most out. A test adds ``-Werror``."""
 Use = Callable[[ctypes.PyDLL], object]
 
 
 class NativeLibrary:
-    """A C++ source file of torchport's, and the shared library it becomes.
+    """One C++ source file and the shared library that is built from it.
 
-    ``links``: PyTorch's libraries that it uses. Python's headers are needed if ``torch_python`` is among them.
+    ``links``: the PyTorch libraries to link with. Python's headers are needed if ``torch_python`` is among them.
     """
 
     def __init__(self, source: Path, links: Sequence[str]) -> None:
@@ -52,9 +52,9 @@ class NativeLibrary:
 
     @functools.cached_property
     def path(self) -> Path:
-        """Where the library is: its name hashes source, torch, Python and platform.
+        """The library's file. Its name has a hash of source, headers, torch, Python and platform.
 
-        In a folder of the user's own: where Inductor keeps things is not known before it is imported.
+        The folder is the user's own and not Inductor's cache, whose place is known only after importing Inductor.
         """
         shared = [header.read_text() for header in sorted(self.source.parent.glob("*.h"))]
         parts = [self.source.read_text(), *shared, torch.__version__, sys.version, sysconfig.get_platform()]
@@ -62,7 +62,7 @@ class NativeLibrary:
         return Path(tempfile.gettempdir()) / f"torchport-{os.getuid()}" / f"{self.source.stem}-{digest}.so"
 
     def when_there(self, use: Use) -> None:
-        """Call ``use`` with the library: now, or once it has been built in this process."""
+        """Call ``use`` with the library: now, or once :meth:`announce` finds it built."""
         with _lock:
             found = self.load()
             if found is None:
@@ -71,18 +71,18 @@ class NativeLibrary:
             use(found)
 
     def is_built(self) -> bool:
-        """Whether the library is there and nobody else can have put it there or change it."""
+        """Whether the library exists, and library and folder are the user's own, with write access for nobody else."""
         return _is_ours(self.path.parent, stat.S_ISDIR) and _is_ours(self.path, stat.S_ISREG)
 
     def load(self) -> ctypes.PyDLL | None:
-        """The library, if it is there and ``config.native`` allows it."""
+        """The loaded library; ``None`` if it is not built or does not load, or if ``config.native`` is off."""
         if self._loaded is None and sys.platform == "linux" and config.native and self.is_built():
             with contextlib.suppress(OSError):
                 self._loaded = ctypes.PyDLL(str(self.path))
         return self._loaded if config.native else None
 
     def build(self, compiler: Sequence[str], include: Path) -> None:
-        """Build it if it is not there. What cannot be built is done without; the log of this module says why."""
+        """Build the library. A failure is no error: ``failure`` and the log have it, and Python's functions stay."""
         try:
             errors = self._build(compiler, include)
         except OSError as error:
@@ -92,7 +92,7 @@ class NativeLibrary:
             log.info("%s was not built, Python does its work: %s", self.source.name, errors)
 
     def _build(self, compiler: Sequence[str], include: Path) -> str:
-        """What went wrong."""
+        """Build the library; returns what went wrong, or an empty string."""
         if "torch_python" in self.links and not (include / "Python.h").exists():
             return f"Python's headers are not in {include}"
         folder = self.path.parent
@@ -110,7 +110,7 @@ class NativeLibrary:
         return ""
 
     def state(self) -> str:
-        """Whether it is there, and if not, why, as far as this process has tried."""
+        """Whether the library is built, and if not, why, as far as this process has tried to build it."""
         if self.is_built():
             return f"built: {self.path}" if self.load() is not None else f"built, but does not load: {self.path}"
         if self.failure:
@@ -118,7 +118,7 @@ class NativeLibrary:
         return "not built yet: the first computation on the inductor backend builds it, where there is a compiler"
 
     def command(self, compiler: Sequence[str], include: Path) -> list[str]:
-        """The compiler's command line, less where the library goes; ``include`` is where Python's headers are."""
+        """The compiler's command line without ``-o``; ``include`` is the folder of Python's headers."""
         torch_home = Path(torch.__file__).parent
         includes = [include, torch_home / "include", torch_home / "include/torch/csrc/api/include"]
         return [
@@ -129,7 +129,7 @@ class NativeLibrary:
         ]  # fmt: skip
 
     def announce(self) -> None:
-        """Give the library, if it is there, to those who wait for it."""
+        """Call the functions that wait for the library (:meth:`when_there`), if it is built."""
         found = self.load() if self._waiting else None
         if found is not None:
             waiting, self._waiting = self._waiting, []
@@ -138,7 +138,7 @@ class NativeLibrary:
 
 
 def _is_ours(path: Path, kind: Callable[[int], bool]) -> bool:
-    """Whether something is of a kind, the user's own, and for others to read only. Links are not followed."""
+    """Whether a path is of this kind, owned by the user and writable by nobody else. Links are not followed."""
     try:
         status = os.lstat(path)
     except OSError:
@@ -152,7 +152,7 @@ _tried: Final[set[NativeLibrary]] = set()
 
 
 def state() -> list[tuple[str, str]]:
-    """Each library's name, and whether it is used, or why Python does its work."""
+    """Each library's name, and whether the library is used or why Python's functions are."""
     if sys.platform != "linux":
         return [("all", f"not used: on {sys.platform} Python does their work")]
     if not config.native:
@@ -161,12 +161,12 @@ def state() -> list[tuple[str, str]]:
 
 
 def libraries() -> list[NativeLibrary]:
-    """Every library that is known: those of engines once they are imported."""
+    """All libraries; those of a backend are among them once the backend is imported."""
     return list(_all)
 
 
 def build_all(compiler: Sequence[str]) -> None:
-    """Build, side by side, what is not there, and use what is; each is tried once per process."""
+    """Build the missing libraries side by side, once per process, and put all that are built to use."""
     if not config.native or sys.platform != "linux":
         return
     with _lock:
@@ -180,7 +180,7 @@ def build_all(compiler: Sequence[str]) -> None:
 
 
 def announce() -> None:
-    """Use what another process has built meanwhile."""
+    """Put to use the libraries that another process has built meanwhile."""
     if config.native and sys.platform == "linux":
         with _lock:
             for library in _all:
@@ -191,9 +191,10 @@ guard: Final = NativeLibrary(_FOLDER / "guard.cpp", ("c10",))
 """The device guard: ``torchport_use_guard()``."""
 
 flush: Final = NativeLibrary(_FOLDER / "flush.cpp", ("torch_python", "torch_cpu", "c10"))
-"""Handles of a trace that ends, and gradients: ``torchport_alive``, ``_sweep``, ``_pending``, ``_forget``,
-``_unshared`` and ``_own_gradients``, once ``_flush_start`` was called."""
+"""Loops over handles at a flush, and over gradients: ``torchport_alive``, ``_sweep``, ``_pending``, ``_forget``,
+``_unshared`` and ``_own_gradients``. ``_flush_start`` must be called first."""
 
 follow: Final = NativeLibrary(_FOLDER / "follow.cpp", ("torch_python", "torch_cpu", "torch", "c10"))
-"""Kernels along known paths: ``torchport_follow``, ``_follow_same_value`` and ``_follow_out``, once ``_follow_start``
-was called, and ``torchport_followed``."""
+"""Kernels along known paths: ``torchport_follow``, ``_follow_same_value`` and ``_follow_out``. ``_follow_start`` must
+be called first. ``torchport_direct``, after ``_direct_start``, has a kernel interpret its operator at once.
+``torchport_followed`` counts the calls that were served."""

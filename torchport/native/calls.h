@@ -1,5 +1,5 @@
-// What the calls looked like that led from a node of the trie to its children, and whether a call looks like one of
-// them. Part of follow.cpp.
+// Records of the calls that led from a node of the trie to its children, and how a call is compared with them. Part of
+// follow.cpp.
 #pragma once
 #include "objects.h"
 
@@ -21,7 +21,7 @@ using namespace torchport;
 using Values = c10::ArrayRef<c10::IValue>;
 
 constexpr size_t kMostRecords = 8; // at one node
-uint64_t followed = 0; // calls that were done without Python
+uint64_t followed = 0; // calls that were served without Python
 
 // -- Python's side ----------------------------------------------------------------------------------------------
 PyObject* threads; // the traces of the calling thread
@@ -31,7 +31,7 @@ long long leaf_base, span; // trie.LEAF, trie.SPAN
 PyObject* varying; // trie.FLOATS: what stands in a key for a scalar input, by its size
 std::vector<double> limits; // trie.LIMITS
 
-// Which of ``varying`` stands for a finite float where its size matters.
+// The position in ``varying`` of the token for a finite float whose size matters.
 // Twin of ``trace.keys.sized``.
 uint32_t sized(double value) {
   const double size = std::fabs(value);
@@ -42,7 +42,7 @@ uint32_t sized(double value) {
   return static_cast<uint32_t>(2 * at - (value > 0));
 }
 
-// Which of ``varying`` an object is; -1 if it is none.
+// The position of an object in ``varying``; -1 if it is no token.
 long token_at(PyObject* part) {
   for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(varying); ++at) {
     if (PyTuple_GET_ITEM(varying, at) == part) {
@@ -59,7 +59,7 @@ struct Gil {
   }
 };
 
-// The calling thread's trace of index 0; null if there is none yet or each operator is computed at once.
+// The calling thread's trace of index 0; null if there is none yet, or while its operators are computed at once.
 THPObjectPtr current_trace() {
   THPObjectPtr trace(PyObject_GetAttr(threads, py_.n_trace));
   if (!trace) {
@@ -70,7 +70,7 @@ THPObjectPtr current_trace() {
   return trace;
 }
 
-// The handle a tensor is, as a new reference; null for any other tensor.
+// The tensor as a handle of index 0, a new reference; null for any other tensor.
 THPObjectPtr handle_of(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.is_privateuseone()) {
     return THPObjectPtr();
@@ -101,25 +101,27 @@ PyObject* result_at(PyObject* node, uint32_t offset, bool many) {
   return PyTuple_CheckExact(ready) && offset < PyTuple_GET_SIZE(ready) ? PyTuple_GET_ITEM(ready, offset) : nullptr;
 }
 
-// -- what a call looked like -------------------------------------------------------------------------------------
+// -- records of calls --------------------------------------------------------------------------------------------
 enum class Kind : uint8_t {
-  Value, // the handle that a node before it has ready
+  Value, // the handle that an earlier node has ready
   ValueId, // a handle with this value id
   Leaf, // a value from before the trace, of this spec
   None,
-  Wrapped, // a tensor that stands for a Python float, which may vary
-  Float, // a float, which may vary within its size
-  Filler, // the same, but neither 0 nor 1
-  Exact, // anything else: as it was
-  List, // of so many arguments, which come next
+  Wrapped, // a tensor that wraps a Python float, which is a scalar input
+  Float, // a scalar input of the same size
+  Filler, // a scalar input of the same size that is neither 0 nor 1
+  Exact, // anything else: the same value
+  List, // a list; its items come next
 };
 
 struct Expected {
   Kind kind;
-  bool many = false; // Value: its node has several results
-  uint32_t offset = 0; // Value: which of them; List: how many; Exact: which of the record's; Float: its size
+  bool many = false; // Value: the node has several results
+  // Value: the position among the node's results. List: the length. Exact: the position in ``Record::exact``. Float and
+  // Filler: the position in ``varying``.
+  uint32_t offset = 0;
   union {
-    PyObject* object = nullptr; // Value: the node, which lives as long as those after it; Leaf: the spec
+    PyObject* object = nullptr; // Value: the node, borrowed, since later nodes keep earlier ones alive; Leaf: the spec
     long long value_id;
   };
 };
@@ -148,7 +150,7 @@ bool same(const c10::IValue& one, const c10::IValue& other) {
     const Values a = one.toListRef(), b = other.toListRef();
     return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin(), same);
   }
-  if (one.isTensor() && other.isTensor()) { // a tensor that stands for a Python integer
+  if (one.isTensor() && other.isTensor()) { // tensors that wrap Python integers
     const at::Tensor &a = one.toTensor(), &b = other.toTensor();
     if (!a.defined() || !b.defined() || a.scalar_type() != b.scalar_type() || !a.is_cpu() || !b.is_cpu() ||
         !a.unsafeGetTensorImpl()->is_wrapped_number() || !b.unsafeGetTensorImpl()->is_wrapped_number()) {
@@ -166,7 +168,7 @@ struct Kernel;
 
 struct Record {
   const Kernel* kernel;
-  PyObject* child; // borrowed: a node lets go of its children and of this at the same time
+  PyObject* child; // borrowed: the parent holds its children as long as its records
   std::vector<Expected> expected;
   std::vector<c10::IValue> exact;
   ~Record() {
@@ -219,10 +221,10 @@ Records* records_of(PyObject* node, bool make = false) {
 struct NewLeaf {
   THPObjectPtr handle;
   THPObjectPtr value;
-  bool fresh; // from the host, and no trace has used it yet
+  bool fresh; // copied from the host, and not used by a trace yet
 };
 
-// A further handle of a leaf's value, and the leaf's id.
+// Another handle of a leaf's value, and the leaf's value id.
 struct Alias {
   THPObjectPtr handle;
   THPObjectPtr value_id;
@@ -251,7 +253,7 @@ bool is_new_leaf(PyObject* trace, const at::Tensor& tensor, PyObject* spec, Addi
   return true;
 }
 
-// Whether a tensor is the leaf or value with this id, or will be once what the call adds is added.
+// Whether a tensor has this value id, or will have it once ``added`` is part of the trace.
 bool has_value_id(PyObject* trace, const at::Tensor& tensor, long long expected, Additions& added) {
   THPObjectPtr handle = handle_of(tensor);
   const long long value_id = handle ? value_id_of(handle.get()) : -2;
@@ -264,7 +266,7 @@ bool has_value_id(PyObject* trace, const at::Tensor& tensor, long long expected,
   if (position < 0 || position >= known + static_cast<long long>(added.leaves.size())) {
     return false;
   }
-  if (position >= known) { // the same argument once more
+  if (position >= known) { // a new leaf that the call passes a second time
     return added.leaves[position - known].handle.get() == handle.get();
   }
   PyObject* leaf = PyList_GET_ITEM(leaves, position);
@@ -279,7 +281,7 @@ bool has_value_id(PyObject* trace, const at::Tensor& tensor, long long expected,
   return true;
 }
 
-// Whether an argument is as the next of a record's; what it adds to the trace goes to ``added``.
+// Whether an argument matches the next one of a record. New leaves, aliases and scalar inputs go to ``added``.
 bool fits(
     PyObject* trace, const Record& record, const Expected*& expected, const c10::IValue& given, Additions& added) {
   const Expected& one = *expected++;
@@ -340,7 +342,7 @@ bool fits(
   return false;
 }
 
-// -- taking note ---------------------------------------------------------------------------------------------------
+// -- adding to the trace -------------------------------------------------------------------------------------------
 void dict_remove(PyObject* dict, PyObject* object) {
   THPObjectPtr name(PyLong_FromVoidPtr(object));
   if (!name || PyDict_DelItem(dict, name.get()) != 0) {
@@ -348,7 +350,7 @@ void dict_remove(PyObject* dict, PyObject* object) {
   }
 }
 
-// Whether the name was new in the dictionary, where it now is.
+// Insert an object's address with a value id; false if the address was there already.
 bool dict_insert(PyObject* dict, PyObject* object, PyObject* value_id) {
   THPObjectPtr name(PyLong_FromVoidPtr(object));
   return name && PyDict_GetItemWithError(dict, name.get()) == nullptr && !PyErr_Occurred() &&
@@ -375,7 +377,7 @@ void note_fresh(PyObject* trace, Additions& added) {
   }
 }
 
-// On failure the trace is as it was.
+// Make the call's new leaves leaves of the trace. On failure the trace is as it was before.
 // Twin of ``trace.keys.leaf``.
 bool add_leaves(PyObject* trace, Additions& added) {
   if (added.leaves.empty()) {

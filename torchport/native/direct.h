@@ -1,7 +1,7 @@
 // Operators that are interpreted at once (``run/direct.py``): the CPU's operator is called on the CPU tensors that the
 // arguments' handles hold, and the results become handles with values. Part of follow.cpp.
 //
-// Does what ``direct.run`` does for the plain case; whatever else there is goes to the Python kernel.
+// Only the plain case of ``direct.run`` is done here. Every other call goes to the Python kernel.
 #pragma once
 #include "calls.h"
 
@@ -27,8 +27,8 @@ Slot data_device, data_spec, data_tensor; // of a TensorData
 Slot spec_shape, spec_dtype, spec_strides; // of a TensorSpec
 PyObject *n_by_index, *n_device, *n_manners; // names
 PyTypeObject* manner_type; // interpret.How
-PyObject* make_template; // a dtype → a handle of it
-PyObject* observed; // infer's deque of what operators gave
+PyObject* make_template; // a function: dtype → a handle of that dtype
+PyObject* observed; // ``append`` of infer.observed, the results that shape inference may learn from
 PyObject* zero; // the index of the default device
 
 // The calling thread's trace of index 0 if its operators are interpreted at once, else null.
@@ -47,7 +47,7 @@ THPObjectPtr direct_trace() {
   return THPObjectPtr(trace);
 }
 
-// Whether the CPU's operators may be called as things are.
+// Whether CPU operators may run in the thread's state: no dispatch mode, inference mode, CPU autocast or functorch.
 // Twin of ``core.default_state.is_default``.
 bool is_default() {
   using c10::DispatchKey;
@@ -57,7 +57,7 @@ bool is_default() {
       !included.has(DispatchKey::FuncTorchDynamicLayerBackMode) && !included.has(DispatchKey::Python);
 }
 
-// A list or tuple of whole numbers, or null.
+// A list or tuple of Python integers; null with a Python error.
 PyObject* whole_numbers(c10::ArrayRef<int64_t> values, bool list) {
   THPObjectPtr made(list ? PyList_New(values.size()) : PyTuple_New(values.size()));
   for (size_t at = 0; made && at < values.size(); ++at) {
@@ -90,9 +90,10 @@ struct SpecHash {
   }
 };
 
-constexpr size_t kMostSpecs = 4096; // kept; a loop whose sizes grow makes some in each round
+constexpr size_t kMostSpecs = 4096; // at most kept: a loop whose sizes grow makes new ones in each iteration
 
-// A new reference. Equal ones are one object, most often: each is three for the garbage collector to look at.
+// A tensor's spec, as a new reference. Equal specs are mostly one object, since each spec is three objects for the
+// garbage collector to visit.
 // Twin of ``core.specs.TensorSpec.of``.
 PyObject* spec_of(const at::Tensor& tensor) {
   static auto& known = *new std::unordered_map<SpecKey, THPObjectPtr, SpecHash>();
@@ -122,8 +123,8 @@ PyObject* spec_of(const at::Tensor& tensor) {
   return made.release();
 }
 
-// An argument that is no tensor, as Python's kernel gets it; null without an error where that is not so simple.
-// ``kind``: d(type), m(emory format), or what the value itself tells.
+// An argument that is no tensor, as the object that the Python kernel would get; null for types not handled here.
+// ``kind``: d(type), m(emory format); with any other letter the value's own type decides.
 PyObject* plain(const c10::IValue& value, char kind) {
   if (value.isNone()) {
     Py_RETURN_NONE;
@@ -163,13 +164,13 @@ PyObject* plain(const c10::IValue& value, char kind) {
 
 // -- one operator --------------------------------------------------------------------------------------------------
 struct Direct {
-  c10::OperatorHandle callee; // what is called on CPU tensors
+  c10::OperatorHandle callee; // the operator that is called on CPU tensors
   bool shares; // results may share memory with arguments
-  bool varying; // finite floats in places of numbers are inputs of a graph: its lowering has more to say
-  PyObject* rule; // what shape inference is asked for calls of it
-  PyObject* serial; // the kernel's, by which a runtime knows how it is interpreted
-  std::vector<std::string> keywords; // names of the arguments that are given by keyword; empty for others
-  std::string kinds; // of each argument, as ``plain`` knows them; empty where calls cannot be observed
+  bool varying; // a float is a scalar input in a graph: calls with one go to Python, which calls the lowering
+  PyObject* rule; // the function that shape inference runs for calls of this operator
+  PyObject* serial; // the kernel's, the key of ``runtime.manners``
+  std::vector<std::string> keywords; // per argument: its name if it is keyword-only, else empty
+  std::string kinds; // per argument: the letter for ``plain``; empty where calls are not noted for shape inference
 };
 
 struct DirectCall {
@@ -177,11 +178,11 @@ struct DirectCall {
   PyObject* trace;
   PyObject* runtime;
   std::vector<c10::IValue> stack;
-  std::vector<THPObjectPtr> used; // the values of arguments
-  THPObjectPtr args, kwargs; // as observed
-  bool noted; // for shape inference: whether all of the call can be, and is wanted
+  std::vector<THPObjectPtr> used; // the values of the arguments' handles
+  THPObjectPtr args, kwargs; // what is noted for shape inference: specs in the places of tensors
+  bool noted; // whether to note the call for shape inference; false once an argument has no such form
 
-  // The CPU tensor of an argument; undefined where Python has to look at it.
+  // The CPU tensor of an argument; undefined where the call has to go to Python.
   at::Tensor real(const at::Tensor& tensor, PyObject*& spec) {
     if (!tensor.is_privateuseone()) {
       if (tensor.dim() != 0 || !tensor.is_cpu()) {
@@ -212,7 +213,7 @@ struct DirectCall {
       return {};
     }
     if (THPVariable_Unpack(held).strides() != tensor.strides()) {
-      return {}; // it was a view, and is one no longer
+      return {}; // the handle is a view's; the value was stored without the base's strides
     }
     spec = data_spec.of(value.get());
     Py_XINCREF(spec);
@@ -300,7 +301,7 @@ struct DirectCall {
     return described.get() == Py_None || PyDict_SetItemString(kwargs.get(), keyword.c_str(), described.get()) == 0;
   }
 
-  // A handle of a result, and its spec in ``spec``; undefined with a Python error.
+  // A handle that has a result as its value, and the spec in ``spec``; undefined with a Python error.
   at::Tensor handle(at::Tensor value, PyObject* device, THPObjectPtr& spec) const {
     static auto& templates = *new std::array<at::Tensor, static_cast<size_t>(c10::ScalarType::NumOptions)>();
     if (value.is_conj()) {
@@ -340,7 +341,7 @@ struct DirectCall {
   }
 };
 
-// Run a call that is on a stack; its results replace the arguments. False, and nothing done, where Python has to.
+// Run the call on a stack: results replace the arguments. False, with nothing changed, where Python has to run it.
 // Twin of ``run.direct.run``.
 bool run_direct(const Direct& direct, const std::string& letters, torch::jit::Stack& stack, bool one_list) {
   THPObjectPtr trace = direct_trace();
@@ -348,11 +349,11 @@ bool run_direct(const Direct& direct, const std::string& letters, torch::jit::St
     return false;
   }
   PyObject* runtime = py_.runtime.of(trace.get());
-  Py_INCREF(runtime); // Python's lock is let go of below: the trace may get another one meanwhile
+  Py_INCREF(runtime); // the GIL is released below, and the trace may get another runtime meanwhile
   const THPObjectPtr held(runtime);
   THPObjectPtr manners(PyObject_GetAttr(runtime, n_manners));
   PyObject* manner = manners ? PyDict_GetItemWithError(manners.get(), direct.serial) : nullptr;
-  if (manner == nullptr || Py_TYPE(manner) != manner_type) { // not looked at yet, or a kernel of the backend's runs it
+  if (manner == nullptr || Py_TYPE(manner) != manner_type) { // not decided yet, or the backend or the host runs it
     PyErr_Clear();
     return false;
   }
@@ -381,7 +382,7 @@ bool run_direct(const Direct& direct, const std::string& letters, torch::jit::St
       direct.callee.callBoxed(&call.stack);
     } catch (const std::exception&) {
       PyEval_RestoreThread(state);
-      return false; // nothing was changed: Python calls it again, and says where the program did
+      return false; // nothing has changed: Python repeats the call, and its error names the user's line
     }
     PyEval_RestoreThread(state);
   }

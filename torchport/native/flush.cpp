@@ -1,4 +1,4 @@
-// What is done to every value of a trace when it ends, and to every gradient when an optimizer begins its step.
+// Loops over all handles of a trace that is flushed, and over all gradients when an optimizer begins its step.
 #include "objects.h"
 
 #include <algorithm>
@@ -14,9 +14,9 @@ namespace {
 using namespace torchport;
 
 PyObject* python_release; // pool.release
-Slot job_of_future; // of a value that a job will bring
+Slot job_of_future; // ``Future.job``
 
-// Whether somebody holds a handle besides those counted and, where it has a home, its node's pool.
+// Whether a handle has references besides ``counted`` ones from Python and the one of its node's pool.
 bool is_held(PyObject* handle, Py_ssize_t counted) {
   Py_ssize_t holders = Py_REFCNT(handle) - counted;
   if (holders == 1) {
@@ -26,12 +26,12 @@ bool is_held(PyObject* handle, Py_ssize_t counted) {
   return holders > 0 || THPVariable_Unpack(handle).use_count() > 1;
 }
 
-// The same of a handle that is in its node's pool, and that nothing else counted holds.
+// Whether a handle of a pool has references besides the pool's.
 bool is_held_besides_pool(PyObject* handle) {
   return Py_REFCNT(handle) > 1 || THPVariable_Unpack(handle).use_count() > 1;
 }
 
-// A handle of a node's result that is in no pool.
+// A new handle of a node's result, in no pool.
 // Twin of ``trace.pool.new_handle``.
 PyObject* new_handle(PyObject* node, Py_ssize_t offset) {
   PyObject* templates = py_.templates.of(node);
@@ -45,7 +45,7 @@ PyObject* new_handle(PyObject* node, Py_ssize_t offset) {
   return made.release();
 }
 
-// Has a node's pool let go of a handle, for which it gets a new one.
+// Take a handle out of its node's pool, which gets a new handle in its place.
 // Twin of ``trace.pool.release``.
 void release(PyObject* handle) {
   THPObjectPtr home(attribute(handle, py_.n_home));
@@ -64,7 +64,7 @@ void release(PyObject* handle) {
     Py_DECREF(std::exchange(ready, made.release()));
     return;
   }
-  // Of several results: if nobody else holds them as one, the list or tuple may change.
+  // Several results are in a list or tuple. It is changed in place unless Python code holds it, too.
   if (Py_REFCNT(ready) != 1) {
     THPObjectPtr list(PySequence_List(ready));
     PyObject* copy = list ? PyObject_CallOneArg(reinterpret_cast<PyObject*>(Py_TYPE(ready)), list.get()) : nullptr;
@@ -77,14 +77,15 @@ void release(PyObject* handle) {
   Py_DECREF(std::exchange(items[offset], made.release()));
 }
 
-// Whether something has one holder, not counting the Python object that it keeps once it was seen by Python.
+// Whether a tensor or storage has one owner. Once Python has seen it, a Python object lives as long and holds a
+// reference. That reference does not count, unless Python code holds the Python object.
 template <class Held, class Wrap>
 bool is_alone(const Held& held, Wrap wrap) {
   if (held.use_count() != 2) {
     return held.use_count() == 1;
   }
   THPObjectPtr seen(wrap());
-  return seen && Py_REFCNT(seen.get()) == 2 && held.use_count() == 2; // its own reference, and ours
+  return seen && Py_REFCNT(seen.get()) == 2 && held.use_count() == 2; // references: the C++ object's, and ``seen``
 }
 
 } // namespace
@@ -101,7 +102,7 @@ extern "C" PyObject* torchport_flush_start(
   END_HANDLE_TH_ERRORS
 }
 
-// Of a list of handles those that somebody holds besides the list and their nodes' pools.
+// The handles of a list that have references besides those of the list and of their nodes' pools.
 // Twin of ``trace.pool.alive``.
 extern "C" PyObject* torchport_alive(PyObject* handles) {
   HANDLE_TH_ERRORS
@@ -116,8 +117,8 @@ extern "C" PyObject* torchport_alive(PyObject* handles) {
   END_HANDLE_TH_ERRORS
 }
 
-// Keeps of a list the handles that somebody holds besides it and their nodes' pools, and adds those of the pools of the
-// nodes from one up to another.
+// Reduce ``made`` to the handles that have references besides those of the list and of their nodes' pools. Add such
+// handles from the pools of the nodes from ``node`` up to ``swept``, which is left out.
 // Twin of ``trace.pool.sweep``.
 extern "C" PyObject* torchport_sweep(PyObject* made, PyObject* node, PyObject* swept) {
   HANDLE_TH_ERRORS
@@ -142,7 +143,7 @@ extern "C" PyObject* torchport_sweep(PyObject* made, PyObject* node, PyObject* s
     if (ready == Py_None) {
       continue;
     }
-    const bool as_one = Py_REFCNT(ready) > 1; // Python code holds the results as one
+    const bool as_one = Py_REFCNT(ready) > 1; // Python code holds the list or tuple of the results
     Py_INCREF(ready);
     THPObjectPtr results(ready);
     for (Py_ssize_t at = 0; at < PySequence_Fast_GET_SIZE(ready); ++at) {
@@ -162,7 +163,7 @@ extern "C" PyObject* torchport_sweep(PyObject* made, PyObject* node, PyObject* s
   END_HANDLE_TH_ERRORS
 }
 
-// Of a list of handles those without value and failure, oldest first; their nodes let go of them.
+// The handles of a list that have neither value nor failure, oldest first. Each leaves its node's pool.
 // Twin of ``trace.pool.pending``.
 extern "C" PyObject* torchport_pending(PyObject* handles) {
   HANDLE_TH_ERRORS
@@ -186,7 +187,7 @@ extern "C" PyObject* torchport_pending(PyObject* handles) {
   END_HANDLE_TH_ERRORS
 }
 
-// Has handles belong to no trace; those that are in their nodes' pools leave them.
+// Give handles the value id -1, so that they belong to no trace. Each leaves its node's pool.
 // Twin of ``trace.pool.forget``.
 extern "C" PyObject* torchport_forget(PyObject* handles) {
   HANDLE_TH_ERRORS
@@ -205,7 +206,7 @@ extern "C" PyObject* torchport_forget(PyObject* handles) {
   END_HANDLE_TH_ERRORS
 }
 
-// The positions of arguments that nobody but their job holds.
+// The positions of the arguments that only their job references, which may be donated.
 // Twin of ``run.donation.unshared``.
 extern "C" PyObject* torchport_unshared(PyObject* given, PyObject* args) {
   HANDLE_TH_ERRORS
@@ -214,7 +215,7 @@ extern "C" PyObject* torchport_unshared(PyObject* given, PyObject* args) {
   for (Py_ssize_t at = 0; found && at < PyList_GET_SIZE(args); ++at) {
     PyObject* data = PyList_GET_ITEM(args, at);
     if (at < leaves) {
-      PyObject* mine = PyList_GET_ITEM(given, at); // a future is held by the job that is to settle it, too
+      PyObject* mine = PyList_GET_ITEM(given, at); // the leaf's value, or its future, which the future's job holds, too
       const auto holders = [mine] { return job_of_future.of(mine) == Py_None ? 1 : 2; };
       if (Py_REFCNT(data) != 2 || py_.exported.of(data) != Py_False || (mine != data && Py_REFCNT(mine) != holders())) {
         continue;
@@ -231,16 +232,16 @@ extern "C" PyObject* torchport_unshared(PyObject* given, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// Whether the address of a storage was asked for (``frontend.device.memory``): its tensor has it as long as it lives.
+// Whether the program has asked for a storage's address (``frontend.device.memory``), which must not change then.
 static bool has_address(const c10::Storage& storage) {
   if (storage.use_count() == 1) {
-    return false; // Python has not seen it
+    return false; // Python has not seen the storage
   }
   THPObjectPtr seen(THPStorage_Wrap(storage));
   return seen && PyObject_HasAttrString(seen.get(), "_address") == 1;
 }
 
-// Gives gradients that are views wrappers of their own, where nobody can tell.
+// Give gradients that are views new wrappers, which are no views, where the program cannot tell the difference.
 // Twin of ``frontend.device.shims.own_gradients``.
 extern "C" PyObject* torchport_own_gradients(PyObject* parameters) {
   HANDLE_TH_ERRORS

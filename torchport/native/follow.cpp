@@ -1,10 +1,10 @@
-// Kernels that go along a path of the trace which it has taken before, without Python.
+// Kernels that follow a known path of the trie without Python.
 //
-// A node of the trie keeps, besides the dictionary of its children, what the calls looked like that led to them. A
-// kernel compares its arguments with that, takes note of new leaves and scalar inputs as the Python kernel does, moves the
-// cursor and returns what the child has ready. Whatever is not exactly as it was goes to the Python kernel, which knows
-// everything; what that does is remembered here if it found a child that was there. All state is the Python objects'
-// own.
+// A node of the trie keeps, besides the dictionary of its children, records of the calls that led to the children. A
+// kernel compares its arguments with these records. If one matches, the kernel adds new leaves and scalar inputs to the
+// trace as the Python kernel does, moves the cursor, and returns the handles that the child has ready. Any other call
+// goes to the Python kernel, which knows all rules. If that kernel finds a known child, the call becomes a record. The
+// trace's state exists once: cursor, leaves and pools are those of the Python objects.
 #include "calls.h"
 #include "direct.h"
 #include "outs.h"
@@ -21,7 +21,7 @@
 namespace {
 
 // -- kernels -------------------------------------------------------------------------------------------------------
-// Where a call starts from, to learn from it once Python has done it.
+// The node and the arguments that a call starts from, for a record of the call once the Python kernel has run it.
 struct Start {
   PyObject* node = nullptr;
   Py_ssize_t children = 0;
@@ -42,14 +42,15 @@ struct Start {
   }
 };
 
-// A functional operator's arguments. A letter each: t(ensor), T(ensors), s(calar), S(calars), f(iller), g(enerator),
-// d(evice), p(lain: as it was).
+// A functional operator. ``letters`` has one per argument: t(ensor), T(ensors), s(calar), S(calars), f(iller),
+// g(enerator), d(evice), p(lain: compared by value).
 struct Kernel {
   std::string letters;
-  long long serial; // in trace keys
-  std::unique_ptr<Direct> direct; // how it is interpreted at once; null where Python does that
+  long long serial; // the operator in trace keys
+  std::unique_ptr<Direct> direct; // how the operator is interpreted at once; null where Python does that
 
-  // The child that the arguments lead to, where the cursor now is; null if they lead to none that is known here.
+  // Move the cursor to the child that the arguments lead to, and return the child; null if no record matches.
+  // ``written``: the call is in place, so the child's results have to fit the tensors that are written.
   // Twin of ``trace.kernels.make_kernel``.
   PyObject* follow(PyObject* trace, Values given, bool written) const {
     const Records* records = records_of(py_.cursor.of(trace));
@@ -85,7 +86,7 @@ struct Kernel {
     return nullptr;
   }
 
-  // Remember how a call led from where it started to the cursor.
+  // Record the call that led from ``start`` to the cursor, if the Python kernel found the child in the trie.
   void learn(const Start& start) const {
     if (start.node == nullptr) {
       return;
@@ -120,7 +121,7 @@ struct Kernel {
       return;
     }
     auto& list = *records->list;
-    // What it says of this call may be out of date, such as which values are in their nodes' pools.
+    // An older record of the child may be out of date, for example about which handles are in their nodes' pools.
     std::erase_if(list, [&](const auto& other) { return other->kernel == this && other->child == child; });
     if (list.size() >= kMostRecords) {
       list.pop_back();
@@ -216,8 +217,8 @@ struct Kernel {
   }
 };
 
-// What a node has ready, as an operator returns it. Held from now on: what is dropped or written meanwhile may run code
-// that flushes, for which a pool's handles that nobody holds are free.
+// The results that a node has ready. They hold references: dropping the arguments or writing a wrapper may run code
+// that flushes, and a flush gives no value to a pool's handle that has no other reference.
 using Results = c10::SmallVector<at::Tensor, 2>;
 
 Results results_of(PyObject* node) {
@@ -353,7 +354,7 @@ c10::IValue unwrap(const c10::IValue& value) {
   return list;
 }
 
-// An operator that writes to its first argument: the functional one, and what functionalization does after it.
+// The kernel of an operator that writes to its first argument: the functional operator, then functionalization's write.
 struct InPlace final : c10::OperatorKernel {
   InPlace(const Kernel& kernel, c10::SafeKernelFunction python) : kernel(kernel), python(std::move(python)) {}
 
@@ -384,7 +385,7 @@ struct InPlace final : c10::OperatorKernel {
     kernel.learn(start);
   }
 
-  // Whether all that is to be written are wrappers, none of which shares its storage with another or is of an expanded
+  // Whether every written tensor is a wrapper, shares its storage with no other one, and is no view of an expanded
   // tensor.
   static bool is_ours(const c10::IValue& first, c10::SmallVector<at::Tensor, 1>& written) {
     if (first.isTensor()) {
@@ -405,7 +406,7 @@ struct InPlace final : c10::OperatorKernel {
     return !written.empty() && std::adjacent_find(storages.begin(), storages.end()) == storages.end();
   }
 
-  // Whether an argument is another view of what is written: the CPU refuses some of those, which Python finds out.
+  // Whether an argument is another view of the written tensor. The CPU refuses some such writes; Python checks which.
   // Twin of ``frontend.device.writes.share_memory``.
   static bool reads_what_it_writes(Values given, const c10::SmallVector<at::Tensor, 1>& written) {
     if (!given[0].isTensor()) {
@@ -427,7 +428,7 @@ struct InPlace final : c10::OperatorKernel {
       wrapper->replace_(values[at]);
       wrapper->commit_update();
       wrapper->sync_();
-      if (list) { // PyTorch does it above this for a single tensor only
+      if (list) { // for a single tensor, PyTorch's kernel above this one does so
         torch::autograd::impl::bump_version(written[at]);
       }
     }
@@ -440,25 +441,25 @@ struct InPlace final : c10::OperatorKernel {
 // -- registering -----------------------------------------------------------------------------------------------------
 template <class Made>
 void put(c10::DispatchKey key, const c10::OperatorName& name, std::unique_ptr<Made> made) {
-  static auto& libraries = *new std::vector<std::unique_ptr<torch::Library>>(); // for as long as the process
+  static auto& libraries = *new std::vector<std::unique_ptr<torch::Library>>(); // never freed
   libraries.push_back(std::make_unique<torch::Library>(torch::Library::IMPL, "aten", key, __FILE__, __LINE__));
   const std::string full = name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
   libraries.back()->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::move(made)));
 }
 
-// Every kernel by its serial, for as long as the process.
+// Every kernel by its serial; never freed.
 std::unordered_map<long long, Kernel*>& kernels() {
   static auto& all = *new std::unordered_map<long long, Kernel*>();
   return all;
 }
 
-struct Quiet final : c10::WarningHandler { // PyTorch warns of kernels that replace others
+struct Quiet final : c10::WarningHandler { // PyTorch warns when a kernel overrides another
   void process(const c10::Warning&) override {}
 };
 
 } // namespace
 
-// Before anything else: what the kernels need to know of Python's side.
+// Look up the Python types, slots and constants that the kernels use. Must be called first.
 extern "C" PyObject* torchport_follow_start(
     PyObject* handle, PyObject* trace, PyObject* node, PyObject* data, PyObject* of_threads, PyObject* floats,
     PyObject* copies, PyObject* first_leaf, PyObject* ids_of_a_trace) {
@@ -485,7 +486,7 @@ extern "C" PyObject* torchport_follow_start(
   END_HANDLE_TH_ERRORS
 }
 
-// What is needed to interpret operators at once.
+// Look up what interpreting operators at once needs. Must be called before ``torchport_direct``.
 extern "C" PyObject* torchport_direct_start(
     PyObject* data, PyObject* spec, PyObject* trace, PyObject* manner, PyObject* of_dtype, PyObject* observe) {
   HANDLE_TH_ERRORS
@@ -514,8 +515,9 @@ extern "C" PyObject* torchport_direct_start(
   END_HANDLE_TH_ERRORS
 }
 
-// How an operator that was put before is interpreted: by which of the CPU's. ``keywords``: a name for each argument that
-// is given by keyword, "" for others. ``kinds``: a letter for each, none where calls are not to be observed.
+// Have a kernel of ``torchport_follow`` interpret its operator at once, by calling operator ``name`` on CPU tensors.
+// ``keywords``: per argument its name if it is keyword-only, else "". ``kinds``: a letter per argument, or "" where
+// calls are not noted for shape inference. Returns False if the two operators differ in their number of arguments.
 // Twin of ``run.direct.run``.
 extern "C" PyObject* torchport_direct(
     PyObject* serial, PyObject* rule, const char* name, const char* overload, PyObject* keywords, int shares,
@@ -538,8 +540,8 @@ extern "C" PyObject* torchport_direct(
   END_HANDLE_TH_ERRORS
 }
 
-// Put a kernel before the Python kernel of a functional operator, and before those of the operators that do the same in
-// place. ``serial``: the operator's in trace keys.
+// Register a C++ kernel in front of the Python kernel of a functional operator, and in front of the one of its in-place
+// form, if ``in_place`` names a form. ``serial``: the operator in trace keys.
 // Twin of ``trace.kernels.make_kernel``.
 extern "C" PyObject* torchport_follow(
     const char* name, const char* overload, const char* letters, long long serial, const char* in_place) {
@@ -567,8 +569,8 @@ extern "C" PyObject* torchport_follow(
   END_HANDLE_TH_ERRORS
 }
 
-// Put a kernel before the Python kernel of an operator with so many ``out=``, which asks the CPU. ``original``:
-// PyTorch's own kernel, as ``torch.library.get_kernel`` gives it.
+// Register a C++ kernel in front of the Python kernel of an operator that writes ``outs`` tensors by ``out=``.
+// ``original``: PyTorch's own kernel, as ``torch.library.get_kernel`` gives it.
 // Twin of ``frontend.device.writes._checked``.
 extern "C" PyObject* torchport_follow_out(
     const char* name, const char* overload, long long outs, PyObject* original) {
@@ -588,7 +590,8 @@ extern "C" PyObject* torchport_follow_out(
   END_HANDLE_TH_ERRORS
 }
 
-// Put one before that of an operator that gives another handle of its argument's value.
+// Register a C++ kernel in front of the Python kernel of an operator that returns another handle of its argument's
+// value.
 // Twin of ``frontend.device.copies._same_value``.
 extern "C" PyObject* torchport_follow_same_value(const char* name) {
   HANDLE_TH_ERRORS
@@ -601,7 +604,7 @@ extern "C" PyObject* torchport_follow_same_value(const char* name) {
   END_HANDLE_TH_ERRORS
 }
 
-// How many calls were done without Python.
+// The number of calls that were served without Python.
 extern "C" unsigned long long torchport_followed() {
   return followed;
 }

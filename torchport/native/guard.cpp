@@ -1,12 +1,12 @@
-// The device guard of ``port``, which autograd asks several times per operator. PyTorch's for devices that are defined
-// in Python answers the same, but has Python tell the device's type each time.
+// The device guard of ``port``, which autograd asks several times per operator. PyTorch's guard for devices that are
+// defined in Python gives the same answers, but calls Python for the device type each time.
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 namespace {
 
 constexpr c10::DeviceType kPort = c10::DeviceType::PrivateUse1;
 
-// One device, one stream, nothing to wait for: what is pending is known to torchport alone.
+// One device, one stream, nothing to wait for: torchport alone knows what is pending.
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kPort; }
   c10::Device getDevice() const override { return {kPort, 0}; }
@@ -33,6 +33,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
 // Twin of ``frontend.device.register._Guard``.
 extern "C" void torchport_use_guard() {
-  static const auto& guard = *new Guard(); // for as long as the process: threads may ask while it ends
+  static const auto& guard = *new Guard(); // never freed: threads may use the guard while the process ends
   c10::impl::registerDeviceGuard(kPort, &guard);
 }

@@ -1,4 +1,4 @@
-// What the C++ libraries know of Python's objects: slots of traces, nodes and values, attributes of handles.
+// The Python objects as the C++ libraries see them: slots of traces, nodes and values, attributes of handles.
 #pragma once
 #include <Python.h>
 #include <structmember.h>
@@ -41,7 +41,7 @@ inline bool find_slot(PyObject* type, const char* name, Slot& slot) {
   return true;
 }
 
-// Find out; false with a Python error where something is not as it should be.
+// Look up the slots and intern the attribute names. False, with a Python error set, if a type lacks one of the slots.
 inline bool look(PyObject* handle, PyObject* trace, PyObject* node, PyObject* data) {
   const std::vector<std::tuple<PyObject*, const char*, Slot*>> slots = {
       {trace, "cursor", &py_.cursor}, {trace, "scalar_inputs", &py_.scalar_inputs}, {trace, "leaves", &py_.leaves},
@@ -87,8 +87,8 @@ inline long long integer(PyObject* object) {
   return value;
 }
 
-// A handle of the same form, without a value, as a new reference. No dispatch mode is to see how it is made, and none
-// would give a handle: PyTorch asks the mode that is on for a tensor without history.
+// A handle with the tensor's dtype, sizes and strides but without a value, as a new reference. The dispatch key Python
+// is excluded: under a dispatch mode ``variable_data`` calls the mode's ``detach``, whose result is no handle.
 inline PyObject* handle_like(const at::Tensor& tensor) {
   const c10::impl::ExcludeDispatchKeyGuard unseen(c10::DispatchKey::Python);
   return THPVariable_Wrap(tensor.variable_data(), py_.handle);

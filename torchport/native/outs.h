@@ -1,7 +1,7 @@
-// Operators with ``out=``: kinds of calls that the CPU takes are known without Python. Part of follow.cpp.
+// Operators with ``out=``: a call of a kind that the CPU has accepted before needs no Python. Part of follow.cpp.
 //
-// Before a call of a new kind, the Python kernel asks the CPU's kernel (``frontend/device/writes.py``). Nothing of the
-// answer is kept here but that there was no error; PyTorch's own functionalization does the work either way.
+// For a call of a new kind, the Python kernel tries the CPU's kernel (``frontend/device/writes.py``). Only the kinds
+// that raised no error are remembered here. PyTorch's own functionalization performs the call either way.
 #pragma once
 #include "calls.h"
 
@@ -19,7 +19,7 @@
 
 namespace {
 
-constexpr size_t kMostKinds = 1024; // of calls of one operator
+constexpr size_t kMostKinds = 1024; // kinds of calls remembered per operator
 
 at::FunctionalTensorWrapper* wrapper_of(const at::Tensor& tensor) {
   if (!tensor.defined() || !at::functionalization::impl::isFunctionalTensor(tensor)) {
@@ -45,7 +45,7 @@ bool is_of_expanded(const at::Tensor& tensor) {
   });
 }
 
-// Whether a tensor is one of the device's, as a program has it.
+// Whether a tensor is a functionalization wrapper of a handle, which is what a program holds.
 bool is_ours(const at::Tensor& tensor) {
   at::FunctionalTensorWrapper* wrapper = wrapper_of(tensor);
   return wrapper != nullptr && handle_of(wrapper->value());
@@ -64,8 +64,9 @@ struct Hash {
   }
 };
 
-// What the CPU's answer depends on. ``add`` is false where that takes more than is looked at here: another tensor in
-// the memory of one that is written, a tensor that is elsewhere, a size that is a symbol, a generator.
+// Describes a call by everything that the CPU's answer depends on. ``add`` returns false for an argument that the
+// description does not cover: a tensor that shares memory with a written one, a written view of an expanded tensor, a
+// tensor of another device, a symbolic size, a generator.
 struct Describer {
   Values written;
   KindOfCall kind{};
@@ -132,7 +133,7 @@ struct Describer {
     return true;
   }
 
-  // A Python number in a tensor's place.
+  // A Python number that PyTorch has wrapped in a tensor.
   bool add_number(const at::Tensor& tensor) {
     if (!tensor.is_cpu()) {
       return false;
@@ -153,7 +154,8 @@ struct Describer {
   }
 };
 
-// An operator with ``out=``, before PyTorch's functionalization of it.
+// The kernel of an operator with ``out=`` at Functionalize. For a known kind of call it goes straight to PyTorch's
+// ``original``.
 struct Out final : c10::OperatorKernel {
   Out(size_t arguments, size_t outs, c10::SafeKernelFunction python, c10::SafeKernelFunction original)
       : arguments(arguments), outs(outs), python(std::move(python)), original(std::move(original)) {}
@@ -183,9 +185,9 @@ struct Out final : c10::OperatorKernel {
       return;
     }
     python.callBoxed(op, keys, stack);
-    // A tensor that gets another shape may be a view the next time, which has to be refused.
+    // A call that gives a tensor another shape is not remembered: the next such tensor may be a view, which is refused.
     const auto same = [](const at::Tensor& out, const c10::DimVector& shape) { return out.sizes() == shape; };
-    // One that was written once more got its strides back.
+    // Nor is a call that wrote a tensor twice: the second write restored the strides.
     const bool once = kind && writes_to(written) - before == written.size();
     if (once && std::equal(written.begin(), written.end(), shapes.begin(), same)) {
       Gil gil;
@@ -196,7 +198,7 @@ struct Out final : c10::OperatorKernel {
     }
   }
 
-  // How often the memory of these tensors has been written.
+  // The number of writes to the storages of these tensors so far.
   static size_t writes_to(const c10::SmallVector<at::Tensor, 2>& tensors) {
     size_t count = 0;
     for (const at::Tensor& tensor : tensors) {
@@ -223,7 +225,7 @@ struct Out final : c10::OperatorKernel {
 
   const size_t arguments, outs;
   const c10::SafeKernelFunction python, original;
-  std::unordered_set<KindOfCall, Hash> known; // under Python's lock
+  std::unordered_set<KindOfCall, Hash> known; // guarded by the GIL
 };
 
 } // namespace

@@ -1,9 +1,10 @@
 """Functions that exist twice, in Python and in C++, and the one place that says which of the two runs.
 
-:data:`twins` holds a function per name; callers call ``twins.sweep(…)`` and never one of the two by itself. Python's
-registers itself where it is defined (:meth:`Twins.python`); C++'s takes its place when its library is there
-(:meth:`Twins.use`). What C++ does behind PyTorch's dispatcher, or inside such a function, mirrors a Python function
-too: a comment ``Twin of …`` above the C++ function names it, and :func:`table` collects them all.
+:data:`twins` has one attribute per function; callers call ``twins.sweep(…)`` and never one of the two forms directly.
+The Python form registers itself where it is defined (:meth:`Twins.python`). The C++ form replaces the Python form once
+its library is loaded (:meth:`Twins.use`). C++ functions behind PyTorch's dispatcher, and helpers of C++ functions,
+mirror Python functions too. A comment ``Twin of …`` above a C++ function names its Python form; :func:`table` collects
+all pairs.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ class Twins:
         """Python's functions, by name."""
 
     def python(self, function: _Function) -> _Function:
-        """Register a Python function under its name; it is in use until C++'s is."""
+        """Register a Python function under its name. It is in use until a C++ function replaces it."""
         self.in_python[function.__name__] = function
         setattr(self, function.__name__, function)
         return function
 
     def use(self, **functions: Callable[..., Any]) -> None:
-        """Use these functions instead of Python's. Raises ``KeyError`` for a name that Python has no function of."""
+        """Use these functions instead of Python's. Raises ``KeyError`` for a name without a Python function."""
         unknown = functions.keys() - self.in_python.keys()
         if unknown:
             raise KeyError(f"no Python function is named {', '.join(sorted(unknown))}")
@@ -52,7 +53,7 @@ class Twins:
         self.use(**self.in_python)
 
     def in_cpp(self) -> list[str]:
-        """The names whose function in use is not Python's."""
+        """The names whose C++ function is in use."""
         return [name for name, function in self.in_python.items() if getattr(self, name) is not function]
 
 
@@ -61,7 +62,7 @@ twins: Final = Twins()
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A C++ function and the Python function that it does the work of."""
+    """A C++ function and its Python form."""
 
     file: str
     cpp: str
@@ -69,7 +70,7 @@ class Pair:
 
     @property
     def how(self) -> str:
-        """How C++'s comes to run instead of Python's."""
+        """How the C++ function comes to run instead of the Python one."""
         name = self.cpp.removeprefix("torchport_")
         if name in twins.in_python and name != self.cpp:
             return f"`twins.{name}`"

@@ -300,13 +300,13 @@ def _page() -> str:
 
 _HEAD = """# Mistakes, and what they are told
 
-What the author of a backend may do wrong, method by method, and the error that each gets. A test makes every one of them; this
-table is what it found. Made by `python tests/backends/kit/test_author_mistakes.py`.
+What the author of a backend may do wrong, method by method, and the error that each mistake raises. A test makes every
+mistake and checks this table; `python tests/backends/kit/test_author_mistakes.py` writes the table.
 
-`torchport.config.check_backends = True` (or `TORCHPORT_CHECK_BACKENDS=1`) is the switch: after each computation torchport looks
-whether `execute` changed an argument, kept one, or returned memory that somebody else has. It copies every argument, so it is
-for finding out. What nobody can tell from inside, a crash or a hang, is told by the [conformance kit](conformance.md), which
-runs a backend in processes of its own.
+`torchport.config.check_backends = True` (or `TORCHPORT_CHECK_BACKENDS=1`) is the switch: after each computation
+torchport checks whether `execute` changed an argument, kept one, or returned memory that an argument or another result
+uses. The check copies every argument, so it is for debugging. A crash or a hang cannot be seen from inside the process:
+the [conformance kit](conformance.md) reports them, since it runs a backend in processes of its own.
 
 | method | mistake | error | message |
 |---|---|---|---|

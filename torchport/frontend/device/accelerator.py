@@ -1,8 +1,8 @@
-"""``torch.accelerator`` and pinned memory: where PyTorch asks its C++ allocators, which a device in Python has none of.
+"""``torch.accelerator`` and pinned memory: PyTorch asks C++ allocators there, and a device defined in Python has none.
 
 Left alone, the functions of ``torch.accelerator.memory`` end in an internal assertion or in a crash of the process, and
-``DataLoader(pin_memory=True)`` fails as soon as this device is registered. Runs inside ``import torch`` and makes
-nothing ready: a device that was not used yet has used no memory.
+``DataLoader(pin_memory=True)`` fails as soon as this device is registered. Runs inside ``import torch`` and does not
+make the device ready: a device that was not used yet has used no memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .patches import PATCHES, replace
 __all__ = ["install"]
 
 _PINNED: Final = "_pinned_for_port"
-"""On a storage: ``pin_memory`` made it. PyTorch keeps a storage's Python object for as long as there is the storage."""
+"""Marks a storage as pinned. PyTorch keeps a storage's Python object, and so the mark, as long as the storage lives."""
 
 
 def _ours() -> bool:
@@ -42,7 +42,7 @@ def _index(device: Any) -> int | None:
 
 
 def _in_use(fn: Callable[[Any], Any], unused: Any = None) -> Callable[[Any], Any]:
-    """A function of the device module, or what it comes to as long as nobody has used the device."""
+    """A function of the device module that answers ``unused`` as long as the device was not used."""
 
     def call(device: Any = None) -> Any:
         index = _index(device)
@@ -111,7 +111,7 @@ def _where_ours(original: Callable[..., Any], fn: Callable[..., Any]) -> Callabl
 
 
 def _overridable(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that function modes and subclasses hear of under its own name, as of PyTorch's."""
+    """A method that ``__torch_function__`` of modes and subclasses gets under its own name, as it gets PyTorch's."""
 
     @functools.wraps(method)
     def call(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -125,7 +125,7 @@ def _overridable(method: Callable[..., Any]) -> Callable[..., Any]:
 def _pin_memory(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
-        """A copy, as from other accelerators. It is only noted as pinned: this device copies what it is given."""
+        """A copy, as with other accelerators. The copy is only marked as pinned: the device copies from any memory."""
         if device_of(self).type == NAME:
             for refuse in storages.refusals:
                 refuse(self, "pin_memory")
@@ -155,7 +155,7 @@ def _for_ours(device: Any) -> bool:
 
 
 def _host_memory(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """The memory of a CPU tensor, if it has any of its own: sparse tensors and subclasses that wrap others have not."""
+    """The storage of a CPU tensor; ``None`` for other devices, sparse tensors and subclasses around other tensors."""
     if device_of(tensor).type != "cpu":
         return None
     try:

@@ -38,7 +38,7 @@ def device(name: str, ordinal: int = 0) -> torch.device:
 
 
 def donate(*tensors: torch.Tensor) -> None:
-    """Give up the tensors' values, as if their last references were gone, so that their memory can be used for others.
+    """Give up the tensors' values, as if their last references were gone, so that other values can use their memory.
 
     What was computed from a tensor before still gets its value; afterwards any use of the tensor raises
     :class:`ExecutionError`. Views and aliases keep their values. Raises :class:`UnsupportedOp` for other devices'
@@ -107,9 +107,9 @@ def list_backends() -> list[BackendInfo]:
 class mode:
     """``mode("eager")``: the calling thread's ops are computed at once; ``mode("lazy")``: when a value is needed.
 
-    A call sets the mode; as a context manager it is set back at the end, and as a decorator it holds inside the
-    function (as ``torch.set_grad_enabled`` does). Eager ops run through the backend's own kernels, or as computations
-    of one op each; random numbers are the same in both modes. What is pending when the mode changes is computed.
+    A call sets the mode. A ``with`` block sets the former mode again at its end, and a decorated function runs in the
+    mode (as with ``torch.set_grad_enabled``). Eager ops run through the backend's own kernels, or as computations of
+    one op each; random numbers are the same in both modes. A change of mode computes the pending values.
     Threads start in ``config.mode``. Raises :class:`ConfigError` for any other name.
     """
 
@@ -150,10 +150,10 @@ class mode:
 
 
 def sync(device: Any = None, wait: bool = True) -> None:
-    """Have everything computed that the calling thread has pending, on one device or on all.
+    """Compute all pending values of the calling thread, on one device or on all.
 
-    ``wait``: return when it is done, and raise the first error among the pending values and those that nobody has read.
-    A step has then ended, so step closures run.
+    ``wait``: return when the values are there, and raise the first error among them and among values that nobody has
+    read. A step has then ended, so step closures run.
     """
     if is_ready():
         compute_pending(None if device is None else torch.device(device).index or 0, wait)

@@ -155,7 +155,7 @@ def _kernel(op: Any, choose: Callable[[Any], torch.dtype], keys: Any) -> Callabl
 
 
 def install(libraries: list[torch.library.Library]) -> None:
-    """Register the cast policies, in libraries added to these; operators on no list run as they are."""
+    """Register the cast policies and add their libraries to ``libraries``. Operators on no list run unchanged."""
     keys = torch._C.DispatchKeySet(torch._C._dispatch_key_parse("AutocastPrivateUse1"))
     fallthrough = torch.library.Library("_", "IMPL")
     library = torch.library.Library("aten", "IMPL")

@@ -1,8 +1,8 @@
-"""Composite operators where autograd is off: taken apart above functionalization, as they are where it is on.
+"""Composite operators where autograd is off: decomposed above functionalization, as they are with autograd on.
 
-PyTorch takes a composite (``linear``, ``x.square_()``) apart at its autograd key. In inference mode, and inside the
-kernels of others, that key is skipped, and functionalization's fallback hands the composite to the device whole: its
-views and writes would then be of handles, which have no memory to share.
+PyTorch decomposes a composite (``linear``, ``x.square_()``) at its autograd key. In inference mode, and inside the
+kernels of other libraries, that key is skipped, and functionalization's fallback hands the whole composite to the
+device. The views and writes in its body would then apply to handles, which share no memory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def install(library: torch.library.Library) -> None:
             if op is not None and op not in COMPRESSED:
                 whole = torch.library.get_kernel(op, "Functionalize")
                 library.impl(short, opaque(_apart(op, whole)), "Functionalize", with_keyset=True)
-    # Its lengths and one of its results are on the host, whatever device the sequence is on.
+    # The lengths and one of the results are on the host, whatever device the sequence is on.
     op = torch.ops.aten._pack_padded_sequence.default
     whole = torch.library.get_kernel(op, "Functionalize")
     library.impl("_pack_padded_sequence", opaque(_apart(op, whole, _EXPLICIT)), "Functionalize", with_keyset=True)
@@ -56,7 +56,7 @@ def _apart(op: Any, whole: Any, key: Any = _IMPLICIT) -> Callable[..., Any]:
 
 
 def _is_ours(values: Any) -> bool:
-    """Whether the first tensor among the values is of this device, not of a compiler that traces."""
+    """Whether the first wrapper among the values is of a handle, and not of a compiler that traces."""
     for value in values:
         if isinstance(value, torch.Tensor) and torch._is_functional_tensor(value):
             return isinstance(torch._from_functional_tensor(value), LazyTensor)

@@ -1,4 +1,4 @@
-"""The kernels that are not generated: between host and device, between devices, and values read by Python."""
+"""The kernels that are not generated: copies between host and device or between devices, and values read by Python."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _trace_of(value: Any) -> Trace:
 
 
 def _call(op: Any, trace: Trace, *args: Any, **kwargs: Any) -> Any:
-    """The generated kernel of an op, on a trace."""
+    """Call the generated kernel of an op on a trace."""
     kernel = kernels[op]
     return kernel.fast(*args, **kwargs) if trace.index == 0 else kernel.indexed(trace, *args, **kwargs)
 
@@ -68,7 +68,7 @@ def _host_to_device(tensor: torch.Tensor, index: int, dtype: torch.dtype | None)
         if trace.copies >= COPIES_UNDER_GRAD:
             flush(trace, "copy")
     if trace.direct and tensor.numel() > 1:
-        trace.end_direct()  # so does one that records nothing
+        trace.end_direct()  # a new batch also ends the interpretation of operators at once
     plain = tensor.detach()
     if plain.layout is not torch.strided:
         raise UnsupportedOp(
@@ -108,7 +108,7 @@ def _to_copy(
         made = _host_to_device(inner, index, dtype)
         if memory_format is not None and memory_format is not torch.preserve_format:
             made = _call(aten.clone.default, threads.of(index), made, memory_format=memory_format)
-        # ``torch.tensor`` copies with functionalization switched off, and gives the program what comes back.
+        # Wrapped here, since ``torch.tensor`` copies with functionalization switched off and returns the result as is.
         return torch._to_functional_tensor(made)
     here = inner.get_device() if isinstance(inner, IndexedLazyTensor) else 0
     if device is not None and device.type != DEVICE_TYPE:
@@ -125,18 +125,18 @@ def _to_copy(
 
 
 def install(library: torch.library.Library) -> None:
-    """Register the copy between devices and dtypes before functionalization.
+    """Register ``_to_copy``, the copy between devices and dtypes, in place of functionalization's kernel.
 
-    PyTorch's functionalization unwraps this operator's argument but wraps its result for XLA and Lazy only. Caught
-    before it, the result is wrapped for the program, and is a bare handle inside operators of others' libraries and
-    where functionalization itself copies.
+    PyTorch's functionalization unwraps this operator's argument but wraps its result for XLA and Lazy only. The kernel
+    registered here wraps the result for the program. A call below functionalization, from another library's operator
+    or from functionalization itself, still gets a bare handle.
     """
     functionalized = torch.library.get_kernel(aten._to_copy.default, "Functionalize")
 
     def to_copy(keys: Any, self: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         if torch._is_functional_tensor(self) and isinstance(torch._from_functional_tensor(self), LazyTensor):
             return _to_copy(self, **kwargs)
-        return functionalized.call_boxed(keys, self, **kwargs)  # of a compiler that traces
+        return functionalized.call_boxed(keys, self, **kwargs)  # a wrapper of a compiler that traces
 
     library.impl("_to_copy", opaque(to_copy), "Functionalize", with_keyset=True, allow_override=True)
 
@@ -176,7 +176,7 @@ def _same_value(self: torch.Tensor) -> torch.Tensor:
     if index == 0:
         handle.__class__ = LazyTensor
     handle.value, handle.spec, handle.failure = inner.value, inner.spec, inner.failure
-    # A leaf's id ends with its trace, which knows nothing of this handle: it asks for its own when it is used.
+    # A leaf's value id ends with its trace, and the trace does not know this handle: its first use gives it an id.
     handle.value_id = inner.value_id if inner.value is None else NONE
     if inner.value is None:
         trace.keep(handle)
@@ -241,7 +241,7 @@ _INDEXING: Final = (
 def _set_storage(
     self: torch.Tensor, source: Any, storage_offset: int, size: Sequence[int], stride: Sequence[int] = ()
 ) -> torch.Tensor:
-    """What ``torch.load`` calls to give a tensor the contents of a storage: a copy of them moves to the device."""
+    """Called by ``torch.load`` to fill a tensor from a storage: a copy of the contents moves to the device."""
     target = _handle(self)
     if isinstance(source, HostStorage):
         source.was_read = True
@@ -251,7 +251,7 @@ def _set_storage(
 
 
 def _empty_strided(size: Sequence[int], stride: Sequence[int], **kwargs: Any) -> torch.Tensor:
-    """A tensor that shows elements more than once is a view of one that holds each once."""
+    """A tensor without contents. With strides of 0 it is a view of a tensor that holds each element once."""
     held = [1 if step == 0 else n for n, step in zip(size, stride, strict=False)]
     if held == [*size] or len(size) != len(stride) or is_below():
         return kernels[aten.empty_strided.default].fast(size, stride, **kwargs)
@@ -259,7 +259,7 @@ def _empty_strided(size: Sequence[int], stride: Sequence[int], **kwargs: Any) ->
 
 
 def with_generator(trace: Trace, kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A random op that was given a generator of its own: this device's keys, or CPU's numbers, moved to the device."""
+    """A random op with a generator: one of this device gives random keys, a CPU one numbers that move to the device."""
     generator = next(v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator))
     if (own := owner_of(generator)) is not None:
         bare = [None if value is generator else value for value in args]

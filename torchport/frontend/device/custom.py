@@ -1,7 +1,7 @@
-"""Operators of others' libraries: Python bodies run as if they stood in the program, kernels for the CPU on the host.
+"""Operators of other libraries: Python bodies run as part of the program, CPU kernels run on the host.
 
-PyTorch runs the body of a ``torch.library.custom_op`` below functionalization, on handles, where a view is a value of
-its own and a write to it is lost on what it was taken from; and it refuses to functionalize an operator that writes to
+PyTorch runs the body of a ``torch.library.custom_op`` below functionalization, on handles. A view is a value of its own
+there, so a write to a view does not reach its base. PyTorch also refuses to functionalize an operator that writes to
 its arguments. A body that is called where functionalization would be called sees the user's own tensors instead: its
 operators join the trace, its views alias and its writes reach the arguments.
 
@@ -36,13 +36,13 @@ __all__ = ["first_port_tensor", "hide", "install", "on_handles"]
 
 _FUNCTIONALIZE: Final = "Functionalize"
 _taken: Final[set[str]] = set()
-"""The names of the operators that have a kernel of ours before functionalization."""
+"""The names of the operators for which torchport has registered a kernel at Functionalize."""
 _seen: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 _NO_KERNEL: Final = f"it has a kernel for the CPU, and none for {DEVICE_TYPE}"
 
 
 def install() -> None:
-    """Take over the custom operators that are defined, and those that will be."""
+    """Register kernels for the custom operators that are defined, and for those that are defined later."""
     _take_those_to_come()
     _hide_from_compilers()
     for known in list(custom_ops.OPDEFS.values()):
@@ -99,7 +99,7 @@ def _unsupported(op: Any) -> UnsupportedOp:
 
 @functools.cache
 def _hide_from_compilers() -> None:
-    """PyTorch's compilers make a custom operator functional only if nobody registered how, as we have not for them."""
+    """Hide torchport's kernels from PyTorch's compilers, which functionalize only operators without such a kernel."""
     original = torch._C._dispatch_has_kernel_for_dispatch_key
 
     @functools.wraps(original)
@@ -111,14 +111,14 @@ def _hide_from_compilers() -> None:
 
 
 def hide(op: Any) -> None:
-    """Have PyTorch's compilers make an operator functional as if it had no kernel of ours before functionalization."""
+    """Have PyTorch's compilers functionalize an operator as if torchport had registered no kernel at Functionalize."""
     _taken.add(op.name())
 
 
 def _take(definition: Any) -> None:
     op = definition._opoverload
     if definition in _seen or torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), _FUNCTIONALIZE):
-        return  # ours, or that of an author who knows better
+        return  # torchport's kernel, or the author's own
     others = torch.library.get_kernel(op, _FUNCTIONALIZE)
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -146,7 +146,7 @@ def _body(definition: Any) -> Callable[..., Any] | None:
 
 
 def first_port_tensor(given: Any) -> torch.Tensor | None:
-    """The first wrapper of one of this device's handles; compilers trace with wrappers of other tensors."""
+    """The first wrapper of a handle among the values; compilers trace with wrappers of other tensors."""
     for value in tree_leaves(given):
         wrapped = isinstance(value, torch.Tensor) and torch._is_functional_tensor(value)
         if wrapped and isinstance(torch._from_functional_tensor(value), LazyTensor):
@@ -155,7 +155,7 @@ def first_port_tensor(given: Any) -> torch.Tensor | None:
 
 
 def _on_host(op: Any, device: torch.device, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an operator on copies on the CPU; results go to the device, and what it wrote into its arguments."""
+    """Run an operator on CPU copies. Results move to the device; what was written is copied back into the arguments."""
     _require_host_kernel(op)
     _refuse_overlap(op, args, kwargs)
     note_fallback(op, user_line(), _NO_KERNEL)
@@ -166,7 +166,7 @@ def _on_host(op: Any, device: torch.device, args: Sequence[Any], kwargs: Mapping
             return torch.device("cpu")
         if not isinstance(value, torch.Tensor):
             return value
-        if id(value) not in copies:  # one tensor given twice is one tensor there, too
+        if id(value) not in copies:  # a tensor that is given twice has one copy
             copies[id(value)] = value.cpu()
         return copies[id(value)]
 
@@ -188,7 +188,7 @@ def _written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[to
 
 
 def _refuse_overlap(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise :class:`UnsupportedOp` where a tensor that is written shares memory with another: copies would not."""
+    """Raise :class:`UnsupportedOp` if a written tensor shares memory with another one: their copies would not share."""
     tensors = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
     bases = [id(tensor._base) if tensor._is_view() else id(tensor) for tensor in tensors.values()]
     written = {id(tensor._base) if tensor._is_view() else id(tensor) for tensor in _written(op, args, kwargs)}

@@ -1,9 +1,9 @@
-"""What PyTorch picks for a program that names no device, where its pick of the accelerator would not work.
+"""Functions of PyTorch that pick the accelerator for a program that names no device, and would not work with this one.
 
-Most of PyTorch that is told no device stays on the CPU. A few places take the accelerator, and then need of it what
-this device does not have: ``torch._C._scatter``, masks for tensors of the CPU.
-A program for the CPU worked there before torchport was installed, so there the pick is the CPU, as if this device were
-not. A program that names ``port`` gets it. Runs inside ``import torch``.
+Without a device most of PyTorch stays on the CPU. A few functions pick the accelerator, and then need something that
+this device does not have: ``torch._C._scatter``, masks for CPU tensors. A program for the CPU could call them before
+torchport was installed, so these functions pick the CPU. A program that names ``port`` gets it. Runs inside ``import
+torch``.
 
 Private torch APIs used here: ``torch._utils._get_available_device_type`` (as ``torch.nn.parallel.data_parallel``
 imports it), ``torch._C._get_accelerator``.
@@ -24,7 +24,7 @@ __all__ = ["install"]
 
 
 def install() -> None:
-    """Change the places that are imported already, and the others when they are."""
+    """Change the functions of modules that are imported already, and the others when their modules are imported."""
     _data_parallel(sys.modules["torch.nn.parallel.data_parallel"])
     when_imported("torch.nn.attention.flex_attention", _block_masks)
     if torch.distributed.is_available():

@@ -1,6 +1,6 @@
-"""Writes through views of expanded tensors: the element that was written becomes the base's, as it is.
+"""Writes through views of expanded tensors: the written element becomes the element of the base, exactly.
 
-Functionalization takes such a write back to the base as ``base + (new - base).sum()``. That is no value to rely on:
+Functionalization takes such a write back to the base as ``base + (new - base).sum()``. That sum is not exact:
 ``inf - inf`` is NaN, a large number swallows a small one, the sign of zero is lost, and bools cannot be subtracted.
 Here the elements that differ from the base's are picked instead.
 
@@ -41,7 +41,7 @@ _WITH_SHARED_ELEMENTS: Final = frozenset({_views.expand_ViewMeta, _views.unfold_
 
 
 def is_of_expanded(tensor: torch.Tensor) -> bool:
-    """Whether a wrapper of functionalization's, which is to be written, is a view of an expanded tensor, or one itself.
+    """Whether a functionalization wrapper that is to be written is an expanded tensor or a view of one.
 
     Raises :class:`UnsupportedOp` for a view by ``unfold``, unless its windows lie side by side and fill the dimension:
     functionalization would take the write back as a sum over windows, and as zeros between them.
@@ -74,9 +74,9 @@ def _fills(tensor: torch.Tensor, views: Sequence[Any], position: int) -> bool:
 
 
 class ExactWrites(TorchDispatchMode):
-    """While a write is taken back to its base: ``base + (new - base).sum()`` becomes :func:`_written`.
+    """The mode in which functionalization takes a write back to the base: :func:`_written` replaces the inexact sum.
 
-    ``writing``: the operator that writes, if its own functional form runs in this mode, too.
+    ``writing``: the operator that writes, if its functional form runs in this mode, too.
     """
 
     def __init__(self, writing: Any = None) -> None:
@@ -88,7 +88,7 @@ class ExactWrites(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if op is aten.sub.Tensor and not self._own:
             self._pending = (args[1], args[0])
-            return aten.zeros_like.default(args[0])  # summed up, and added to nothing
+            return aten.zeros_like.default(args[0])  # a stand-in, whose sum the addition below ignores
         self._own = self._own and op is not aten.sub.Tensor
         if op is aten.add.Tensor and self._pending is not None and args[0] is self._pending[0]:
             base, new = self._pending
@@ -98,9 +98,9 @@ class ExactWrites(TorchDispatchMode):
 
 
 def _written(base: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """The base with those elements that differ in ``new``, which shows each of them once or several times.
+    """The base with those elements that differ in ``new``, which shows each element of the base once or several times.
 
-    Its strides stay: a write changes no strides, and views that are taken afterwards go by them.
+    The result has the strides of the base: a write changes no strides, and later views go by them.
     """
     if base.dtype.is_complex:
         parts = _written(aten.view_as_real_copy.default(base), aten.view_as_real_copy.default(new))
@@ -113,7 +113,7 @@ def _written(base: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     if any(new.shape[dim] == 0 for dim in (*ahead, *(leading + dim for dim in inner))):
         return aten.clone.default(base)
     differs = _differs(new, base)
-    # Written elements have a place each, so of those that show one of the base's at most one differs.
+    # Written elements do not overlap, so of the elements that show one element of the base at most one differs.
     largest = aten.where.self(differs, new, aten.full_like.default(new, _lowest(new.dtype)))
     for dims, keep in ((ahead, False), (inner, True)):
         if dims:
@@ -137,8 +137,8 @@ def _lowest(dtype: torch.dtype) -> float | int | bool:
 
 
 def write_back(wrapper: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Replace a wrapper's value, as functionalization does after an operator that writes; gives the wrapper."""
-    # Most often; each in-place operator comes here, so the question is asked without a call.
+    """Replace a wrapper's value, as functionalization does after an operator that writes; returns the wrapper."""
+    # The common case. Every in-place operator comes here, so the check is written out instead of called.
     if (
         _is_base(wrapper)
         or _WITH_SHARED_ELEMENTS.isdisjoint(map(type, _views_of(wrapper)))
@@ -156,7 +156,7 @@ def write_back(wrapper: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def call_exactly(op: Any, original: Callable[..., Any], written: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-    """Call functionalization's kernel of an operator that writes to these tensors, or ``None`` for one not given."""
+    """Call functionalization's kernel of an operator that writes to the tensors ``written``, with exact writes."""
     if not any(tensor is not None and is_of_expanded(tensor) for tensor in written):
         return original(*args, **kwargs)
     with ExactWrites(op):
@@ -165,7 +165,7 @@ def call_exactly(op: Any, original: Callable[..., Any], written: Sequence[Any], 
 
 @contextmanager
 def exact_writes() -> Iterator[None]:
-    """The same for programs that compilers make functional meanwhile, under the lock that Dynamo holds then."""
+    """Exact writes in programs that PyTorch's compilers functionalize meanwhile; Dynamo's lock has to be held."""
     original = FunctionalTensorMode.__torch_dispatch__
 
     def dispatch(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

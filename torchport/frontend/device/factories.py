@@ -25,7 +25,7 @@ OPS: Final = tuple(
 
 
 def install(library: torch.library.Library) -> None:
-    """Register them for results on this device, and, before functionalization, for arguments on it."""
+    """Register the factories for results on this device, and at Functionalize for arguments on this device."""
     for op in OPS:
         for key in ("PrivateUse1", "Functionalize"):
             library.impl(op._schema.name.removeprefix("aten::") + "." + op._overloadname, opaque(_of_numbers(op)), key)
@@ -36,7 +36,7 @@ def _of_numbers(op: Any) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         tensors = [value for value in args[:2] if isinstance(value, torch.Tensor)]
-        if any(tensor.dim() for tensor in tensors):  # the CPU has the words for it
+        if any(tensor.dim() for tensor in tensors):  # the CPU raises its error
             return op(*[v.cpu() if isinstance(v, torch.Tensor) else v for v in args], **{**kwargs, "device": "cpu"})
         numbers = [value.item() if isinstance(value, torch.Tensor) else value for value in args[:2]]
         return factory(*numbers, *args[2:], **kwargs)

@@ -1,4 +1,4 @@
-"""How Dynamo and AOTAutograd see ``port`` tensors: one shim for each place that looks at what a tensor is made of.
+"""How Dynamo and AOTAutograd see ``port`` tensors: one shim for each place where PyTorch looks inside a tensor.
 
 Private torch APIs used here: ``torch._subclasses.meta_utils.MetaTensorDescriber.describe_tensor``, which takes every
 functionalization wrapper apart except those of the devices ``xla`` and ``lazy``. A ``port`` tensor is such a wrapper,
@@ -35,7 +35,7 @@ aten = torch.ops.aten
 
 
 def install() -> None:
-    """Make what looks into tensors know those of this device, each once: installing may be tried again."""
+    """Apply every shim, each once: the device may be made ready again after it failed."""
     _describe_as_seen()
     _no_constants()
     _share_weak_references()
@@ -68,16 +68,16 @@ def _describe_as_seen() -> None:
 
 
 _saw_conjugate_views: Final[WeakSet[Any]] = WeakSet()
-"""The describers that have described one. To the program it is a tensor like any other, with the conjugated values."""
+"""The describers that have described a conjugate view. The program sees it as a plain tensor of conjugated values."""
 
 
 def saw_conjugate_views(mode: Any) -> bool:
-    """Whether one of the tensors of this device that a fake tensor mode stands for is a conjugate view of another."""
+    """Whether a fake tensor mode has described a tensor of this device that is a conjugate view."""
     return mode.fake_tensor_converter.meta_converter.describer in _saw_conjugate_views
 
 
 def offset_in_base(view: torch.Tensor) -> int:
-    """Where a view begins in what it is a view of: handles do not know, each having a value of its own."""
+    """The offset of a view in its base. The view's handle does not know it, since each handle has its own value."""
     base: Any = view._base
     with default_state():
         like = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
@@ -86,7 +86,7 @@ def offset_in_base(view: torch.Tensor) -> int:
 
 @functools.cache
 def _no_constants() -> None:
-    """A fake tensor of no or one element may carry a real one, to compute with while tracing; never one of ours."""
+    """Keep the device's tensors out of fake ones, which may carry a real tensor of one element to compute with."""
     import torch._subclasses.fake_tensor as module
 
     mode, converter = module.FakeTensorMode, module.FakeTensorConverter
@@ -108,10 +108,10 @@ def _no_constants() -> None:
 
 @functools.cache
 def _share_weak_references() -> None:
-    """Copies of a weak reference to a storage are the reference itself, as of Python's.
+    """The copy of a weak reference to a storage is the reference itself, as with Python's weak references.
 
     ``deepcopy`` of a fake tensor copies its mode, with the weak references to storages of constants in it. Each copy
-    would give back one reference that was taken once, which writes to memory that is no longer the storage's.
+    would release the one reference that the original took, and so write to memory that may be another object's.
     """
     reference = "torch.multiprocessing.reductions.StorageWeakRef"
     replace(f"{reference}.__copy__", lambda self: self)
@@ -119,7 +119,7 @@ def _share_weak_references() -> None:
 
 
 def _wrap_results_of_higher_order_operators(module: Any) -> None:
-    """Results of ``torch.cond`` are wrapped as every tensor of the device is, and not for a transformation's level."""
+    """Wrap results of ``torch.cond`` as every tensor of the device is wrapped, not for a level of a transformation."""
     target = "torch._subclasses.functional_tensor.CppFunctionalizeAPI.wrap_tensors"
     if is_applied(target):  # installing was tried again
         return
@@ -139,14 +139,14 @@ _RUNTIME_WRAPPERS = "torch._functorch._aot_autograd.runtime_wrappers"
 
 
 def _handle_handles_if_compiling() -> None:
-    """Whichever compiler is in use: what it compiled may bring its own tensors to the device."""
+    """Call :func:`handle_handles` if AOTAutograd is imported: a function that it compiled may use the device."""
     if _RUNTIME_WRAPPERS in sys.modules:
         handle_handles()
 
 
 @functools.cache
 def handle_handles() -> None:
-    """AOTAutograd watches the first call of what it compiled, and would not let operators on handles pass."""
+    """Add handles to the classes that AOTAutograd, which watches a compiled function's first call, lets pass."""
     import torch._functorch._aot_autograd.runtime_wrappers as module
 
     watched: Any = module
@@ -154,10 +154,10 @@ def handle_handles() -> None:
 
 
 def install_lift(library: torch.library.Library) -> None:
-    """``torch.tensor(data, device="port")`` while a mode watches: a constant on the host that moves to the device.
+    """``torch.tensor(data, device="port")`` under a dispatch mode: a constant on the host that moves to the device.
 
-    PyTorch makes such a tensor with modes off and then shows it to them by the operator ``lift_fresh``. Fake tensors
-    and tracing take a host tensor for a constant; what a handle stands for they cannot see.
+    PyTorch makes the tensor with modes off and then passes it to the modes by the operator ``lift_fresh``. Fake tensors
+    and tracing take a host tensor for a constant, but cannot see the value of a handle.
     """
     original: Any = torch.library.get_kernel("aten::lift_fresh", "Functionalize")
 
@@ -169,5 +169,5 @@ def install_lift(library: torch.library.Library) -> None:
         return aten.lift_fresh.default(held).to(self.device)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch says that a kernel was replaced, which is what is meant
+        warnings.simplefilter("ignore")  # PyTorch warns that a kernel is overridden, which is intended
         library.impl("lift_fresh", lift_fresh, "Functionalize", with_keyset=True, allow_override=True)

@@ -36,6 +36,6 @@ def expect(make_ready: Callable[[], None]) -> None:
 
 
 def forget() -> None:
-    """The device has kernels of its own from now on."""
+    """Remove the kernels of :func:`expect`, whose places the device's own kernels take."""
     while _libraries:
         _libraries.pop()._destroy()

@@ -1,8 +1,8 @@
 """Fused optimizers (``fused=True``): one operator writes the lists of parameters, gradients and states at once.
 
-PyTorch's functionalization takes a list without tensors, such as AdamW's maxima without ``amsgrad``, for one of another
-device, and ends in an internal assertion; and it runs each operator on meta tensors first, which most of these have no
-kernel for. The functional operator's kernel is called directly here, as for the operators of :mod:`.inplace`.
+PyTorch's functionalization takes an empty list, such as AdamW's maxima without ``amsgrad``, for one of another device,
+and ends in an internal assertion. It also runs each operator on meta tensors first, and most fused operators have no
+meta kernel. So the functional operator's kernel is called directly here, as for the operators of :mod:`.inplace`.
 """
 
 from __future__ import annotations

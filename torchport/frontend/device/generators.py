@@ -1,9 +1,9 @@
 """``torch.Generator("port")``: PyTorch makes generators of devices in C++ only.
 
-The device's generators are a seed and a count (``backend/random.py``), so theirs are objects of Python. What goes
-through PyTorch's C++ is a CPU generator that each of them also is: by that, operators of this device find the object
-again, and operators of the CPU that are given one, such as ``torch.randperm(n, generator=g)`` in a sampler, draw from
-it. Runs inside ``import torch`` and makes nothing ready.
+A generator of the device is a seed and a count (``core/random_state.py``), and a Python object. Each is also a CPU
+generator, which PyTorch's C++ can pass on. Operators of this device find the Python object by the CPU generator's
+address. Operators of the CPU that are given one, such as ``torch.randperm(n, generator=g)`` in a sampler, draw from the
+CPU generator. Runs inside ``import torch`` and does not make the device ready.
 
 Private torch APIs used here: ``torch._C.Generator`` (what ``torch.Generator`` is), its ``_cdata``.
 """
@@ -28,7 +28,7 @@ _OWN_BYTES: Final = 16
 
 
 class _Kind(_Meta):
-    """All of PyTorch's generators are instances of the class that takes the place of theirs."""
+    """Makes PyTorch's generators instances of :class:`Generator`, which replaces ``torch.Generator``."""
 
     def __instancecheck__(self, instance: Any) -> bool:
         return isinstance(instance, _Plain)
@@ -48,7 +48,7 @@ class Generator(_Plain, metaclass=_Kind):
 
 
 class PortGenerator(_Plain):
-    """A generator of the device: the numbers that operators draw with it depend on its seed and their count."""
+    """A generator of the device. The numbers that an operator draws depend on the seed and on the count of draws."""
 
     def __new__(cls, index: int = 0) -> PortGenerator:
         made = _Plain.__new__(cls, "cpu")
@@ -72,7 +72,7 @@ class PortGenerator(_Plain):
         return self
 
     def seed(self) -> int:
-        """Start anew from a seed of the operating system's; returns it."""
+        """Start anew from a seed of the operating system; returns the seed."""
         seed = secrets.randbits(63)
         self.manual_seed(seed)
         return seed
@@ -82,7 +82,7 @@ class PortGenerator(_Plain):
         return self.random.seed
 
     def get_state(self) -> torch.Tensor:
-        """Seed, count and the state of the CPU generator that it also is: uint8 elements on the CPU."""
+        """Seed, count and the state of the CPU generator: uint8 elements on the CPU."""
         own = torch.frombuffer(bytearray(self.random.to_bytes()), dtype=torch.uint8)
         return torch.cat([own, _Plain.get_state(self)])
 
@@ -112,11 +112,11 @@ class PortGenerator(_Plain):
         return self.set_state(state.get_state())
 
     def get_offset(self) -> int:
-        """How many random operators have drawn since it was seeded."""
+        """How many random operators have drawn since the generator was seeded."""
         return self.random.draws
 
     def set_offset(self, offset: int) -> PortGenerator:
-        """Go on as after so many random operators."""
+        """Go on as after ``offset`` random operators."""
         self.random.draws = int(offset)
         return self
 
@@ -140,5 +140,5 @@ def owner_of(generator: Any) -> PortGenerator | None:
 
 
 def install() -> None:
-    """Put the class that knows both in the place of PyTorch's."""
+    """Replace ``torch.Generator`` by the class that makes generators of all devices."""
     replace("torch.Generator", Generator)

@@ -2,8 +2,8 @@
 
 Functionalization turns views and writes into functional operators before they reach this device. Some composites
 (an ``out=`` form of a composite, a Python custom operator) run after it and do views and writes of their own on
-handles. A view is then a value of its own, and a write gives a handle another value, which is the same thing as long
-as nothing that was viewed is written. Where that is not so the write is refused; nothing is ever silently wrong.
+handles. A view is then a value of its own, and a write gives a handle another value. That is correct as long as no
+handle is written that is a view or has one. Such a write is refused; nothing is ever silently wrong.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _view(trace: Trace, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
     for tensor in (args[0], *(results if isinstance(results, (list, tuple)) else [results])):
         handle = unwrap(tensor)
         if isinstance(handle, LazyTensor):
-            if handle.home is not None:  # out of its node's pool, where a flush would have found it
+            if handle.home is not None:  # once out of its node's pool, a flush finds the handle only in ``made``
                 release(handle)
                 if not any(held is handle for held in trace.made):
                     trace.keep(handle)
@@ -113,7 +113,7 @@ def _assign(trace: Trace, op: Any, target: Any, result: Any) -> None:
             source=user_line(),
         )
     release(target)
-    # Ops of this trace use what the target held so far.
+    # Recorded operators use the value that the target has had so far.
     take_place(trace, target)
     target.value_id, target.value, target.spec, target.failure = (
         result.value_id,

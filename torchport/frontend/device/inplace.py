@@ -47,19 +47,19 @@ _sync = torch._functionalize_sync
 _replace = torch._functionalize_replace
 _commit = torch._functionalize_commit_update
 _written = torch.autograd.graph.increment_version
-"""Autograd notices when what it saved has been written."""
+"""Increments tensors' versions, by which autograd notices that a saved tensor has been written."""
 
 
 @contextmanager
 def overriding() -> Iterator[None]:
-    """PyTorch says once that kernels are overridden; the ones overridden are kept, and called for other devices."""
+    """Silence PyTorch's warning about overridden kernels, which are kept here and called for other devices."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*[Oo]verriding a previously registered kernel")
         yield
 
 
 class KernelPair(NamedTuple):
-    """A functional operator's kernels: on handles of index 0, and on those of the index that a trace is of."""
+    """A functional operator's kernels: ``fast`` for handles of index 0, ``indexed`` for handles of a trace's index."""
 
     fast: Callable[..., Any]
     indexed: Callable[..., Any]
@@ -89,7 +89,7 @@ def install(library: torch.library.Library, functional: Mapping[Any, KernelPair]
 
 
 def _pair(name: str, functional: Mapping[Any, KernelPair]) -> tuple[Any, Any, KernelPair] | None:
-    """An in-place operator, its functional form and that one's kernels, if they differ in nothing but the write."""
+    """An in-place operator, its functional form and the form's kernels; ``None`` if more than the write differs."""
     base, _, overload = name.removeprefix("aten::").partition(".")
     if not name.startswith("aten::") or not base.endswith("_") or base.endswith("__") or base == "copy_":
         return None
@@ -115,7 +115,7 @@ _OTHER_NAMES: Final[Mapping[Any, Any]] = {
 """Functional forms whose overloads have other names."""
 
 _OTHER_WRITES: Final = {"copy_", "normal_", "bernoulli_.float", "conj_physical_"}
-"""In-place operators that stay with PyTorch's own functionalization, less those that write no values."""
+"""In-place operators that keep PyTorch's own functionalization, behind a check for elements that share memory."""
 
 
 def _operator(name: str) -> Any:
@@ -144,7 +144,7 @@ def _of_tensor(op: Any, forms: KernelPair, original: Any, copy: KernelPair) -> C
     kernel, restride = forms.fast, copy.fast
     scalar_form = getattr(op.overloadpacket, "Scalar", None) if op._overloadname == "Tensor" else None
 
-    # Results have the strides of what is overwritten only where nothing of it is read.
+    # A random operator reads nothing of what it overwrites, so equal strides do not show that no elements overlap.
     draws = torch.Tag.nondeterministic_seeded in op.tags
 
     def inplace(keys: Any, self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -176,7 +176,7 @@ def _of_tensor(op: Any, forms: KernelPair, original: Any, copy: KernelPair) -> C
             if _overlaps(inner):
                 return _write_overlapping(op, self, args, kwargs)
             if out.stride() != inner.stride():
-                out = restride(inner, out)  # a write never changes the strides, which views and ``reshape`` go by
+                out = restride(inner, out)  # a write never changes strides: views and ``reshape`` go by them
         return write_back(self, out)
 
     def at_index(keys: Any, self: torch.Tensor, inner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -216,7 +216,7 @@ def _refuse_cast(op: Any, out: torch.Tensor, written: torch.Tensor) -> None:
 def _of_list(op: Any, forms: KernelPair, original: Any, copy: KernelPair) -> Callable[..., Any]:
     kernel, restride = forms.fast, copy.fast
 
-    # An optimizer's step is a dozen of these on every parameter, so what is done per tensor is done by ``map``.
+    # An optimizer's step calls a dozen list operators on all parameters, so the work per tensor is done by ``map``.
     def inplace(keys: Any, selfs: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         inner = _inner_list(selfs)
         fast = set(map(type, inner)) == _ONE_LAZY and not any(map(operator.is_, inner, selfs))
@@ -280,7 +280,7 @@ _exhaust: Final[Callable[[Iterable[Any]], Any]] = deque[Any](maxlen=0).extend
 
 
 def write_each(wrappers: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Replace the wrappers' values, and tell autograd, which PyTorch does above the device for single tensors only."""
+    """Replace the wrappers' values and increment their versions, which PyTorch does for single tensors only."""
     exact = any(map(is_of_expanded, wrappers))
     _exhaust(map(_replace, wrappers, values))
     with ExactWrites() if exact else nullcontext():
@@ -312,7 +312,7 @@ _name_of: Final = operator.attrgetter("_cdata")
 
 
 def storage_name(tensor: torch.Tensor) -> int:
-    """A number that tensors of one storage have in common."""
+    """A number that is equal for tensors of one storage."""
     return _name_of(_storage_of(tensor))
 
 
@@ -322,7 +322,7 @@ def may_share_memory(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
-    """Whether two elements of a tensor are one place in memory, as in an expanded or unfolded one."""
+    """Whether two elements of a tensor share a place in memory, as in an expanded or unfolded tensor."""
     if tensor.is_contiguous() or not tensor.numel():
         return False
     dims = sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)

@@ -1,4 +1,4 @@
-"""Fill the device: a kernel for every functional ATen operator, the copies, autocast, and the shims. Runs once."""
+"""Fill the device on first use: a kernel for every functional ATen operator, the copies, autocast, and the shims."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _operators() -> list[torch._ops.OpOverload]:
 def install() -> None:
     """Register everything with PyTorch's dispatcher. Called when the device is first used, and again if that failed.
 
-    A first use may happen anywhere, so none of the caller's modes may see what is done here.
+    The first use may happen under any mode of the caller, so the registration runs without modes.
     """
     _drop()
     try:
@@ -82,7 +82,7 @@ def install() -> None:
 
 
 def _drop() -> None:
-    """Take back what a try registered that failed, or was going on in another thread when this process was forked."""
+    """Undo the registrations of an attempt that failed, or that another thread was at when this process was forked."""
     for library in reversed(_libraries):
         library._destroy()
     _libraries.clear()
@@ -179,7 +179,7 @@ def _copy_(keys: Any, self: torch.Tensor, src: torch.Tensor, non_blocking: bool 
 
 
 def _native_batch_norm(keys: Any, *args: Any) -> Any:
-    """In training this operator writes the running statistics behind its schema's back; its successor says so."""
+    """In training this operator writes the running statistics, which only its successor's schema declares."""
     _, _, _, running_mean, running_var, training, _, _ = args
     if training and running_mean is not None and running_var is not None:
         return torch.ops.aten._native_batch_norm_legit.default(*args)
@@ -187,7 +187,7 @@ def _native_batch_norm(keys: Any, *args: Any) -> Any:
 
 
 def _assert_async(self: torch.Tensor, message: str = "Expected Tensor with single nonzero value, but got zero") -> None:
-    """Read the value, here and now: nothing on this device says later that an assertion was wrong."""
+    """Read the value at once: the device cannot report a failed assertion later."""
     if not self.item():
         raise RuntimeError(message)
 
@@ -204,10 +204,10 @@ def _say_that_gradients_are_dense() -> None:
 def _embedding_sparse_backward(
     grad: torch.Tensor, indices: torch.Tensor, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
 ) -> torch.Tensor:
-    """The gradient of ``embedding(sparse=True)``, with the rows that are 0 in it: this device holds no sparse tensors,
-    unless its backend has kernels for them."""
+    """The gradient of ``embedding(sparse=True)`` as a dense tensor: this device holds no sparse tensors, unless the
+    backend has kernels for them."""
     registrar = routes.registrar_for((grad, indices), {})
-    if registrar is not None and Functionality.Sparse in registrar.functionalities:  # its backend makes them
+    if registrar is not None and Functionality.Sparse in registrar.functionalities:  # the backend holds sparse tensors
         op = torch.ops.aten.embedding_sparse_backward.default
         return op._op_dk(_IMPLICIT, grad, indices, num_weights, padding_idx, scale_grad_by_freq)
     _say_that_gradients_are_dense()
@@ -244,6 +244,6 @@ def _indexed_fallback(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     if has_kernel(func.name(), _IMPLICIT):
         return func._op_dk(_IMPLICIT, *args, **kwargs)
     plain = all(argument.alias_info is None for argument in func._schema.arguments)
-    if plain and has_kernel(func.name(), _EXPLICIT):  # one without results, that checks others'
+    if plain and has_kernel(func.name(), _EXPLICIT):  # an operator without results that checks its arguments
         return func._op_dk(_EXPLICIT, *args, **kwargs)
     return inner.fallback(trace, func, args, kwargs, _dispatch_indexed)

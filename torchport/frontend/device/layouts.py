@@ -60,13 +60,13 @@ COMPRESSED: Final = (
     aten._sparse_bsc_tensor_unsafe.default,
     aten._sparse_compressed_tensor_with_dims.default,
 )
-"""The operators that every compressed sparse tensor comes from. PyTorch's kernel of each serves all devices."""
+"""The operators that make every compressed sparse tensor. PyTorch's kernel of each serves all devices."""
 
 
 def install(library: torch.library.Library, libraries: list[torch.library.Library]) -> None:
-    """Register what PyTorch would otherwise run its own kernels for, or report in terms of its dispatcher.
+    """Register refusals where PyTorch would run its own kernels or raise an error about its dispatcher.
 
-    What is no kernel of ``library`` is in libraries added to ``libraries``.
+    The fallbacks are in a library of their own, which is added to ``libraries``.
     """
     anything = torch.library.Library("_", "IMPL")
     libraries.append(anything)
@@ -76,7 +76,7 @@ def install(library: torch.library.Library, libraries: list[torch.library.Librar
         kernel = opaque(_compressed(op))
         for key in ("AutogradPrivateUse1", "PrivateUse1", "SparseCsrPrivateUse1"):
             library.impl(op._schema.name.removeprefix("aten::"), kernel, key)
-    # Tensors of the CPU that become a nested one of this device: nothing about them leads to a key of this device.
+    # CPU tensors that are to become a nested tensor of this device carry no dispatch key of this device.
     make, move = aten._nested_tensor_from_tensor_list.default, aten._to_copy.default
     explicit = functools.partial(make._op_dk, torch._C.DispatchKey.CompositeExplicitAutograd)
     library.impl(
@@ -96,7 +96,7 @@ def _refuse_with(kind: str) -> Callable[..., Any]:
 
 
 def _compressed(op: Any) -> Callable[..., Any]:
-    """Make a compressed sparse tensor, if its backend has kernels that would take it."""
+    """Make a compressed sparse tensor, if the backend has kernels at SparseCsr."""
     implicit, explicit = torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.CompositeExplicitAutograd
     takes_apart = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
     key = implicit if takes_apart else explicit
@@ -111,7 +111,7 @@ def _compressed(op: Any) -> Callable[..., Any]:
 
 
 def _not_here(op: Any, original: Callable[[Any], Callable[..., Any]]) -> Callable[..., Any]:
-    """An operator that gives a nested tensor of the CPU, with PyTorch's kernel; one of this device is refused."""
+    """A kernel that refuses a nested tensor of this device and calls PyTorch's kernel for one of the CPU."""
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         device = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.device)), None)
@@ -123,7 +123,7 @@ def _not_here(op: Any, original: Callable[[Any], Callable[..., Any]]) -> Callabl
 
 
 def refusing(generated: Mapping[Any, Any]) -> dict[Any, Callable[..., Any]]:
-    """Operator → kernel, for those that make such a tensor of strided ones. ``generated``: the device's kernels."""
+    """Operator → kernel, for operators that make such a tensor of strided ones. ``generated``: the device's kernels."""
     table: dict[Any, Callable[..., Any]] = {}
     for kind, packets in _FROM_STRIDED.items():
         for packet in packets:

@@ -1,8 +1,9 @@
-"""Libraries that know devices by a list of their own, or read and write their memory.
+"""Libraries that have a fixed list of devices, or that read and write tensors' memory.
 
-accelerate, and transformers' Trainer with it, look for the devices on their list and take the CPU if there is none,
-also where a program has been using ``port``; so does Lightning. Nobody can add to the list, but each can be told
-(``torchport doctor`` prints how). A program that uses the device and lets such a library pick the CPU is warned, once.
+accelerate, transformers' Trainer and Lightning pick a device from a list of their own. If none of the list is there,
+they pick the CPU, even where the program has been using ``port``. The lists cannot be extended, but each library can be
+told a device (``torchport doctor`` prints how). A program that uses the device while such a library picks the CPU is
+warned, once.
 
 Changes a library when it is imported, and imports none.
 """
@@ -27,14 +28,14 @@ LIGHTNING: Final = f"give Trainer or Fabric accelerator={NAME!r}"
 
 
 def expect() -> None:
-    """Ask to be told of a library that may be what first uses the device: called while torch is imported."""
+    """Change safetensors when it is imported: it may be the first to use the device. Called while torch is imported."""
     for package in ("safetensors", "safetensors.torch"):
         when_imported(package, _safetensors)
 
 
 @functools.cache
 def install() -> None:
-    """Ask to be told of each library, once: the device may be made ready again after it failed."""
+    """Change each library when it is imported. Runs once: the device may be made ready again after it failed."""
     when_imported("accelerate.state", _accelerate)
     for package in ("lightning.pytorch", "pytorch_lightning"):
         when_imported(f"{package}.trainer.connectors.accelerator_connector", _lightning("_AcceleratorConnector"))
@@ -93,7 +94,7 @@ def _lightning(owner: str) -> Callable[[Any], None]:
 
 # -- files -----------------------------------------------------------------------------------------------------------
 class _Slice:
-    """A part of a file's tensor that comes to the device when it is taken."""
+    """A tensor of a file, of which an indexed part is read and moved to the device."""
 
     def __init__(self, part: Any, device: Any) -> None:
         self._part, self._device = part, device
@@ -106,7 +107,7 @@ class _Slice:
 
 
 class _Opened:
-    """An open safetensors file whose tensors come to the device; read on the CPU, the only memory there is."""
+    """An open safetensors file whose tensors are read into host memory and moved to the device."""
 
     def __init__(self, file: Any, device: Any) -> None:
         self._file, self._device = file, device
@@ -133,7 +134,7 @@ class _Opened:
 
 def _safetensors(module: Any) -> None:
     original = module.safe_open
-    if not isinstance(original, type):  # imported from the package, which has been changed
+    if not isinstance(original, type):  # already replaced: imported from the changed package
         return
 
     @functools.wraps(original, updated=())
@@ -146,7 +147,7 @@ def _safetensors(module: Any) -> None:
 
 
 def _staged_checkpoints(module: Any) -> None:
-    """Staging copies storages to the host; a tensor of the device is copied itself, once for all that are the same."""
+    """Staging copies storages to the host. A tensor of the device is copied as a tensor, once for all equal views."""
     kind = module.StateDictStager
     original = kind._offload_tensor
 

@@ -1,9 +1,9 @@
-"""Composite operators of others' libraries: their bodies run on what the program holds.
+"""Composite operators of other libraries: their bodies run on the program's own tensors.
 
-PyTorch runs a kernel at ``CompositeExplicitAutograd`` below functionalization, on handles. What the body makes there
-itself (``torch.ones(…, device=x.device)``) comes back as a shallow copy of a handle, which belongs to no trace. So the
-body is called where functionalization would be called, as that of a ``torch.library.custom_op`` is: its operators join
-the trace, its views alias and its writes reach the arguments.
+PyTorch runs a kernel at ``CompositeExplicitAutograd`` below functionalization, on handles. A tensor that the body makes
+(``torch.ones(…, device=x.device)``) comes back as a shallow copy of a handle, and the copy belongs to no trace. So the
+body is called where functionalization would be called, like the body of a ``torch.library.custom_op``: its operators
+join the trace, its views alias and its writes reach the arguments.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _EXPLICIT: Final = torch._C.DispatchKey.CompositeExplicitAutograd
 _PYTORCHS: Final = frozenset(
     {"aten", "prims", "rngprims", "prim", "profiler", "c10d", "_c10d_functional", "_c10d_functional_autograd", "fsdp"}
 )
-"""Namespaces that the device has kernels for, or whose bodies are there for compilers."""
+"""Namespaces of PyTorch's own operators: the device has kernels for these, or their bodies are for compilers."""
 _CANNOT_FOLLOW: Final = "We only support functionalizing operators whose outputs do not have alias annotations"
 _libraries: Final[dict[str, torch.library.Library]] = {}
 
 
 def install() -> None:
-    """Take over the composites that are defined, and those that will be."""
+    """Register kernels for the composites that are defined, and for those that are defined later."""
     _take_those_to_come()
     for name in torch._C._dispatch_get_all_op_names():
         namespace, _, short = name.partition("::")
@@ -62,7 +62,7 @@ def _take_those_to_come() -> None:
 
 
 def _is_composite(name: str) -> bool:
-    """Whether an operator has a body for all devices, and neither kernels of ours nor of an author who knows better."""
+    """Whether an operator has a body for all devices, and no kernel at Functionalize or PrivateUse1."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return (
         name.partition("::")[0] not in _PYTORCHS
@@ -74,7 +74,7 @@ def _is_composite(name: str) -> bool:
 
 
 def _take(library: torch.library.Library, name: str, short: str) -> None:
-    """Register a kernel before functionalization, which lives as long as the library."""
+    """Register a kernel at Functionalize, which lives as long as the library."""
     packet, _, overload = name.partition(".")
     namespace, _, base = packet.partition("::")
     op: Any = getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")

@@ -1,8 +1,8 @@
-"""Operators of others' libraries that a backend has a kernel for: on its devices they are operators like PyTorch's own.
+"""Operators of other libraries that a backend has a kernel for: on its devices they are traced like PyTorch's own.
 
-The device has a kernel for every functional operator of ATen. An operator of a library runs by what PyTorch knows:
-a composite's body, a custom operator's Python code, the CPU's kernel on the host. Once a backend has a kernel for such
-an operator, the device registers a tracing kernel for it, before functionalization and below it. Calls on tensors of
+The device has a kernel for every functional operator of ATen. An operator of another library runs by what PyTorch
+knows: a composite's body, a custom operator's Python code, the CPU's kernel on the host. Once a backend has a kernel
+for such an operator, the device registers a tracing kernel at Functionalize and at PrivateUse1. Calls on tensors of
 other backends go on to what PyTorch knows.
 """
 
@@ -31,12 +31,12 @@ from .opaque import opaque
 __all__ = ["install"]
 
 _kernels: Final[dict[Any, Kernel]] = copies.kernels
-"""The device's kernels: those of ATen's operators, and those made here."""
+"""The device's kernels: those of ATen's operators, and those that this module makes."""
 _libraries: Final[dict[str, torch.library.Library]] = {}
 
 
 def install() -> None:
-    """Adopt what backends have kernels for, and will have."""
+    """Adopt the operators that backends have kernels for, now and when a backend registers another."""
     if _registered not in on_registered:
         on_registered.append(_registered)
         on_added.append(_added)
@@ -54,7 +54,7 @@ def _registered(registrar: BackendRegistrar, op: torch._ops.OpOverload, function
 
 
 def _adopt(op: torch._ops.OpOverload) -> None:
-    """Give an operator a kernel on the device. Raises :class:`DispatchError` where calls of it could not get there."""
+    """Give an operator a kernel on the device. Raises :class:`DispatchError` if no call could reach the kernel."""
     if op in _kernels:
         return
     reason = _unreachable(op)
@@ -74,7 +74,7 @@ def _adopt(op: torch._ops.OpOverload) -> None:
 
 
 def _unreachable(op: torch._ops.OpOverload) -> str | None:
-    """Why no call of the operator comes to a kernel for values of the device, or ``None``."""
+    """Why no call of the operator could reach a kernel at Dense, or ``None``."""
     schema, name = op._schema, op.name()
     form = view_form(op)
     if schema.is_mutable:

@@ -1,7 +1,8 @@
-"""``Trainer(accelerator="port")`` and ``Fabric(accelerator="port")``: Lightning takes accelerators into a registry.
+"""``Trainer(accelerator="port")`` and ``Fabric(accelerator="port")``: an accelerator in Lightning's registry.
 
-It has no way for a package to tell of one, so ours is added when Lightning is imported; which may be before the device
-is first used, so this is in place from ``import torch`` on. Imports nothing of Lightning's.
+Lightning has no way for a package to announce an accelerator, so torchport adds one when Lightning is imported. That
+may be before the device is first used, so :func:`install` runs inside ``import torch``. It imports nothing of
+Lightning.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _CHOICE: Final = "_choose_strategy"
 
 
 def install() -> None:
-    """Ask to be told of Lightning's packages, under both of the names that each has."""
+    """Change Lightning's packages when they are imported, under both names that each has."""
     for package in ("lightning.pytorch", "pytorch_lightning"):
         when_imported(f"{package}.accelerators", _registered_in("AcceleratorRegistry"))
         when_imported(f"{package}.trainer.connectors.accelerator_connector", _on_one_device("_AcceleratorConnector"))
@@ -42,7 +43,7 @@ def _accelerator(base: Any) -> Any:
     """Our accelerator, as a class of Lightning's kind."""
 
     class PortAccelerator(base):
-        """The device of torchport: one per process, of which there are as many as a program asks for."""
+        """The device of torchport: one per process, in as many processes as the program asks for."""
 
         def setup_device(self, device: torch.device) -> None:
             if device.type != NAME:
@@ -52,11 +53,11 @@ def _accelerator(base: Any) -> Any:
             return dict(torch.accelerator.memory_stats())
 
         def teardown(self) -> None:
-            """Nothing: what is pending is computed when it is needed."""
+            """Nothing: pending values are computed when they are needed."""
 
         @staticmethod
         def parse_devices(devices: Any) -> int:
-            """How many devices: a number, in words or not, or a list of indices. ``-1`` and ``auto``: one."""
+            """How many devices: a number, perhaps as text, or the length of a list. ``-1`` and ``auto``: one."""
             count = len(devices) if isinstance(devices, (list, tuple)) else 1 if devices == "auto" else int(devices)
             return 1 if count == -1 else count
 
@@ -81,11 +82,11 @@ def _accelerator(base: Any) -> Any:
 
 
 def _on_one_device(owner: str) -> Callable[[Any], None]:
-    """A single device is ours where our accelerator was asked for: of others Lightning takes the CPU."""
+    """Have the single-device strategy use ``port``: for an accelerator not on its list, Lightning uses the CPU."""
 
     def change(module: Any) -> None:
         original: Any = getattr(getattr(module, owner, None), _CHOICE, None)
-        if original is None:  # a release before 2.0 or after this one: it will say that it does not know the device
+        if original is None:  # a release before 2.0 or after this one, which raises its own error about the device
             return
 
         @functools.wraps(original)

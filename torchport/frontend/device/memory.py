@@ -1,9 +1,9 @@
-"""Memory that is not there: what a program may ask of it all the same, and what it is refused.
+"""Tensors without memory: which questions about memory have an answer, and which raise an error.
 
-A tensor of the device has no memory in this process. But programs ask for it to learn other things: which tensors are
-one (to save tied weights once), how large something is, where a view lies in what it is a view of. To these questions
-there are true answers, since functionalization keeps a storage for each tensor and its views: it is a
-:class:`DeviceStorage` for the program, whose addresses are numbers that nothing else has and nobody can read from.
+A tensor of the device has no memory in this process. But programs ask for memory to learn other things: which tensors
+are the same (to save tied weights once), how large a tensor is, where a view lies in its base. These questions have
+true answers, since functionalization keeps one storage for a tensor and its views. The program sees the storage as a
+:class:`DeviceStorage`, whose address is a number that no other storage has and nobody can read from.
 
 Private torch APIs used here: ``torch.UntypedStorage._cdata`` by its subclasses, ``torch._is_functional_tensor``,
 ``torch._C._to_dlpack`` (as ``torch.utils.dlpack`` has it).
@@ -29,9 +29,9 @@ from .patches import replace
 __all__ = ["ADDRESS", "DeviceStorage", "install", "is_ours", "refuse_memory"]
 
 ADDRESS: Final = "_address"
-"""On a storage whose address was asked for: the address, and the bytes there were then. C++ looks for it, too."""
+"""An attribute of a storage whose address was asked for: the address, and the size in bytes then. C++ looks for it."""
 _FIRST_ADDRESS: Final = 1 << 60
-"""No processor has memory there, so whoever reads from such an address is told so by the operating system."""
+"""No processor has memory there, so reading from such an address is an error that the operating system reports."""
 _ALIGNMENT: Final = 512
 _last = _FIRST_ADDRESS
 _lock: Final = threading.Lock()
@@ -40,12 +40,12 @@ _lock: Final = threading.Lock()
 class DeviceStorage(torch.UntypedStorage):
     """A storage of the device: its identity, size and address, and no contents.
 
-    Views share their base's. Addresses are never given out twice, so storages of which one is gone differ, too.
+    Views share their base's storage. No address is given out twice, so a storage also differs from earlier ones.
     Whatever needs the contents raises :class:`StorageAccess`.
     """
 
     def data_ptr(self) -> int:
-        """A number that stands for the place of the first byte for as long as the storage lives; 0 if it is empty."""
+        """The address of the first byte, fixed as long as the storage lives and does not grow; 0 if it is empty."""
         size = self.nbytes()
         if size == 0:
             return 0
@@ -56,11 +56,11 @@ class DeviceStorage(torch.UntypedStorage):
         return address
 
     def is_shared(self) -> bool:
-        """False: no other process sees what is written."""
+        """False: no other process sees writes to the storage."""
         return False
 
     def is_pinned(self, device: Any = None) -> bool:
-        """False: that is said of memory of the host."""
+        """False: only host memory is pinned."""
         return False
 
     def __repr__(self) -> str:
@@ -88,11 +88,11 @@ _ANSWERED: Final = frozenset(
         *("_new_using_filename_cpu", "_release_ipc_counter", "_release_ipc_counter_cuda"),
     }
 )
-"""What PyTorch's class answers well: it asks for no contents, or has none of this storage's."""
+"""Methods of PyTorch's class that work as they are, since they need no contents of the storage."""
 
 
 def _refuse_contents() -> None:
-    """Of a class, since none of its methods may reach PyTorch's C++, which takes a storage to have memory."""
+    """Have all other methods raise: none may reach PyTorch's C++, which takes a storage to have memory."""
 
     def refusing(name: str) -> Callable[..., Any]:
         def refused(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -118,7 +118,7 @@ def _no_memory(what: str, device: torch.device) -> StorageAccess:
 
 
 def is_ours(tensor: torch.Tensor) -> bool:
-    """False for what only stands for a tensor of this device, such as a fake tensor: that has a storage of its own."""
+    """Whether a tensor on ``port`` is the device's own. A fake tensor is not: it has a storage of its own."""
     kind, plain = cast("Any", type(tensor)), cast("Any", torch.Tensor)
     return kind.__torch_dispatch__ is plain.__torch_dispatch__ or isinstance(tensor, LazyTensor)
 
@@ -131,7 +131,7 @@ def refuse_memory(tensor: torch.Tensor, name: str) -> None:
 
 @functools.cache
 def install() -> None:
-    """Answer what programs ask of tensors' memory; once, as the device may be made ready again after it failed."""
+    """Wrap the methods that ask for memory. Runs once: the device may be made ready again after it failed."""
     _of_ours("untyped_storage", _untyped_storage)
     _of_ours("data_ptr", _data_ptr)
     _of_ours("storage_offset", _storage_offset)
@@ -145,7 +145,7 @@ def install() -> None:
         return capsule(_for_dlpack(tensor) if ours else tensor)
 
     replace("torch.utils.dlpack.to_dlpack", to_dlpack)
-    storages.refusals.append(refuse_memory)  # ``pin_memory`` has a wrapper there
+    storages.refusals.append(refuse_memory)  # for the wrapper of ``pin_memory`` (``accelerator.py``)
 
 
 def _of_ours(name: str, answer: Callable[..., Any]) -> None:
@@ -181,7 +181,7 @@ def _data_ptr(original: Any, self: torch.Tensor) -> int:
 
 def _storage_offset(original: Any, self: torch.Tensor) -> int:
     if torch._is_functional_tensor(self) and not isinstance(torch._from_functional_tensor(self), LazyTensor):
-        return original(self)  # a compiler's, whose sizes may be symbols: comparing them would add to its graph
+        return original(self)  # a compiler's tensor: comparing its symbolic sizes would add to the compiler's graph
     return places.offset(self) or 0
 
 
@@ -202,7 +202,7 @@ def _dlpack(
     dl_device: tuple[Any, int] | None = None,
     copy: bool | None = None,
 ) -> Any:
-    """A host copy's: other libraries get the values, and what they write is theirs."""
+    """The capsule of a host copy: other libraries get the values, and their writes do not reach the tensor."""
     if copy is False:
         raise BufferError(f"a tensor on {self.device} has no memory that another library could share; it gets a copy")
     return _for_dlpack(self).__dlpack__(max_version=max_version, dl_device=dl_device)

@@ -57,11 +57,11 @@ __all__ = [
 ]
 
 _initialized = True
-"""PyTorch's checkpointing looks here: whether to save generators' states, and, after the forward, whether that has made
-a device ready, which it refuses. Ours can be asked at any time."""
+"""Read by PyTorch's checkpointing, which saves generators' states of an initialized device only, and refuses a forward
+that has initialized one. This device's generators can be asked at any time."""
 _current = 0
 _seed: int | None = None
-"""What ``torch.manual_seed`` said before the device was used."""
+"""The seed that ``torch.manual_seed`` was given before the device was used."""
 
 
 _lazy_init = init
@@ -123,7 +123,7 @@ def set_device(device: Any) -> None:
 
 
 class device:
-    """Context manager that leaves the current device as it is; index 0 is the only one it takes."""
+    """Context manager that leaves the current device as it is; it takes the indices that :func:`set_device` takes."""
 
     def __init__(self, device: Any) -> None:
         self.idx = _index(device)
@@ -228,7 +228,7 @@ def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
 
 
 default_generators: tuple[torch.Generator, ...] = ()
-"""PyTorch generator objects of this device do not exist: its generator is a seed and a count."""
+"""Empty: the default generator of an index is a seed and a count, and no generator object of PyTorch's."""
 
 
 # -- properties and memory ---------------------------------------------------------------------------------------

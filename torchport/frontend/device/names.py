@@ -12,11 +12,11 @@ NAME: Final = "port"
 
 
 def device_of(tensor: Any) -> torch.device:
-    """The device of a tensor or a storage, asked where a program's function modes do not hear of it."""
+    """The device of a tensor or a storage, read without calling any ``__torch_function__``."""
     with unheard():
         return tensor.device
 
 
 def unheard() -> Any:
-    """A context in which a program's function modes do not hear of calls."""
+    """A context in which no ``__torch_function__`` is called, neither a mode's nor a subclass's."""
     return torch._C.DisableTorchFunction()

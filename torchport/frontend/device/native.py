@@ -34,11 +34,11 @@ def _use_guard(library: ctypes.PyDLL) -> None:
 
 
 _OBJECTS: Final = (LazyTensor, trace.Trace, trie.Node, BackendData)
-"""The types whose parts C++ looks at."""
+"""The types whose slots and attributes C++ reads."""
 
 
 def _functions(library: ctypes.PyDLL, **arguments: int) -> list[Any]:
-    """Functions of Python objects, by name and number of arguments."""
+    """Functions of a library that take and return Python objects, by name and number of arguments."""
     found: list[Any] = []
     for name, count in arguments.items():
         function = getattr(library, f"torchport_{name}")
@@ -52,7 +52,7 @@ _FLUSH: Final = {"alive": 1, "sweep": 3, "pending": 1, "forget": 1, "unshared": 
 
 
 def use_flush(library: ctypes.PyDLL) -> None:
-    """Have ``native/flush.cpp`` do what is done to many values at once, if it counts references as Python does."""
+    """Use the functions of ``native/flush.cpp``, if they count references as the Python functions do."""
     (start,) = _functions(library, flush_start=6)
     start(*_OBJECTS, Future, pool.release)
     functions = dict(zip(_FLUSH, _functions(library, **_FLUSH), strict=True))
@@ -63,7 +63,7 @@ def use_flush(library: ctypes.PyDLL) -> None:
 
 
 def _counted(functions: Mapping[str, Callable[..., Any]]) -> tuple[int, frozenset[int]]:
-    """What the two functions that go by reference counts say of values of which one of each kind is held by a name."""
+    """The answers of ``alive`` and ``unshared``, which read reference counts, for probes; a name holds one of each."""
     spec = TensorSpec((), torch.float32, ())
     handles = [make_handle(spec, 0), make_handle(spec, 0)]
     held = handles[1]
@@ -103,7 +103,7 @@ def _use_follow(
 
 
 def _use_direct(library: ctypes.PyDLL, kernels: Sequence[Kernel]) -> None:
-    """Have operators interpreted at once without Python, in the plain case."""
+    """Have C++ interpret operators at once, in the plain case."""
     (start,) = _functions(library, direct_start=6)
     start(TensorData, TensorSpec, trace.Trace, How, _template_of, observed.append)
     direct = library.torchport_direct
@@ -138,14 +138,15 @@ _IN_CPP: Final = {
     **dict.fromkeys(("ScalarType", "Optional[ScalarType]"), "d"),
     **dict.fromkeys(("MemoryFormat", "Optional[MemoryFormat]"), "m"),
 }
-"""Kinds of arguments of which C++ knows what they are in Python: the same, or, where they are numbers there, which."""
+"""Kinds of arguments that C++ can turn into Python objects, by letter; dtypes and memory formats are numbers in C++."""
 
 
 def install(kernels: Sequence[Kernel], forms: Mapping[Any, Any], checked: Sequence[Checked]) -> None:
-    """Called once the device is registered: its guard must not take another device's place.
+    """Use each library as soon as it is built.
 
-    ``kernels``: those that PyTorch's dispatcher calls as they are. ``forms``: functional operator → the one
-    that does the same in place and has a kernel of this device's. ``checked``: operators with ``out=``.
+    Called once the device is registered: before, the guard could take another device's place.
+    ``kernels``: generated kernels that PyTorch's dispatcher calls directly. ``forms``: functional operator → the
+    in-place form that has a kernel of this device. ``checked``: operators with ``out=``.
     """
     native.guard.when_there(_use_guard)
     native.follow.when_there(lambda library: _use_follow(library, kernels, forms, checked))

@@ -1,8 +1,8 @@
-"""``Module.to`` and ``p.data = …`` keep parameters when they come to the device or leave it.
+"""``Module.to`` and ``p.data = …`` keep the ``Parameter`` objects when parameters come to the device or leave it.
 
-A new ``Parameter`` object would untie tied weights and orphan an optimizer made before, as PyTorch's own conversion
-makes one where the two tensors cannot share an object's inside. ``Module.to`` may itself be the first use of the
-device, so this is in place before, from ``import torch`` on, and imports nothing of the device.
+PyTorch's own conversion makes a new ``Parameter`` where the ``TensorImpl`` of a tensor cannot take the other's place. A
+new object would untie tied weights and orphan an optimizer made before. ``Module.to`` may itself be the first use of
+the device, so this is in place before, from ``import torch`` on, and imports nothing of the device.
 
 Private torch APIs used here: ``torch.nn.Module._apply``, ``torch._C.TensorBase.data``,
 ``torch.Tensor._backward_hooks``, ``torch.Tensor._post_accumulate_grad_hooks``, ``torch._C._swap_tensor_impl``.
@@ -29,12 +29,12 @@ _Convert = Callable[[torch.Tensor], torch.Tensor]
 
 
 def install() -> None:
-    """Wrap ``Module._apply``, which ``to``, ``cpu``, ``to_empty`` and their kin are made of."""
+    """Wrap ``Module._apply``, which ``to``, ``cpu`` and ``to_empty`` call, and assignment to ``Tensor.data``."""
     original = torch.nn.Module._apply
 
     @functools.wraps(original)
     def apply(self: torch.nn.Module, fn: _Convert, recurse: bool = True) -> Any:
-        if torch.compiler.is_dynamo_compiling():  # which takes other modules' conversions into its graph
+        if torch.compiler.is_dynamo_compiling():  # Dynamo takes conversions between other devices into its graph
             ours = _is_port(fn(torch.empty(0))) or any(map(_is_port, self.parameters()))
             return outside_of_graphs(self, fn, recurse) if ours else original(self, fn, recurse)
         return convert(self, fn, recurse)
@@ -78,9 +78,9 @@ _PLAIN_DATA: Final[Any] = torch._C.TensorBase.data
 def _set_data(self: Any, value: Any) -> None:
     """``p.data = value``, also where only one of the two is on the device.
 
-    PyTorch refuses that, since their insides are of different kinds, so they are exchanged. The gradient comes along:
-    PyTorch takes none of another device. Raises ``RuntimeError`` for the result of an operator that autograd recorded,
-    whose place in the graph cannot come along.
+    PyTorch refuses that, since the two ``TensorImpl`` are of different kinds, so these are swapped. The gradient moves
+    along, since PyTorch takes none of another device. Raises ``RuntimeError`` for the result of an operator that
+    autograd recorded, whose place in the autograd graph cannot move along.
     """
     known = isinstance(value, torch.Tensor) and not torch.compiler.is_compiling()
     if not known or _is_port(self) == _is_port(value) or _stands_for_another(self) or _stands_for_another(value):
@@ -105,7 +105,7 @@ def _set_data(self: Any, value: Any) -> None:
 
 
 def _stands_for_another(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a compiler's or a transformation's, whose insides are not ours to exchange."""
+    """Whether a tensor belongs to a compiler or a transformation, so that its ``TensorImpl`` must not be swapped."""
     if is_functorch_wrapped_tensor(tensor):
         return not torch._is_functional_tensor(tensor)
     kind: Any = type(tensor)
@@ -131,27 +131,28 @@ def _crosses(module: torch.nn.Module, fn: _Convert) -> bool:
 
 
 def _become(parameter: torch.nn.Parameter, converted: torch.nn.Parameter) -> None:
-    """Put what a converted parameter is into the object that everyone holds; its attributes and hooks stay."""
+    """Give a parameter object the ``TensorImpl`` of its converted form. The object's attributes and hooks stay."""
     kind, attributes = type(parameter), dict(vars(parameter))
     hooks: Any = parameter._backward_hooks
     after: Any = parameter._post_accumulate_grad_hooks
     swap_tensors(parameter, _without_base(converted))
     if type(parameter) is not kind:
         parameter.__class__ = kind
-    # Swapping gave them to the tensor that is dropped; what a subclass holds (its tensors) has moved, too.
+    # The swap gave the attributes to the tensor that is dropped. A subclass's inner tensors are attributes, too, and
+    # stay swapped.
     after_the_swap = vars(parameter) if is_traceable_wrapper_subclass(parameter) else {}
     vars(parameter).update({**attributes, **after_the_swap})
-    if hooks is not None:  # autograd's part of a hook goes with the tensor; setting them makes it anew
+    if hooks is not None:  # autograd's part of a hook went with the ``TensorImpl``; assigning the hooks makes it anew
         parameter._backward_hooks = hooks
     if after is not None:
         parameter._post_accumulate_grad_hooks = after
 
 
 def swap_tensors(one: Any, other: Any) -> None:
-    """What ``torch.utils.swap_tensors`` does, without its refusals: one side is a new tensor that nobody knows.
+    """``torch.utils.swap_tensors`` without its refusals: one of the two is a new tensor that nobody else holds.
 
-    Weak references are to the object that keeps its identity, which is what who holds them wants. A graph that was
-    recorded before holds what was inside, as it would have on other devices; its gradients do not reach the parameter.
+    Weak references keep referring to the same Python objects, as their holders expect. An autograd graph that was
+    recorded before holds the former ``TensorImpl``, as on other devices; its gradients do not reach the parameter.
     """
     one.__class__, other.__class__ = type(other), type(one)
     one.__dict__, other.__dict__ = other.__dict__, one.__dict__
@@ -161,7 +162,7 @@ def swap_tensors(one: Any, other: Any) -> None:
 def _without_base(converted: torch.nn.Parameter) -> torch.nn.Parameter:
     """A parameter of this device with a wrapper of its own.
 
-    ``Parameter(x)`` is a view of ``x``. Nobody holds that any more, but each write to the parameter would update it.
+    ``Parameter(x)`` is a view of ``x``. Nobody holds ``x`` any more, but each write to the parameter would update it.
     """
     if not _is_port(converted) or not torch._is_functional_tensor(converted):
         return converted
@@ -174,9 +175,9 @@ def _without_base(converted: torch.nn.Parameter) -> torch.nn.Parameter:
 
 
 def _move_uninitialized(module: torch.nn.Module, fn: _Convert) -> dict[str, Any]:
-    """Move the parameters of lazy modules, which stay uninitialized; they are taken out of the module and returned.
+    """Move the uninitialized parameters of a lazy module, take them out of the module, and return them.
 
-    PyTorch's conversion would make ordinary parameters without elements of them.
+    PyTorch's conversion would make ordinary parameters without elements of uninitialized ones.
     """
     found: dict[str, Any] = {}
     for name, parameter in module._parameters.items():

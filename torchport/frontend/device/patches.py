@@ -1,10 +1,10 @@
-"""Every change to an object of PyTorch's, or of a library that uses it: one table, and the one function that makes it.
+"""All changes to objects of PyTorch and of libraries that use it: one table, and one function that makes the changes.
 
 A row of :data:`PATCHES` says what is changed, what the change does and why; :func:`replace` puts the new object
-in place. It refuses what is not in the table, and what has been changed already. What is changed only while
-PyTorch's compilers work on a graph is in :data:`WHILE_COMPILING`. What PyTorch has a way of its own
-for (a device module, hooks, kernels) is in :data:`ADDITIONS`. ``torchport doctor`` prints all three. A module that is
-not imported yet is changed when it is (:func:`when_imported`). Runs inside ``import torch``.
+in place. It refuses an object that is not in the table or has been replaced already. Changes that last only while
+PyTorch's compilers work on a graph are in :data:`WHILE_COMPILING`. Registrations for which PyTorch has an interface (a
+device module, hooks, kernels) are in :data:`ADDITIONS`. ``torchport doctor`` prints all three. A module that is not
+imported yet is changed at its import (:func:`when_imported`). Runs inside ``import torch``.
 """
 
 from __future__ import annotations
@@ -132,6 +132,12 @@ PATCHES: Final[dict[str, tuple[str, str, str]]] = {
         "it asks whether two tensors share one",
         "its import",
     ),
+    "torch.distributed.tensor._api.distribute_tensor": (
+        "takes a mesh of torchport.mesh, too",
+        "PyTorch's own has a process per device",
+        "its import",
+    ),
+    "torch.distributed.tensor.parallel.api.parallelize_module": ("the same", "the same", "its import"),
     "torch.distributed.Reducer.__init__": (
         "keeps the note of used parameters of the device on the CPU",
         "it would go through pinned memory; " + _ALLOCATOR,
@@ -386,7 +392,7 @@ ADDITIONS: Final[dict[str, tuple[str, str, str]]] = {
     ),
     "torch._dynamo.trace_rules": ("torchport is skipped", "Dynamo would compile torchport", "first compilation"),
 }
-"""What is added to PyTorch in ways that it has for that, told the same way."""
+"""Registrations through interfaces of PyTorch and other libraries: what, why, and when."""
 
 _COMPILING: Final = "while a graph is compiled"
 _BASES: Final = "torch._functorch._aot_autograd"
@@ -418,16 +424,16 @@ WHILE_COMPILING: Final[dict[str, tuple[str, str, str]]] = {
         _COMPILING,
     ),
 }
-"""What is changed for that long only, under the lock that Dynamo holds then."""
+"""Changes that last only while a graph is compiled, under Dynamo's lock."""
 
 _applied: Final[set[str]] = set()
 
 
 def replace(target: str, new: Any, owner: Any = None) -> None:
-    """Put an object in the place of one of the table's.
+    """Replace the object that a row of :data:`PATCHES` names.
 
-    ``owner``: the class, for a target that stands for any. The module must have been imported. Raises ``KeyError`` for
-    what is not in the table, and ``RuntimeError`` for what has been replaced already.
+    ``owner``: the class, for a target with ``*``. The module must have been imported. Raises ``KeyError`` for a target
+    that is not in the table, and ``RuntimeError`` for one that has been replaced already.
     """
     if target not in PATCHES:
         raise KeyError(target)
@@ -454,7 +460,7 @@ def replaced(target: str, new: Any) -> Iterator[None]:
 
 
 def _find(path: str) -> Any:
-    """A module, or what it holds: of a module and a function of one name, as ``data_parallel``, the module."""
+    """The module or object at a path; the module where a function has the same path, as with ``data_parallel``."""
     module, names = path, list[str]()
     while module not in sys.modules:
         module, _, name = module.rpartition(".")
@@ -477,10 +483,10 @@ _Change = Callable[[Any], None]
 
 
 def when_imported(name: str, change: _Change) -> None:
-    """Call ``change(module)`` once the module of that name has been imported: now, if that is so already.
+    """Call ``change(module)`` once the module of that name has been imported: now, if it is imported already.
 
-    A module whose import is still under way is changed when ``change`` is next asked for after it is done: nothing can
-    be put behind the end of an import that has begun.
+    For a module whose import is still under way nothing happens, since no code can be put behind an import that has
+    begun. The next call of this function after the import changes the module.
     """
     module = sys.modules.get(name)
     if module is None:
@@ -492,7 +498,7 @@ def when_imported(name: str, change: _Change) -> None:
 
 
 class _Finder:
-    """Finds nothing itself: lets the others find a module, and puts the change behind its execution."""
+    """A finder that asks the other finders for a module, and has the module's loader make the changes afterwards."""
 
     def __init__(self) -> None:
         self.changes: dict[str, list[_Change]] = {}
@@ -513,7 +519,7 @@ class _Finder:
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            del loader.exec_module  # the loader is as it was; a reload changes nothing
+            del loader.exec_module  # the loader is as before, so a reload makes no changes
             execute(module)
             for change in self.changes.pop(name, []):
                 change(module)

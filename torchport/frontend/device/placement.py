@@ -1,7 +1,7 @@
 """Operators on a tensor of this device whose result is asked for on another: ``torch.zeros_like(x, device="cpu")``.
 
 Functionalization wraps every operator's result, on whatever device the result is, and PyTorch's operators on the CPU do
-not know such wrappers. So these operators are caught before functionalization: the result is made here, and moved.
+not know such wrappers. So kernels at Functionalize make the result on this device and move it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["install"]
 
 
 def install(library: torch.library.Library, kernels: Iterable[Kernel]) -> None:
-    """Register what comes before functionalization, for the operators that take both a tensor and a device."""
+    """Register kernels at Functionalize for the operators that take both a tensor and a device."""
     for kernel in kernels:
         if not kernel.is_factory and any(argument.is_device for argument in kernel.arguments):
             short = kernel.op.name().removeprefix("aten::")
@@ -36,10 +36,10 @@ def _before(kernel: Kernel, functionalized: Any) -> Callable[..., Any]:
         device = kwargs.get("device")
         if device is None and of_one_tensor:
             inner = unwrap(self)
-            if inner.__class__ is LazyTensor:  # without the detour through PyTorch's boxed fallback: 3 µs
+            if inner.__class__ is LazyTensor:  # saves the 3 µs of PyTorch's boxed fallback
                 return wrap(fast(inner, *args, **kwargs))
         if device is not None and any(_is_elsewhere(value, device) for value in (self, *args)):
-            if op is torch.ops.aten.new_empty_strided.default:  # of no contents, and of strides that a move forgets
+            if op is torch.ops.aten.new_empty_strided.default:  # no contents to move, and a move would lose the strides
                 return op(torch.empty((), dtype=self.dtype), *args, **kwargs)
             return op(self, *args, **{**kwargs, "device": None}).to(device)
         return functionalized.call_boxed(keys, self, *args, **kwargs)
@@ -48,9 +48,9 @@ def _before(kernel: Kernel, functionalized: Any) -> Callable[..., Any]:
 
 
 def _is_elsewhere(tensor: Any, device: torch.device) -> bool:
-    """Whether a tensor is of this device, and ``device`` is another one than its own."""
+    """Whether a tensor is on this device, and ``device`` is not the tensor's."""
     if not isinstance(tensor, torch.Tensor) or not torch._is_functional_tensor(tensor):
         return False
     if not isinstance(torch._from_functional_tensor(tensor), LazyTensor):
-        return False  # of a compiler that traces
+        return False  # a wrapper of a compiler that traces
     return device.type != DEVICE_TYPE or device.index not in (None, tensor.device.index or 0)

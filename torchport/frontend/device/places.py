@@ -22,9 +22,9 @@ _storage_of: Final[Any] = torch.Tensor.untyped_storage  # as it is before anybod
 
 
 def place(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
-    """What a tensor is a view of, as an identity, and a tensor without memory that lies in it as this one does.
+    """The ``id`` of a tensor's base, and a meta tensor that lies in its base as the tensor does.
 
-    A wrapper knows by which views it was made, not from which shape; autograd knows the base.
+    A wrapper knows the views that it was made by, but not the shape of the base; autograd knows the base.
     """
     base: Any = tensor._base
     root = tensor if base is None else base
@@ -34,7 +34,7 @@ def place(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
 
 
 def as_view(meta: Any) -> Any:
-    """The same step, giving a view where functionalization has a copy."""
+    """The same view step of functionalization, giving a view instead of a copy."""
     parts = list(meta.as_tuple())
     mode = next(at for at, part in enumerate(parts) if isinstance(part, _views.InverseReturnMode))
     parts[mode - 1] = True  # ``reapply_views``
@@ -42,7 +42,7 @@ def as_view(meta: Any) -> Any:
 
 
 def begins_somewhere(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a view of which only functionalization knows the base, and not of all of it."""
+    """Whether a tensor shows a part of a base that only functionalization knows, as ``x[1:].detach()`` does."""
     if tensor._is_view() or not torch._is_functional_tensor(tensor) or torch._is_functional_tensor_base(tensor):
         return False
     whole = tensor.numel() * tensor.element_size() == _storage_of(tensor).nbytes()
@@ -50,7 +50,7 @@ def begins_somewhere(tensor: torch.Tensor) -> bool:
 
 
 def offset(tensor: torch.Tensor) -> int | None:
-    """How many elements after its storage a tensor begins, as of a CPU tensor; ``None`` where that is not known."""
+    """A tensor's offset in its storage in elements, as a CPU tensor would have it; ``None`` where it is not known."""
     if not torch._is_functional_tensor(tensor) or torch._is_functional_tensor_base(tensor):
         return 0
     if tensor._base is None:

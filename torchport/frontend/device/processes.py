@@ -1,7 +1,7 @@
 """Tensors of the device between processes: they travel through host memory that both share.
 
 A worker of a ``DataLoader`` may hold data on the device and send batches of it. PyTorch would send a storage's memory,
-and collate a batch into one. Changes modules when they are imported; called when the device is first used.
+and collate a batch into shared memory. Changes modules when they are imported; called when the device is first used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["install"]
 
 @functools.cache
 def install() -> None:
-    """Ask to be told of the modules, once: the device may be made ready again after it failed."""
+    """Change the modules when they are imported. Runs once: the device may be made ready again after it failed."""
     when_imported("torch.multiprocessing.reductions", _send_values)
     when_imported("torch.utils.data._utils.collate", _collate_without_memory)
 
@@ -37,7 +37,7 @@ def _send_values(module: Any) -> None:
 
     @functools.wraps(original)
     def reduce_tensor(tensor: torch.Tensor) -> Any:
-        if not _is_port(tensor) or (tensor.requires_grad and not tensor.is_leaf):  # which PyTorch refuses
+        if not _is_port(tensor) or (tensor.requires_grad and not tensor.is_leaf):  # PyTorch refuses the latter
             return original(tensor)
         torch.utils.hooks.warn_if_has_hooks(tensor)
         host = tensor.detach().cpu().clone()
@@ -54,7 +54,7 @@ def _received(kind: type, host: torch.Tensor, index: int, requires_grad: bool) -
 
 
 def _collate_without_memory(module: Any) -> None:
-    """A worker's batch of tensors of the device is stacked there, not in memory shared with the program."""
+    """A worker's batch of tensors of the device is stacked on the device, not in memory shared with the program."""
     original = module.collate_tensor_fn
 
     @functools.wraps(original)

@@ -24,9 +24,9 @@ at_first_use: Final[list[Callable[[], None]]] = []
 
 @opaque
 def init() -> None:
-    """Make the device ready; PyTorch does it on first use.
+    """Make the device ready; PyTorch calls this function on first use.
 
-    Other threads wait until that is done. Where it fails, the error is the caller's, and the next use tries again.
+    Other threads wait until the device is ready. A failure raises in the caller, and the next use tries again.
     """
     global _ready, _installing
     if _ready:
@@ -56,7 +56,7 @@ def is_ready() -> bool:
 
 
 def _after_fork() -> None:
-    """A child has only the thread that forked: if another was installing, nobody will end that or open the lock."""
+    """A child has only the thread that forked: an install in another thread would never end nor release the lock."""
     global _installing, _lock
     _installing, _lock = False, threading.RLock()
 

@@ -77,7 +77,7 @@ def register_device() -> None:
 
 
 def _before_the_first_use() -> None:
-    """What may be running already when the device is first used, or what is reached without ``_lazy_init``."""
+    """Wrap functions that may be running when the device is first used, or that are reached without ``_lazy_init``."""
     parameters.install()
     storages.install()
     generators.install()

@@ -25,8 +25,8 @@ from .opaque import opaque
 __all__ = ["call_autograd_kernel", "install", "registrar_for", "to_stock_autograd"]
 
 _OTHER_AUTOGRAD: Final = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradPrivateUse3)
-"""Added to a key set, it leads to PyTorch's own autograd kernel: that one sits at every backend's key, and the bit of a
-backend above PrivateUse1 wins. The kernel computes the keys of what it calls afresh, so the bit goes no further."""
+"""Added to a key set, this key leads to PyTorch's own autograd kernel. That kernel is at every backend's autograd key,
+and the bit of a backend above PrivateUse1 wins. It computes its callees' keys afresh, so the bit goes no further."""
 
 _PYTHON_DISPATCHER: Final = torch._C.DispatchKey.PythonDispatcher
 
@@ -34,7 +34,7 @@ _PYTHON_DISPATCHER: Final = torch._C.DispatchKey.PythonDispatcher
 def to_stock_autograd(keys: Any) -> Any:
     """The key set that leads from a kernel at AutogradPrivateUse1 on to PyTorch's own autograd kernel.
 
-    Without the Python dispatcher's key, which ``torch.compile`` has on while it traces: it would come back here.
+    The Python dispatcher's key, which ``torch.compile`` has on while it traces, is removed: it would lead back here.
     """
     return (keys | _OTHER_AUTOGRAD).remove(_PYTHON_DISPATCHER)
 
@@ -52,7 +52,7 @@ _inside = threading.local()
 
 
 def install() -> None:
-    """Start routing what backends register from now on."""
+    """Start routing the kernels that backends register from now on."""
     if _route not in on_registered:
         on_registered.append(_route)
 
@@ -67,14 +67,14 @@ def _route(registrar: BackendRegistrar, op: torch._ops.OpOverload, functionality
         library = _libraries[op.namespace] = torch.library.Library(op.namespace, "IMPL")
     autograd = functionality is Functionality.AutogradFunctionality
     router = _autograd_router(op) if autograd else _router(op, functionality)
-    with overriding():  # what the device registers at some keys, to say that it has no kernel
+    with overriding():  # the device has kernels at some of these keys that refuse the operator
         library.impl(op.name().split("::")[1], opaque(router), key, with_keyset=True, allow_override=True)
 
 
 def registrar_for(args: Sequence[Any], kwargs: Mapping[str, Any]) -> BackendRegistrar | None:
     """The registrar of the backend that the first tensor of this device lives on."""
     first = args[0] if args else None
-    if not _is_ours(first):  # mostly it is, and looking at all takes longer than the rest
+    if not _is_ours(first):  # the first argument mostly is; to search all takes longer than the rest
         first = next(filter(_is_ours, tree_leaves((args, kwargs))), None)
     if first is not None:
         return runtimes.get(first.device.index or 0).kernels

@@ -42,8 +42,8 @@ def _is_port(value: Any) -> bool:
 def install() -> None:
     """Apply every shim, each once: the device may be made ready again after it failed.
 
-    All of them look at tensors of the device. What may be running already when the first of these comes to be, such as
-    ``Module.to``, is wrapped from the start (``register.py``).
+    Shims act on tensors of the device, of which there are none before first use. Functions that may be running at first
+    use, such as ``Module.to``, are wrapped inside ``import torch`` (``register.py``).
     """
     _storage_free_copies()
     _print_from_host()
@@ -66,7 +66,7 @@ def _storage_free_copies() -> None:
 
 
 class TorchWithoutWrapping:
-    """``torch`` for a copied function: without functionalization's wrapper, which every tensor of this device has."""
+    """``torch`` for a copied function that is not to see functionalization wrappers, which all tensors here are."""
 
     @staticmethod
     def _is_functional_tensor(tensor: torch.Tensor) -> bool:
@@ -78,7 +78,7 @@ class TorchWithoutWrapping:
 
 @functools.cache
 def _print_from_host() -> None:
-    """Formatting reads many small values; on a host copy that is one transfer, and no computation of its own.
+    """Format a tensor from a host copy: formatting reads many small values, each a computation of its own otherwise.
 
     Tensors of this device are formatted by a copy of PyTorch's function that sees other globals; all others as before.
     """
@@ -105,7 +105,7 @@ def _print_from_host() -> None:
 
 @functools.cache
 def _pickle_as_storages() -> None:
-    """A tensor is saved as CUDA's are: contents in a storage tagged with the device.
+    """Save a tensor as CUDA tensors are saved: the contents in a storage that is tagged with the device.
 
     Such a file loads with any ``map_location``, also where torchport is not installed.
     """
@@ -128,14 +128,14 @@ def _pickle_as_storages() -> None:
 
 @opaque
 def before_step(optimizer: Any) -> None:
-    """An optimizer is about to step."""
+    """Called when an optimizer is about to step: gradients that are views get wrappers of their own."""
     for group in optimizer.param_groups:
         twins.own_gradients(group["params"])
 
 
 @opaque
 def after_step() -> None:
-    """A training step ends with the optimizer: whatever is pending then is one computation."""
+    """Called when an optimizer has stepped, which ends a training step: the pending values become one computation."""
     error = flush_mine("step")
     if error is not None:
         raise error
@@ -144,10 +144,10 @@ def after_step() -> None:
 
 @twins.python
 def own_gradients(parameters: Iterable[torch.Tensor]) -> None:
-    """Give gradients that are views wrappers of their own, where nobody can tell.
+    """Give gradients that are views new wrappers, which are no views, where the program cannot tell the difference.
 
-    A linear layer's gradient is a view of a product. As long as the wrapper knows that, the product lives as long as
-    the gradient, and each training step would compute and keep both.
+    The gradient of a linear layer is a view of a product. The view's wrapper keeps the product alive as long as the
+    gradient, so each training step would compute and keep both.
     """
     alone = _gradient_alone()
     for parameter in parameters:
@@ -164,7 +164,7 @@ def _may_be_view(parameter: torch.Tensor) -> bool:
 
 
 def _has_address(gradient: Any) -> bool:
-    """Whether its address was asked for, which it has as long as it lives."""
+    """Whether the program has asked for a gradient's address, which must not change then."""
     return memory.ADDRESS in vars(torch._C.TensorBase.untyped_storage(gradient))  # type: ignore[attr-defined]
 
 
@@ -186,7 +186,7 @@ def _gradient_alone() -> tuple[int, int, int]:
 
 @functools.cache
 def _checkpoint_on_any_index() -> None:
-    """Checkpointing asks for generators' states with their device as the current one, which index 0 alone can be."""
+    """Checkpointing makes a device current to ask for its generator's state; only index 0 can be current."""
     import torch.utils.checkpoint as module
 
     get, put = module.get_device_states, module.set_device_states
@@ -213,7 +213,7 @@ def _checkpoint_on_any_index() -> None:
 
 @functools.cache
 def _trace_anew_for_another_default_dtype() -> None:
-    """What a trace has seen holds for one default dtype: that of ``torch.ones(2)``, and of an integer's ``sin``."""
+    """Empty the tries when the default dtype changes: recorded dtypes, as of ``torch.ones(2)``, depend on it."""
 
     def noticing(original: Callable[[Any], None]) -> Callable[[Any], None]:
         @functools.wraps(original)
@@ -233,10 +233,10 @@ def _trace_anew_for_another_default_dtype() -> None:
 
 @functools.cache
 def _backward_on_the_calling_thread() -> None:
-    """Backward goes on with the trace of the forward, which is the calling thread's.
+    """Run backward on the calling thread, so that backward continues the trace of the forward.
 
-    PyTorch's switch for this is the thread's own, and leaving ``torch.inference_mode`` sets it back to what it was
-    before. So each backward sets it.
+    PyTorch's switch for this is thread-local, and leaving ``torch.inference_mode`` restores its former state. So each
+    backward sets it.
     """
     original = torch.autograd.graph._engine_run_backward
 

@@ -1,8 +1,8 @@
 """Storages of the device: there are none, but files name them.
 
 ``torch.load(map_location="port")``, reading a file saved from the device and making a storage may each be the first use
-of the device. PyTorch would answer them by asking for an allocator, which a device in Python has none of, and end the
-process. So this is in place from ``import torch`` on, and imports nothing of the device.
+of the device. PyTorch would ask for an allocator, which a device defined in Python does not have, and end the process.
+So this is in place from ``import torch`` on, and imports nothing of the device.
 
 Public torch APIs used here: ``torch.serialization.register_package``, ``torch.UntypedStorage``.
 """
@@ -21,8 +21,8 @@ __all__ = ["HostStorage", "install", "refusals"]
 _NAME: Final = "port"
 
 refusals: Final[list[Callable[[torch.Tensor, str], None]]] = []
-"""What raises for a tensor of the device whose memory is asked for: there once the device is in use (``shims.py``);
-before, it has no tensor."""
+"""Functions that raise for a tensor of the device whose memory is asked for. ``memory.py`` adds one at first use;
+before, the device has no tensors."""
 
 
 class HostStorage(torch.UntypedStorage):
@@ -34,7 +34,7 @@ class HostStorage(torch.UntypedStorage):
 
     index = 0
     was_read = False
-    """Whether a tensor has taken its contents."""
+    """Whether a tensor has taken the contents."""
 
     @classmethod
     def of(cls, storage: torch.UntypedStorage, index: int) -> HostStorage:
@@ -50,9 +50,7 @@ class HostStorage(torch.UntypedStorage):
 
     def _set_from_file(self, *args: Any) -> Any:
         if self.was_read:
-            from ...core.errors import StorageAccess  # on demand: ``import torch`` must stay light
-
-            raise StorageAccess(
+            raise _refused(
                 "a file of the format before PyTorch 1.6 has its values behind the tensors, so they cannot be read "
                 f"onto {self.device}; write torch.load(file, map_location='cpu') and move what it returns"
             )
@@ -79,9 +77,13 @@ def _deserialize(storage: Any, location: str) -> Any:
     return HostStorage.of(storage, torch.device(location).index or 0)
 
 
+def _refused(why: str) -> Exception:
+    from ...core.errors import StorageAccess  # on demand: ``import torch`` must stay light
+
+    return StorageAccess(why)
+
+
 def _new(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == _NAME:
-        from ...core.errors import StorageAccess  # on demand: ``import torch`` must stay light
-
-        raise StorageAccess(f"there are no storages on {kwargs['device']}: its tensors have no memory in this process")
+        raise _refused(f"there are no storages on {kwargs['device']}: its tensors have no memory in this process")
     return torch._C.StorageBase.__new__(cls, *args, **kwargs)

@@ -17,11 +17,11 @@ from .names import NAME
 __all__ = ["DeviceEvent", "Stream", "current_stream", "default_stream", "install", "set_stream", "stream"]
 
 _waiting: Final[list[Callable[[int], None]]] = []
-"""How an index's work is waited for."""
+"""The function that waits for the work of a device index."""
 
 
 def install(wait: Callable[[int], None]) -> None:
-    """Say how an index's work is waited for."""
+    """Set the function that waits for the work of a device index."""
     _waiting[:] = [wait]
 
 
@@ -36,7 +36,7 @@ class Stream(torch.Stream):
         return super().__new__(cls, stream_id=0, device_index=index, device_type=kind)
 
     def synchronize(self) -> None:
-        """Compute what is pending and wait for it."""
+        """Compute the pending values and wait for them."""
         _waiting[0](self.device_index)
 
     def query(self) -> bool:
@@ -66,7 +66,7 @@ class Stream(torch.Stream):
 
 
 class DeviceEvent:
-    """A point in a device's work. One that takes the time waits for the work before it."""
+    """A point in a device's work. Recording one with ``enable_timing`` waits for the work before it."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         if interprocess:
@@ -76,7 +76,7 @@ class DeviceEvent:
         self._time: float | None = None
 
     def record(self, stream: Any = None) -> None:
-        """Mark the work so far. What is pending stays so, unless the event takes the time."""
+        """Mark the work so far. Pending values stay pending, unless the event takes the time."""
         self._stream = current_stream() if stream is None else stream
         if self.enable_timing:
             self._stream.synchronize()

@@ -25,7 +25,7 @@ __all__ = ["install", "seen_as"]
 
 
 def install(library: torch.library.Library) -> None:
-    """Register what comes before PyTorch's own kernels, at autograd and, for inference mode, at functionalization."""
+    """Register kernels in place of PyTorch's own, at autograd and, for inference mode, at functionalization."""
     library.impl("as_strided", opaque(_as_strided), "AutogradPrivateUse1", with_keyset=True)
     for name in _RESHAPING:
         library.impl(name, opaque(_reshaping(name)), "AutogradPrivateUse1", with_keyset=True)
@@ -41,7 +41,7 @@ def install(library: torch.library.Library) -> None:
 def _as_strided(
     keys: Any, self: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None
 ) -> torch.Tensor:
-    """``as_strided`` counts from the start of the memory a tensor is a view of, so it is taken of the base."""
+    """``as_strided`` counts from the start of the memory a tensor is a view of, so it is called on the base."""
     if self._is_view() and self.device.type == DEVICE_TYPE:
         extent = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=False))
         base: Any = self._base
@@ -66,7 +66,7 @@ def _as_strided(
 
 
 _RESHAPING: Final = ("t_", "transpose_", "squeeze_", "squeeze_.dim", "squeeze_.dims", "unsqueeze_", "as_strided_")
-"""What changes the shape of a tensor in place."""
+"""Operators that change the shape of a tensor in place."""
 
 
 def _reshaping(name: str) -> Callable[..., Any]:
@@ -74,8 +74,8 @@ def _reshaping(name: str) -> Callable[..., Any]:
     op = getattr(getattr(torch.ops.aten, base), overload or "default")
 
     def reshape(keys: Any, self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        # Of a view, autograd takes the gradient by ``as_strided`` afterwards; where there is no memory to count in, by
-        # the views from before: it would be of the wrong shape, or transposed.
+        # Afterwards autograd takes a view's gradient by ``as_strided``. On a device without memory it takes the former
+        # views, and the gradient would have the wrong shape, or be transposed.
         if not torch.is_grad_enabled() and self._is_view() and self.requires_grad and self.device.type == DEVICE_TYPE:
             raise UnsupportedOp(
                 f"{base}() under no_grad() on a view that requires a gradient: the device would not find its gradient "
@@ -101,8 +101,8 @@ def _memory_as(base: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def seen_as(whole: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The memory of a tensor in one dimension as another dtype, in one dimension."""
-    # Autograd knows these two; a view of another dtype it does not.
+    """A one-dimensional tensor seen as one of another dtype, also in one dimension."""
+    # Autograd differentiates these two views, but no ``view(dtype)``.
     if whole.dtype.is_complex and dtype == whole.dtype.to_real():
         return torch.view_as_real(whole).view(-1)
     if dtype.is_complex and whole.dtype == dtype.to_real():
@@ -132,7 +132,8 @@ def _as_strided_copy(
         return self.as_strided(size, stride, storage_offset).clone(memory_format=torch.contiguous_format)
     op = torch.ops.aten.as_strided_copy.default
     if type(self) is LazyTensor:
-        # Functionalization takes a view again. PyTorch's own kernel would clone it, and the view's strides change.
+        # Functionalization takes a view again, on a handle. PyTorch's own kernel would clone the view and so change its
+        # strides.
         return op._op_dk(torch._C.DispatchKey.PrivateUse1, self, size, stride, storage_offset)
     if self.device.type == DEVICE_TYPE and begins_somewhere(self) and not _within(self, size, stride, storage_offset):
         raise _unknown_start(str(op))
@@ -165,7 +166,7 @@ def _shows_a_part(self: torch.Tensor) -> bool:
 
 
 def _within(self: torch.Tensor, size: Any, stride: Any, storage_offset: int | None) -> bool:
-    """Whether what is asked for counts from the view's own start and lies in the one piece that it shows."""
+    """Whether the elements count from the view's own start and lie within a contiguous view."""
     extent = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=False))
     return storage_offset is None and self.is_contiguous() and extent <= self.numel()
 
@@ -180,7 +181,7 @@ def _unknown_start(op: str) -> UnsupportedOp:
 
 
 def _without_autograd(name: str, original: Any) -> Callable[..., Any]:
-    """The same in inference mode, where nothing above functionalization knows what a view is of."""
+    """The refusals in inference mode, where autograd does not know a view's base."""
 
     def call(keys: Any, self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if (

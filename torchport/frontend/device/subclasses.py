@@ -1,10 +1,10 @@
 """Tensor subclasses around tensors of this device: nested tensors of layout jagged, masked tensors, anybody's own.
 
-A subclass with ``__torch_dispatch__`` is called below functionalization, which is switched off there: what its code
-computes would be handles instead of tensors as the user has them. And an operator on a subclass and a plain tensor of
-this device would reach functionalization first, which takes the plain one apart and wraps the subclass that comes back.
-So a subclass of this device carries a dispatch key above all those, whose kernels pass an operator on without
-functionalization; and where its code runs, functionalization is on again, so that the code sees the user's tensors.
+A subclass with ``__torch_dispatch__`` is called below functionalization, which is switched off there: its code would
+compute handles instead of tensors as the user has them. And an operator on a subclass and a plain tensor of this device
+would reach functionalization first, which unwraps the plain tensor and wraps the subclass that comes back. So a
+subclass of this device carries a dispatch key above all those; the kernels at that key pass an operator on without
+functionalization. While the subclass's code runs, functionalization is on again, so the code sees the user's tensors.
 
 Private torch APIs used here: ``torch.Tensor._make_wrapper_subclass`` (where such tensors are made),
 ``torch._C._ExcludeDispatchKeyGuard``, ``torch._C._dispatch_tls_set_dispatch_key_excluded``,
@@ -38,7 +38,7 @@ _library: Final[list[torch.library.Library]] = []
 
 
 def install(library: torch.library.Library) -> None:
-    """Look at every wrapper that is made from now on; the kernels are registered when there is one of this device."""
+    """Check every wrapper that is made from now on; the first one of this device has the kernels registered."""
     _look_at_wrappers()
     _let_nested_tensors_pass(library)
 
@@ -107,7 +107,7 @@ def _nest(cls: type, op: Any, functionalized: Any, keys: Any, values: torch.Tens
 
 
 def _take(cls: Any) -> None:
-    """See to it that the code of a class gets the user's tensors, and that operators on its tensors reach the code."""
+    """Have the ``__torch_dispatch__`` of a class run with functionalization on, and operators reach it."""
     if cls in _seen:
         return
     _seen.add(cls)
@@ -147,9 +147,10 @@ def _holds_ours(values: Iterable[Any]) -> bool:
 
 
 def _pass_on_every_operator() -> None:
-    """Register kernels above all keys, for what PyTorch does not take apart.
+    """Register kernels above all keys, for the operators that PyTorch does not decompose.
 
-    One for all operators would do, but PyTorch finds no Python fallback where a tensor has a dispatch of its own.
+    One fallback for all operators would do, but PyTorch finds no Python fallback where a tensor has a
+    ``__torch_dispatch__``.
     """
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     library = torch.library.Library("aten", "IMPL")
@@ -177,7 +178,7 @@ def _passing(op: Any) -> Callable[..., Any]:
 
 
 def _passing_nested(op: Any) -> Callable[..., Any]:
-    """For an operator that PyTorch takes apart, but not if a tensor is nested."""
+    """For an operator that PyTorch decomposes unless a tensor is nested."""
 
     def call(keys: Any, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(value, torch.Tensor) and value.is_nested for value in (*args, *kwargs.values())):

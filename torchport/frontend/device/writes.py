@@ -1,8 +1,9 @@
-"""Writes that the CPU refuses: in-place operators and ``out=`` are tried on CPU tensors that lie in memory alike.
+"""Writes that the CPU refuses: in-place operators and ``out=`` are tried on CPU tensors of the same layout in memory.
 
-PyTorch's functionalization turns a write into an operator that gives a new value. Nobody asks any more what the CPU's
-kernels ask of the tensor that is written: whether its dtype can hold the result, whether its elements share memory,
-whether it overlaps in part with what is read. So the operator itself is asked, once per kind of arguments.
+PyTorch's functionalization turns a write into an operator that gives a new value. The CPU's kernels check the written
+tensor: whether its dtype can hold the result, whether its elements share memory, whether it overlaps in part with an
+argument that is read. Functionalization drops these checks, so the CPU's operator itself is run, once per kind of
+arguments.
 
 Private torch APIs used here: ``torch._C._functionalization.get_view_meta_sequence`` (what a wrapper is a view of),
 ``torch._is_functional_tensor``, ``torch._from_functional_tensor``, ``torch._C._is_alias_of``.
@@ -32,16 +33,16 @@ __all__ = ["Checked", "boxable", "install", "is_conjugate_view", "refuse_as_cpu"
 _views: Final[Any] = torch._C._functionalization  # type: ignore[attr-defined]
 _is_functional = torch._is_functional_tensor
 _is_alias_of: Final[Callable[[torch.Tensor, torch.Tensor], bool]] = torch._C._is_alias_of  # type: ignore[attr-defined]
-"""A Python object of the storage would count as a view of it, and ``resize_`` refuses to make viewed memory larger."""
+"""Compares storages in C++: Python objects of them would count as views, and ``resize_`` enlarges no viewed memory."""
 
 
 def share_memory(one: Any, other: Any) -> bool:
-    """Whether an argument is in the memory of a tensor of this device."""
+    """Whether an argument shares memory with a tensor of this device."""
     return isinstance(other, torch.Tensor) and _is_functional(other) and _is_alias_of(one, other)
 
 
 def is_conjugate_view(tensor: torch.Tensor) -> bool:
-    """Whether a complex tensor of this device shows its memory conjugated: the CPU's says so by ``is_conj()``."""
+    """Whether a complex tensor of this device is a conjugate view, which a CPU tensor says by ``is_conj()``."""
     made_by = _views.get_view_meta_sequence(tensor)
     return tensor.is_complex() and sum(isinstance(meta, _views._conj_ViewMeta) for meta in made_by) % 2 == 1
 
@@ -56,10 +57,10 @@ def _described(values: Any) -> Any:
         spec = TensorSpec.of(tensor)
         if any(other is not tensor and _is_alias_of(tensor, other) for other in tensors):
             root, placed = place(tensor)
-            # A conjugate view is resolved where it is read, so it is in no place of its base.
+            # A conjugate view is resolved where it is read, so it shares no place with its base.
             resolved = placed.is_conj() or placed.is_neg()
             if placed.shape == tensor.shape and placed.dtype == tensor.dtype and not resolved:
-                # A write through a view gives its base other strides in dimensions of one element: they tell nothing.
+                # A write through a view may change its base's strides in dimensions of one element, which mean nothing.
                 strides = tuple(step if n > 1 else 1 for n, step in zip(spec.shape, placed.stride(), strict=True))
                 spec = PlacedSpec(spec.shape, spec.dtype, strides, root, int(placed.storage_offset()))
         specs[id(tensor)] = spec
@@ -89,7 +90,7 @@ def _key(described: Any, places: dict[int, int]) -> Any:
 def refuse_as_cpu(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Raise what the CPU raises for a write with such arguments.
 
-    Returns what the CPU's kernel returned, on values of no meaning; ``None`` where it was not asked.
+    Returns the shapes of the CPU kernel's results; ``None`` where the kernel was not run.
     """
     described: Any = _described((list(args), dict(kwargs)))
     key = (op, torch.get_default_dtype(), _key(described, {}))
@@ -108,7 +109,7 @@ def refuse_as_cpu(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
 
 
 def boxable(op: Any, args: Sequence[Any], first: int = 0) -> Sequence[Any]:
-    """Arguments for PyTorch's kernel, from the first on: Python numbers in a tensor's place as tensors again."""
+    """Arguments from position ``first`` on, for PyTorch's kernel: Python numbers in tensors' places become tensors."""
     for at in _tensor_places(op):
         place = at - first
         if 0 <= place < len(args) and isinstance(args[place], (int, float, complex)):
@@ -132,9 +133,9 @@ class Checked(NamedTuple):
 
 
 def install(library: torch.library.Library) -> list[Checked]:
-    """Register what comes before functionalization's kernels of operators with ``out=``. Overrides PyTorch's.
+    """Register kernels that check operators with ``out=``, in place of functionalization's kernels.
 
-    Also ``resolve_conj``, which copies what is conjugated: the result may be written, and the view is not.
+    Also ``resolve_conj``, which copies a conjugate view, so that a write to the result does not reach the view.
     """
     library.impl("resolve_conj", opaque(_resolve_conj), "AutogradPrivateUse1")
     installed: list[Checked] = []
@@ -160,7 +161,7 @@ def _resolve_conj(self: torch.Tensor) -> torch.Tensor:
 
 
 def _checked(op: Any, outs: Sequence[str], original: Any) -> Callable[..., Any]:
-    """As ``native/outs.h`` does it; both ask :func:`refuse_as_cpu` before a call of a new kind."""
+    """The kernel that checks an operator. ``native/outs.h`` has its twin, which calls it for a call of a new kind."""
     known: set[Any] = set()
     run = original.call_boxed
     only, default_dtype = outs[0] if len(outs) == 1 else None, torch.get_default_dtype
@@ -181,7 +182,7 @@ def _checked(op: Any, outs: Sequence[str], original: Any) -> Callable[..., Any]:
                 if kind in known:
                     return run(keys, *boxable(op, args), **kwargs)
         except TypeError:
-            kind = None  # sizes that are symbols
+            kind = None  # symbolic sizes have no hash
         if all(map(_is_ours, written)):
             shapes = refuse_as_cpu(op, args, kwargs)
             for out, shape in zip(written, shapes or (), strict=False):
@@ -203,9 +204,9 @@ def _checked(op: Any, outs: Sequence[str], original: Any) -> Callable[..., Any]:
 
 
 def _keep_strides(out: torch.Tensor, before: torch.Tensor) -> bool:
-    """Give a tensor that was written the strides of its value before, which views and ``reshape`` go by.
+    """Give a written tensor the strides of its former value, by which views and ``reshape`` go.
 
-    Returns whether it had others: functionalization hands the result on as it is.
+    Returns whether the strides differed: functionalization stores the result with the result's own strides.
     """
     if out.shape != before.shape or out.stride() == before.stride() or not is_dense(before.shape, before.stride()):
         return False
@@ -219,10 +220,10 @@ _PLAIN: Final = frozenset({int, float, bool, complex, str, type(None), torch.dty
 
 
 def _describe(value: Any, written: Sequence[Any], signature: list[Any]) -> bool:
-    """Add to a signature what the CPU's answer depends on of one argument.
+    """Add one argument to a signature, which holds everything that the CPU's answer depends on.
 
-    False where that takes more: where a written tensor shares memory with another one, or is of an expanded one, or
-    where a tensor is elsewhere.
+    False for an argument that a signature does not cover: a tensor that shares memory with a written one, a written
+    view of an expanded tensor, or a tensor of another device.
     """
     if isinstance(value, torch.Tensor):
         place = -1
@@ -246,14 +247,14 @@ def _describe(value: Any, written: Sequence[Any], signature: list[Any]) -> bool:
 
 
 def _is_ours(value: Any) -> bool:
-    """Whether a value is a tensor of this device, as a program has it."""
+    """Whether a value is a functionalization wrapper of a handle, which is what a program holds."""
     if not isinstance(value, torch.Tensor) or not _is_functional(value):
         return False
     return isinstance(torch._from_functional_tensor(value), LazyTensor)
 
 
 def _refuse_to_resize_a_view(op: Any, out: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """Raise :class:`UnsupportedOp`: on the CPU the memory behind the view would hold the result."""
+    """Raise :class:`UnsupportedOp` for a view of another shape: on the CPU its base's memory would hold the result."""
     if tuple(out.shape) != shape and not torch._is_functional_tensor_base(out):
         raise UnsupportedOp(
             f"out= is a view of shape {list(out.shape)}, and the result has shape {list(shape)}: this device cannot "
