@@ -371,7 +371,7 @@ def _give_complex_tensors(graph: fx.GraphModule, mode: Any) -> None:
 def _complex_tensor(graph: fx.Graph, mode: Any, number: Any, dtype: torch.dtype, shape: Any = ()) -> fx.Node:
     """Nodes for a complex tensor that holds one number, made of real ones; gives the last."""
     value, aten = complex(number), torch.ops.aten
-    of_dtype = {"dtype": dtype.to_real(), "device": torch.device("cpu")}
+    of_dtype: dict[str, Any] = {"dtype": dtype.to_real(), "device": torch.device("cpu")}
     parts = [graph.call_function(aten.full.default, (list(shape), x), of_dtype) for x in (value.real, value.imag)]
     made = graph.call_function(aten.complex.default, tuple(parts))
     with mode:

@@ -73,7 +73,8 @@ def of_array(array: Any) -> Sharding | None:
     if not isinstance(found, NamedSharding) or found.mesh.size < 2:
         return None
     dims = tuple(() if one is None else (one,) if isinstance(one, str) else tuple(one) for one in found.spec)
-    return Sharding(Mesh(tuple(found.mesh.axis_names), tuple(found.mesh.devices.shape)), dims)
+    sizes = tuple(found.mesh.shape.values())
+    return Sharding(Mesh(tuple(found.mesh.axis_names), sizes), dims)
 
 
 class _Variant:
@@ -201,7 +202,7 @@ def _collectives(text: str) -> list[tuple[str, str, str, int, int]]:
         shapes = _SHAPE.findall(match["result"])
         if "-start(" in line and match["name"] in ("all-gather", "collective-permute"):
             shapes = shapes[len(shapes) // 2 :]  # a start's result begins with its operands
-        nbytes = sum(_bytes(bits, sizes) for kind, bits, sizes in shapes)
+        nbytes = sum(_bytes(bits, sizes) for _, bits, sizes in shapes)
         ranks, origin = _ranks(line), _ORIGIN.search(line)
         name = match["name"].replace("-", "_")
         given = nbytes // ranks if name == "all_gather" else nbytes * ranks if name == "reduce_scatter" else nbytes

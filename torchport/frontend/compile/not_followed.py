@@ -244,6 +244,7 @@ def _view_of_reordered(graph: fx.GraphModule) -> str | None:
     inputs = {_seen(node)[1] for node in graph.graph.find_nodes(op="placeholder")}
     reordered: set[int] = set()
     views: dict[fx.Node, fx.Node] = {}
+    node: fx.Node
     for node in graph.graph.nodes:
         source = next(iter(node.all_input_nodes), None)
         before, memory = (None, None) if source is None else _seen(source)
