@@ -147,6 +147,31 @@ def test_complex_numbers_go_through_the_proxy_executor() -> None:
     assert not tensors_of([lazy])[0].is_conj()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "order"), [(torch.complex64, lambda x: x.t()), (torch.complex128, lambda x: x.conj())]
+)
+def test_what_reads_a_complex_tensor_reads_it_after_a_write_to_a_part(dtype: torch.dtype, order: Any) -> None:
+    def fn(x: torch.Tensor) -> Tensors:
+        given = order(x)
+        x = given * 1
+        x[0] = 5 + 1j
+        results = [x + 1]
+        for part in (lambda: x[:, 1:], lambda: x.diagonal(), lambda: x.diagonal(1, -1, -2), lambda: x.t()[::2, -1]):
+            written = part()
+            written.mul_(2 - 1j)
+            results += [x - 1, written, part() * 2]
+        strided = x.as_strided((2, 2), (1, 4), 3)
+        strided += 2j
+        results += [x * x, strided]
+        diagonal = torch.diagonal_scatter(given, given.diagonal() * 2)
+        return *results, x, diagonal.diagonal(), diagonal - 1
+
+    x = rand(4, 4, dtype=dtype)
+    device = torchport.use("inductor")
+    for got, expected in zip(fn(x.to(device)), fn(x), strict=True):
+        torch.testing.assert_close(got.cpu(), expected.resolve_conj())
+
+
 def test_int64_random_numbers_are_exact() -> None:
     def fn(counter: torch.Tensor, key: torch.Tensor) -> Tensors:
         x = counter * -7046029254386353131 + key

@@ -374,3 +374,31 @@ def test_as_strided_of_a_detached_view_is_right_or_refused(
         part.as_strided((2,), (4, 1))
     with pytest.raises(RuntimeError, match="not known on this device"):
         torch.as_strided_scatter(part, torch.zeros(2, device=device), (2,), (1,), 2)
+
+
+@pytest.mark.parametrize("view", [lambda x: x[:, :], lambda x: x.view(-1), lambda x: x.t(), lambda x: x[1:]])
+def test_writes_through_as_strided_of_a_view(
+    device: torch.device, view: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    def run(d: torch.device) -> Any:
+        base = ramp(4, 4, device=d)
+        strided = view(base).as_strided((2, 2), (1, 2), 1)
+        strided *= 2
+        strided[0] += 1
+        return base, strided
+
+    agree(run, device)
+
+
+def test_a_write_through_as_strided_of_a_detached_tensor_is_right_or_refused(device: torch.device) -> None:
+    """Functionalization takes back what is written through ``as_strided`` of no view but the first."""
+    base, expected = ramp(4, 4, device=device), ramp(4, 4, device=torch.device("cpu"))
+    strided = base.detach().as_strided((2, 2), (1, 2), 1)
+    for write in (lambda: strided.mul_(2), lambda: strided[0].fill_(1), lambda: torch._foreach_add_([strided], 1)):
+        if ON_PORT:
+            with pytest.raises(RuntimeError, match=r"as_strided\(\) of a detached tensor"):
+                write()
+            assert base.tolist() == expected.tolist()
+            assert strided.tolist() == expected.as_strided((2, 2), (1, 2), 1).tolist()
+        else:
+            write()

@@ -58,6 +58,7 @@ from torchport.core.forks import guarded_rlock
 
 from . import machine, onednn
 from .build import Toolchain
+from .complex_values import give_complex_tensors, scatters
 from .source import MODEL, Wrapper, guard_kernels, quiet_interface, split_kernels, strip_wrapper
 
 __all__ = ["Generated", "channels_last_pays", "generate", "last_error", "proxy_runner", "take_handles", "take_tensors"]
@@ -294,6 +295,7 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
     for op, count in ((torch.ops.aten.var.correction, 1), (torch.ops.aten.var_mean.correction, 2)):
         table[op] = of_nothing(table.get(op), count)
     table[torch.ops.aten.index_put.default] = _masked
+    table.update(scatters(table))
     return table
 
 
@@ -332,53 +334,6 @@ def _decompose(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.Grap
         traced.graph.erase_node(node)
     traced.graph.eliminate_dead_code()
     return traced
-
-
-def _give_complex_tensors(graph: fx.GraphModule, mode: Any) -> None:
-    """Replace the numbers that operators with complex values take for tensors by tensors, in place.
-
-    Inductor calls PyTorch's own kernels for complex values. Its C++ hands them tensors only, no complex numbers, and
-    miscounts the other integers where one is left out, such as ``alpha`` of a difference (torch 2.13).
-    """
-    aten = torch.ops.aten
-    for node in list(graph.graph.nodes):
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-            continue
-        values = [node.meta.get("val"), *(value.meta.get("val") for value in node.all_input_nodes)]
-        dtype = next((value.dtype for value in values if isinstance(value, torch.Tensor) and value.is_complex()), None)
-        if dtype is None:
-            continue
-        with graph.graph.inserting_before(node):
-            if node.target in (aten.full.default, aten.scalar_tensor.default):
-                shape, number = node.args if node.target is aten.full.default else ((), node.args[0])
-                node.replace_all_uses_with(_complex_tensor(graph.graph, mode, number, dtype, shape))
-                graph.graph.erase_node(node)
-                continue
-            args, kwargs = list(node.args), dict(node.kwargs)
-            for at, parameter in enumerate(node.target._schema.arguments):
-                held: Any = args if at < len(args) else kwargs
-                key: Any = at if at < len(args) else parameter.name
-                value = held[key] if at < len(args) or key in kwargs else parameter.default_value
-                if not isinstance(value, (int, float, complex)):
-                    continue
-                if isinstance(parameter.type, torch.TensorType):
-                    held[key] = _complex_tensor(graph.graph, mode, value, dtype)
-                elif isinstance(parameter.type, torch.NumberType) and isinstance(value, int):
-                    held[key] = float(value)
-            node.args, node.kwargs = tuple(args), kwargs
-
-
-def _complex_tensor(graph: fx.Graph, mode: Any, number: Any, dtype: torch.dtype, shape: Any = ()) -> fx.Node:
-    """Nodes for a complex tensor that holds one number, made of real ones; gives the last."""
-    value, aten = complex(number), torch.ops.aten
-    of_dtype: dict[str, Any] = {"dtype": dtype.to_real(), "device": torch.device("cpu")}
-    parts = [graph.call_function(aten.full.default, (list(shape), x), of_dtype) for x in (value.real, value.imag)]
-    made = graph.call_function(aten.complex.default, tuple(parts))
-    with mode:
-        for part in parts:
-            part.meta["val"] = torch.empty(list(shape), **of_dtype)
-        made.meta["val"] = torch.empty(list(shape), dtype=dtype, device="cpu")
-    return made
 
 
 def _annotate_constants(graph: fx.GraphModule, mode: Any) -> None:
@@ -591,7 +546,7 @@ def generate(graph: fx.GraphModule, options: Mapping[str, Any]) -> Generated:
         inputs = _fake_inputs(graph, mode)
         stack.enter_context(tracing(TracingContext(mode)))
         decomposed = _decompose(graph, inputs)
-        _give_complex_tensors(decomposed, mode)
+        give_complex_tensors(decomposed, mode)
         _annotate_constants(decomposed, mode)
         placeholders = graph.graph.find_nodes(op="placeholder")
         donated = {position for position, node in enumerate(placeholders) if node.meta.get("donated")}

@@ -4,8 +4,8 @@ Functionalization takes such a write back to the base as ``base + (new - base).s
 ``inf - inf`` is NaN, a large number swallows a small one, the sign of zero is lost, and bools cannot be subtracted.
 Here the elements that differ from the base's are picked instead.
 
-Private torch APIs used here: ``torch._C._functionalization.get_view_meta_sequence``, ``expand_ViewMeta`` and
-``unfold_ViewMeta`` (which views a tensor is made by), ``torch._is_functional_tensor``,
+Private torch APIs used here: ``torch._C._functionalization.get_view_meta_sequence``, ``expand_ViewMeta``,
+``unfold_ViewMeta`` and ``as_strided_ViewMeta`` (which views a tensor is made by), ``torch._is_functional_tensor``,
 ``torch._is_functional_tensor_base``, ``torch._subclasses.functional_tensor.{FunctionalTensor, FunctionalTensorMode}``
 (what compilers make programs functional with), ``torch._functionalize_replace``,
 ``torch._functionalize_commit_update``, ``torch._functionalize_sync`` (what functionalization does after a write).
@@ -37,25 +37,34 @@ _is_base: Final = torch._is_functional_tensor_base
 _replace: Final = torch._functionalize_replace
 _commit: Final = torch._functionalize_commit_update
 _sync: Final = torch._functionalize_sync
-_WITH_SHARED_ELEMENTS: Final = frozenset({_views.expand_ViewMeta, _views.unfold_ViewMeta})
+_WRITTEN_WITH_CARE: Final = frozenset({_views.expand_ViewMeta, _views.unfold_ViewMeta, _views.as_strided_ViewMeta})
 
 
 def is_of_expanded(tensor: torch.Tensor) -> bool:
     """Whether a functionalization wrapper that is to be written is an expanded tensor or a view of one.
 
     Raises :class:`UnsupportedOp` for a view by ``unfold``, unless its windows lie side by side and fill the dimension:
-    functionalization would take the write back as a sum over windows, and as zeros between them.
+    functionalization would take the write back as a sum over windows, and as zeros between them. Raises it, too, for
+    ``as_strided`` of another view, which functionalization cannot take back.
     """
     if not _is_functional(tensor) or _is_base(tensor):
         return False
     views = _views_of(tensor)
-    if _WITH_SHARED_ELEMENTS.isdisjoint(map(type, views)):
+    if _WRITTEN_WITH_CARE.isdisjoint(map(type, views)):
         return False
     if any(isinstance(view, _views.unfold_ViewMeta) and not _fills(tensor, views, n) for n, view in enumerate(views)):
         raise UnsupportedOp(
             "a write through a view by unfold() whose windows overlap or leave something out is not taken back to the "
             "tensor that it is a view of; write to that tensor by index, or to a clone of the view",
             op="aten.unfold.default",
+            source=user_line(),
+        )
+    if any(isinstance(view, _views.as_strided_ViewMeta) for view in views[1:]):
+        raise UnsupportedOp(
+            "a write through as_strided() of a detached tensor, or of another view whose base is not known, is not "
+            "taken back to the tensor that it is a view of; take as_strided() of that tensor itself, or write to it by "
+            "index",
+            op="aten.as_strided.default",
             source=user_line(),
         )
     return any(isinstance(view, _views.expand_ViewMeta) for view in views)
@@ -139,11 +148,7 @@ def _lowest(dtype: torch.dtype) -> float | int | bool:
 def write_back(wrapper: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Replace a wrapper's value, as functionalization does after an operator that writes; returns the wrapper."""
     # The common case. Every in-place operator comes here, so the check is written out instead of called.
-    if (
-        _is_base(wrapper)
-        or _WITH_SHARED_ELEMENTS.isdisjoint(map(type, _views_of(wrapper)))
-        or not is_of_expanded(wrapper)
-    ):
+    if _is_base(wrapper) or _WRITTEN_WITH_CARE.isdisjoint(map(type, _views_of(wrapper))) or not is_of_expanded(wrapper):
         _replace(wrapper, value)
         _commit(wrapper)
         _sync(wrapper)

@@ -48,9 +48,10 @@ def _as_strided(
         if storage_offset is not None and base.dtype != self.dtype:
             self = _memory_as(base, self.dtype)
         elif storage_offset is not None:
-            # A view that shows all of its base serves as well, and has the tangent where make_dual made it.
+            # A view of make_dual's has the tangent. It shows all of its base, so it serves as well. Where a view of
+            # another view is written, PyTorch's functionalization refuses: so not for the rest.
             whole = self.is_contiguous() and base.is_contiguous() and self.numel() == base.numel()
-            self = self if whole else base
+            self = self if whole and torch.autograd.forward_ad.unpack_dual(self).tangent is not None else base
         elif not self.is_contiguous() or extent > self.numel():
             # A contiguous view holds what it shows in one piece, which serves as well; any other would need its offset.
             raise UnsupportedOp(
