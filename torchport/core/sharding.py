@@ -35,11 +35,18 @@ class Mesh:
 class Sharding:
     """A mesh, and per dimension of a value the axes that split it, outermost first; none: every device has all of it.
 
-    Trailing dimensions that nothing splits may be left out.
+    Trailing dimensions that nothing splits may be left out. ``gathered`` are axes over which the parts are brought
+    together before something is computed from the value: it is stored in parts, and used as a whole.
     """
 
     mesh: Mesh
     dims: tuple[tuple[str, ...], ...]
+    gathered: tuple[str, ...] = ()
+
+    @property
+    def used(self) -> tuple[tuple[str, ...], ...]:
+        """The axes that split each dimension where something is computed from the value."""
+        return tuple(tuple(axis for axis in axes if axis not in self.gathered) for axes in self.dims)
 
     def check(self, shape: Sequence[int]) -> None:
         """Raise :class:`ConfigError` where a value of this shape cannot lie so: parts are of one size."""
@@ -56,4 +63,5 @@ class Sharding:
 
     def __str__(self) -> str:
         split = ", ".join(f"dimension {at} by {' and '.join(axes)}" for at, axes in enumerate(self.dims) if axes)
-        return f"{split or 'replicated'} over {self.mesh}"
+        gathered = f", {' and '.join(self.gathered)} gathered for use" if self.gathered else ""
+        return f"{split or 'replicated'} over {self.mesh}{gathered}"

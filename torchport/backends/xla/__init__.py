@@ -136,13 +136,16 @@ class XlaBackend(Backend):
 
     def shard(self, data: BackendData, sharding: Sharding) -> None:
         engine = _engine()
-        if not isinstance(data, engine.XlaData) or data.array is None:  # pyright: ignore[reportAttributeAccessIssue]
+        value: Any = data
+        if not isinstance(data, engine.XlaData) or value.array is None:
             raise ExecutionError("a value is not an XlaData with a value")
+        first = engine.jax_device(data.device)
         with engine.x64():
-            data.array = engine.place(data.array, sharding, engine.jax_device(data.device))  # pyright: ignore[reportAttributeAccessIssue]
+            value.array = engine.place(value.array, sharding, first)
+        value.used = engine.used_as(sharding, first)
 
     def sharding_of(self, data: BackendData) -> Sharding | None:
-        return _engine().of_array(getattr(data, "array", None))
+        return _engine().of_array(getattr(data, "array", None), getattr(data, "used", None))
 
     def mesh_devices(self) -> int:
         import jax

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .jax_api import module_text, x64
 from .program import XlaProgram, compile_now, end, jax_device, wait
-from .spread import in_use, of_array, place
+from .spread import in_use, of_array, place, used_as
 from .values import XlaData, from_array, to_array
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "of_array",
     "place",
     "to_array",
+    "used_as",
     "wait",
     "x64",
 ]

@@ -72,12 +72,14 @@ def compile_module(
     donated: frozenset[int] = frozenset(),
     places: Sequence[Any] | None = None,
     out_places: Sequence[Any] | None = None,
+    used: Sequence[Any] = (),
     options: Mapping[str, Any] | None = None,
 ) -> Any:
     """The artifact's module as an executable: called with arrays, it returns a tuple of arrays.
 
     For one JAX device; for the devices of the artifact's mesh, ``device`` first; or for inputs with the shardings
-    ``places``, and results with ``out_places`` (``None``: XLA's choice). ``options``: further ones of XLA's.
+    ``places``, and results with ``out_places`` (``None``: XLA's choice). ``used``: the shardings to which inputs are
+    brought before anything is computed from them; ``None``: they stay. ``options``: further ones of XLA's.
     """
     settings = Settings.from_json(artifact.settings)
     exported = _deserialised(artifact.module)
@@ -93,12 +95,19 @@ def compile_module(
             for aval, place in zip(exported.in_avals, places, strict=True)
         ]
         jitted = jax.jit(
-            exported.call,
+            _gathering(exported.call, used),
             donate_argnums=tuple(sorted(donated)),
             keep_unused=True,
             out_shardings=_out_places(out_places) if several else jax.sharding.SingleDeviceSharding(device),
         )
         return jitted.lower(*arguments).compile(compiler_options={**settings.options, **(options or {})})
+
+
+def _gathering(call: Any, used: Sequence[Any]) -> Any:
+    if all(to is None for to in used):
+        return call
+    bring = jax.lax.with_sharding_constraint
+    return lambda *arrays: call(*(a if to is None else bring(a, to) for a, to in zip(arrays, used, strict=True)))
 
 
 def _out_places(places: Sequence[Any] | None) -> tuple[Any, ...] | None:

@@ -145,8 +145,14 @@ class XlaProgram:
         except Exception as error:
             raise self._explained(args, error) from error
         if self._all_new:
-            return [XlaData(self.device, spec, array) for spec, array in zip(self.outputs, results, strict=True)]
-        return self._shared_out(args, results)
+            made: list[BackendData] = [
+                XlaData(self.device, spec, array) for spec, array in zip(self.outputs, results, strict=True)
+            ]
+        else:
+            made = self._shared_out(args, results)
+        if in_use():
+            self._spread.hand_on(args, made)
+        return made
 
     def _compiled_later(self, *arrays: Any) -> Any:
         """Stands for the executable for one device while nobody has asked for it."""

@@ -27,7 +27,7 @@ from torchport.core.traffic import journal
 from . import jax_api
 from .container import XlaArtifact
 
-__all__ = ["Spread", "in_use", "of_array", "place"]
+__all__ = ["Spread", "collectives_in", "in_use", "of_array", "place", "used_as"]
 
 _state: dict[str, bool] = {}
 _MOST: Final = 8
@@ -67,30 +67,42 @@ def _put(array: Any, to: Any) -> Any:
     return jax.make_array_from_callback(whole.shape, to, lambda index: whole[index])
 
 
-def of_array(array: Any) -> Sharding | None:
+def of_array(array: Any, used: Any = None) -> Sharding | None:
     """How an array lies on several devices; ``None`` for those on one."""
     found = getattr(array, "sharding", None)
     if not isinstance(found, NamedSharding) or found.mesh.size < 2:
         return None
     dims = tuple(() if one is None else (one,) if isinstance(one, str) else tuple(one) for one in found.spec)
     sizes = tuple(found.mesh.shape.values())
-    return Sharding(Mesh(tuple(found.mesh.axis_names), sizes), dims)
+    return Sharding(Mesh(tuple(found.mesh.axis_names), sizes), dims, _gathered(dims, used))
+
+
+def _gathered(dims: Sequence[Sequence[str]], used: Any) -> tuple[str, ...]:
+    if used is None:
+        return ()
+    kept = {axis for one in used.spec for axis in ((one,) if isinstance(one, str) else one or ())}
+    return tuple(axis for axes in dims for axis in axes if axis not in kept)
+
+
+def used_as(sharding: Sharding, first: Any) -> Any:
+    """The sharding in which computations take an array that lies so; ``None``: as it lies."""
+    return _named(Sharding(sharding.mesh, sharding.used), first) if sharding.gathered else None
 
 
 class _Variant:
     """The computation, compiled for inputs that lie in one way."""
 
-    def __init__(self, artifact: XlaArtifact, device: Any, places: Sequence[Any]) -> None:
+    def __init__(self, artifact: XlaArtifact, device: Any, places: Sequence[Any], used: Sequence[Any]) -> None:
         self.places = list(places)
         pinned = [places[at] if at >= 0 else None for at in artifact.updates]
         compile_it = functools.partial(
-            jax_api.compile_module, artifact, device, places=self.places, out_places=pinned or None
+            jax_api.compile_module, artifact, device, places=self.places, out_places=pinned or None, used=used
         )
         self.call = compile_it()
-        self.collectives = _collectives(self.call.as_text())
+        self.collectives = collectives_in(self.call.as_text())
         if self._scatters() and not _scatters_right(self.places[0].mesh):
             self.call = compile_it(options={"xla_disable_hlo_passes": "reduce-scatter-creator"})
-            self.collectives = _collectives(self.call.as_text())
+            self.collectives = collectives_in(self.call.as_text())
             if self._scatters():
                 raise ExecutionError(
                     "XLA would run a reduce-scatter, whose sums are wrong on these devices (JAX issue 40830), and has "
@@ -159,23 +171,30 @@ class Spread:
         for at, array in enumerate(arrays):
             if array.__class__ is np.ndarray or len(array.sharding.device_set) == 1:
                 args[at].array = taken[at] = _put(array, everywhere)
-        key = tuple(array.sharding for array in taken)
-        variant = self._variants.get(key)
+        places, used = tuple(array.sharding for array in taken), tuple(arg.used for arg in args)
+        variant = self._variants.get((places, used))
         if variant is None:
-            variant = self._variant(key)
-            if key != tuple(variant.places):
+            variant = self._variant(places, used)
+            if places != tuple(variant.places):
                 taken = [_put(array, to) for array, to in zip(taken, variant.places, strict=True)]
         for name, what, origin, ranks, nbytes in variant.collectives:
             record = journal.new(name, what, "mesh", ranks, origin)
             record.nbytes, record.arrived = nbytes, True
         return variant.call(*taken)
 
-    def _variant(self, key: tuple[Any, ...]) -> _Variant:
+    def _variant(self, places: tuple[Any, ...], used: tuple[Any, ...]) -> _Variant:
         if len(self._variants) >= _MOST:
             metrics.count("ShardedOtherwise")
             return next(iter(self._variants.values()))
-        made = self._variants[key] = _Variant(self._artifact, self._device, key)
+        made = self._variants[places, used] = _Variant(self._artifact, self._device, places, used)
         return made
+
+    def hand_on(self, args: Sequence[Any], results: Sequence[Any]) -> None:
+        """Have the next value of an input, and an input that is a result, be taken by computations as the input was."""
+        for result, origin in zip(results, self._artifact.origins, strict=True):
+            at = -1 - origin if origin < 0 else self._artifact.updates[origin] if self._artifact.updates else -1
+            if at >= 0:
+                result.used = args[at].used
 
     def close(self) -> None:
         """Release the executables."""
@@ -192,7 +211,7 @@ _ORIGIN: Final = re.compile(r'op_name="(?:[^"]*/)?([^"/]+)"')
 _SHAPE: Final = re.compile(r"\b([a-z]+)(\d*)\w*\[([\d,]*)\]")
 
 
-def _collectives(text: str) -> list[tuple[str, str, str, int, int]]:
+def collectives_in(text: str) -> list[tuple[str, str, str, int, int]]:
     """Collectives in XLA's text of a partitioned computation: name, text, origin, ranks, bytes that each rank gives."""
     found: list[tuple[str, str, str, int, int]] = []
     for line in text.splitlines():

@@ -41,13 +41,15 @@ _BITS: Final = {torch.bfloat16: torch.int16}
 class XlaData(BackendData):
     """A ``jax.Array``; small ones on the CPU platform may still be NumPy arrays. ``None`` while it is a placeholder."""
 
-    __slots__ = ("array", "shared")
+    __slots__ = ("array", "shared", "used")
 
     def __init__(self, device: BackendDevice, spec: TensorSpec, array: Any) -> None:
         super().__init__(device, spec)
         self.array = array
         self.shared = False
         """Whether another value may hold the same array, which therefore is not given away."""
+        self.used: Any = None
+        """The sharding in which computations take a value that is stored in more parts; ``None``: as it is stored."""
 
     @property
     def handle(self) -> object:
@@ -60,7 +62,7 @@ class XlaData(BackendData):
     def assign(self, other: BackendData) -> None:
         if not isinstance(other, XlaData):
             raise TypeError(f"expected XlaData, got {type(other).__name__}")
-        self.array = other.array
+        self.array, self.used = other.array, other.used
 
 
 def _as_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

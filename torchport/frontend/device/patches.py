@@ -138,6 +138,7 @@ PATCHES: Final[dict[str, tuple[str, str, str]]] = {
         "its import",
     ),
     "torch.distributed.tensor.parallel.api.parallelize_module": ("the same", "the same", "its import"),
+    "torch.distributed.fsdp._fully_shard._fully_shard.fully_shard": ("the same", "the same", "its import"),
     "torch.distributed.Reducer.__init__": (
         "keeps the note of used parameters of the device on the CPU",
         "it would go through pinned memory; " + _ALLOCATOR,

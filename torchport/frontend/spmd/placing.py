@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Placement
 
-__all__ = ["replicated", "shard", "sharding_of"]
+__all__ = ["replicated", "shard", "shard_module", "sharding_of"]
 
 Placements: TypeAlias = "Sequence[Placement]"
 OfModule: TypeAlias = "Placements | Mapping[str, Placements] | Callable[[str, torch.Tensor], Placements | None]"
@@ -45,7 +45,7 @@ def shard(what: _T, mesh: DeviceMesh, placements: OfModule) -> _T:
     """
     init()
     if isinstance(what, torch.nn.Module):
-        return _shard_module(what, mesh, placements)
+        return shard_module(what, mesh, placements)
     if callable(placements) or isinstance(placements, Mapping):
         raise ConfigError("a tensor's placements are a sequence, one per dimension of the mesh")
     tensor = what if what.device.type == DEVICE_TYPE else what.to(DEVICE_TYPE)
@@ -64,7 +64,8 @@ def sharding_of(tensor: torch.Tensor) -> Sharding | None:
     return sharding_backend(index).sharding_of(data)
 
 
-def _shard_module(module: Any, mesh: DeviceMesh, placements: OfModule) -> Any:
+def shard_module(module: Any, mesh: DeviceMesh, placements: OfModule, gathered: bool = False) -> Any:
+    """:func:`shard` of a module; ``gathered``: what the mesh splits is brought together before it is used."""
     mesh_of(mesh)
     module.to(DEVICE_TYPE)
     named = [*module.named_parameters(), *module.named_buffers()]
@@ -75,7 +76,7 @@ def _shard_module(module: Any, mesh: DeviceMesh, placements: OfModule) -> Any:
     def place_again(*_: Any) -> None:
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if name in wanted and tensor.device.type == DEVICE_TYPE:
-                _place(tensor, mesh, wanted[name], name)
+                _place(tensor, mesh, wanted[name], name, gathered)
 
     place_again()
     module.register_load_state_dict_post_hook(place_again)
@@ -102,7 +103,9 @@ def replicated(mesh: DeviceMesh) -> Placements:
     return [Replicate()] * len(mesh.mesh_dim_names or ())
 
 
-def _sharding(tensor: torch.Tensor, mesh: DeviceMesh, placements: Placements, name: str = "") -> Sharding:
+def _sharding(
+    tensor: torch.Tensor, mesh: DeviceMesh, placements: Placements, name: str = "", gathered: bool = False
+) -> Sharding:
     """How a tensor is to lie. Axes that are not in the part of the mesh split what they did."""
     from torch.distributed.tensor import Replicate, Shard  # on demand: the mesh has imported it
 
@@ -124,7 +127,10 @@ def _sharding(tensor: torch.Tensor, mesh: DeviceMesh, placements: Placements, na
         for at, split in enumerate(before.dims):
             kept = {*split}.difference(axes).union(dims[at])
             dims[at] = tuple(axis for axis in whole.axes if axis in kept)
-    made = Sharding(whole, tuple(dims))
+    for_use = tuple(axis for split in dims for axis in split if gathered and axis in axes)
+    if before is not None and before.mesh == whole:
+        for_use += tuple(axis for axis in before.gathered if axis not in axes)
+    made = Sharding(whole, tuple(dims), for_use)
     try:
         made.check(tensor.shape)
     except ConfigError as error:
@@ -139,8 +145,10 @@ def _handle(tensor: torch.Tensor) -> tuple[int, LazyTensor]:
     return handle.get_device() if isinstance(handle, IndexedLazyTensor) else 0, handle
 
 
-def _place(tensor: torch.Tensor, mesh: DeviceMesh, placements: Placements, name: str = "") -> None:
-    sharding = _sharding(tensor, mesh, placements, name)
+def _place(
+    tensor: torch.Tensor, mesh: DeviceMesh, placements: Placements, name: str = "", gathered: bool = False
+) -> None:
+    sharding = _sharding(tensor, mesh, placements, name, gathered)
     index, handle = _handle(tensor)
     backend = sharding_backend(index)
     value_of(handle, threads.of(index))

@@ -1,7 +1,8 @@
-"""``distribute_tensor`` and ``parallelize_module`` take meshes of one process's devices, too. Imports little.
+"""PyTorch's functions that place tensors and modules take meshes of one process's devices, too. Imports little.
 
 Private torch APIs used here: ``torch.distributed.tensor._api.distribute_tensor``,
-``torch.distributed.tensor.parallel.api.parallelize_module``.
+``torch.distributed.tensor.parallel.api.parallelize_module``,
+``torch.distributed.fsdp._fully_shard._fully_shard.fully_shard``.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ _MESHES: Final = "torchport.frontend.spmd.mesh"
 
 
 def register_meshes() -> None:
-    """Have both functions look at their mesh once they are imported, if PyTorch has them at all."""
+    """Have the three functions look at their mesh once they are imported, if PyTorch has them at all."""
     if torch.distributed.is_available():
         when_imported("torch.distributed.tensor._api", _tensors)
         when_imported("torch.distributed.tensor.parallel.api", _modules)
+        when_imported("torch.distributed.fsdp._fully_shard._fully_shard", _fully)
 
 
 def _is_local(mesh: Any) -> bool:
@@ -59,3 +61,19 @@ def _modules(module: Any) -> None:
         return _room().parallelize(root, device_mesh, parallelize_plan)
 
     replace("torch.distributed.tensor.parallel.api.parallelize_module", parallelize_module)
+
+
+def _fully(module: Any) -> None:
+    original = module.fully_shard
+
+    @functools.wraps(original)
+    def fully_shard(
+        root: Any, *, mesh: Any = None, shard_placement_fn: Any = None, ignored_params: Any = None, **options: Any
+    ) -> Any:
+        if _is_local(mesh):
+            return _room().fully(root, mesh, shard_placement_fn, ignored_params, options)
+        return original(
+            root, mesh=mesh, shard_placement_fn=shard_placement_fn, ignored_params=ignored_params, **options
+        )
+
+    replace("torch.distributed.fsdp._fully_shard._fully_shard.fully_shard", fully_shard)
