@@ -307,6 +307,7 @@ class _ByHand:
     def step(self) -> float:
         if self.compiled is None:
             self.compile()
+        assert self.compiled is not None
         value, self.params = self.compiled(self.params, self.x, self.y)
         return float(value)
 

@@ -48,6 +48,29 @@ COMPILED: Final = {
         ("v = (a * 1).expand(2, 2).flatten(0, 1)", "w = v[1:]", "w.mul_(2)"),
         ("v", "w"),
     ),
+    "inputs_that_lie_apart_in_one_memory_while_sizes_vary": _program(
+        (Base((1, 4), FLOAT, ""),),
+        (_argument("a", 0, "x.unbind(-1)[-1]"), _argument("b", 0, "x.diagonal(1)")),
+        ("v = b[-1]", "a.add_(1)"),
+        ("v",),
+        dynamic=True,
+    ),
+    "sizes_of_the_memory_that_inputs_share_are_asked_about": _program(
+        (Base(("n",), FLOAT, ""),),
+        (_argument("a", 0), _argument("b", 0, "x.t()[1:]"), _argument("c", 0, "x.view(-1)")),
+        ("v = a.tensor_split(2)[1]", "torch._foreach_add_([c], 1)", "w = b.unbind(-1)[-1]"),
+        ("v", "w"),
+        dynamic=True,
+    ),
+    "a_reshape_that_functionalization_takes_for_a_view": _program(
+        (PAIRS_OF_ROWS, PAIRS_OF_ROWS),
+        (_argument("a", 0, "x.split(2)[0]"), _argument("b", 1)),
+        (
+            "v = a.swapaxes(0, -1)",
+            "v.index_copy_(0, torch.tensor([0], device=v.device), b[:1])",
+            "w = a.reshape(2, -1)",
+        ),
+    ),
     "rows_of_one_matrix_that_overlap_while_sizes_vary": _program(
         (Base(("n", "n"), FLOAT, ""),),
         (_argument("a", 0, "x.narrow(-1, 0, 2)"), _argument("b", 0, "x[1:]")),

@@ -1,9 +1,9 @@
 """What Dynamo captured run as it is, operator by operator: where a compiled graph would be wrong, or there is none.
 
 A graph that writes to inputs is compiled for those that overlap at the first call: a write to one is seen in the
-others. Dynamo guards on that only where sizes are symbols, and not on offsets that it took for constants. So later
-calls may come with inputs that overlap in other places, or that share memory where the first call's did not. Those
-calls run what Dynamo captured as it is, operator by operator.
+others. Dynamo guards on that only where sizes are symbols, not on offsets that it took for constants, and not at all
+on this device (:mod:`.guards`). So later calls may come with inputs that overlap in other places, or that share memory
+where the first call's did not. Those calls run what Dynamo captured as it is, operator by operator.
 
 AOTAutograd refuses some graphs, most of which write to inputs that share memory in ways that it does not follow. Others
 it takes and computes otherwise than eager mode (:mod:`.not_followed`). Both run as they were captured.
@@ -18,6 +18,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 from torch import fx
+from torch._C._dynamo.guards import compute_overlapping_tensors
 
 from ...core import metrics
 from ...core.errors import UnsupportedOp
@@ -106,10 +107,22 @@ def _sharing(args: Sequence[Any], symbolic: bool, fixed: Set[int]) -> Sharing:
         if len(group) > 1 and all(t._base is None and t.device.type == DEVICE_TYPE for _, t in group):
             return _WITHOUT_BASE
     return tuple(
-        tuple([(at, _place(tensor, symbolic) if at in fixed else None) for at, tensor in group])
+        (
+            tuple([(at, _place(tensor, symbolic) if at in fixed else None) for at, tensor in group]),
+            _overlaps(group, fixed),
+        )
         for group in groups.values()
         if len(group) > 1
     )
+
+
+def _overlaps(group: Sequence[tuple[int, torch.Tensor]], fixed: Set[int]) -> Set[int]:
+    """Which of some tensors in one memory overlap others, as far as neither Dynamo nor their places tell."""
+    if group[0][1].device.type != DEVICE_TYPE or all(at in fixed for at, _ in group):
+        return frozenset()
+    memory = torch.empty(0, dtype=group[0][1].dtype, device="meta")
+    like = [memory.as_strided(t.shape, t.stride(), _place(t, True)) for _, t in group]
+    return frozenset(group[at][0] for at in compute_overlapping_tensors(like, symbolic=False))
 
 
 def _place(tensor: torch.Tensor, symbolic: bool) -> Any:

@@ -34,6 +34,7 @@ from .as_captured import as_captured, as_captured_where_shared_otherwise, why_re
 from .buckets import PaddedProgram
 from .epilogue import Epilogue
 from .graph_program import make_program
+from .guards import mended_guards
 from .not_followed import (
     refuse_conjugate_results,
     refuse_writes_to_repeated_memory,
@@ -44,7 +45,7 @@ from .options import Options
 from .places import DataPlace, place_of
 from .saved import partition_fn
 from .scalar_inputs import keep_writes_to_scalars
-from .shared_inputs import keep_fixed_sizes, mended_bases, no_guards_of_a_failure
+from .shared_inputs import keep_fixed_sizes, mended_bases
 from .tiered import Part, TieredProgram, begin
 
 __all__ = ["compile_captured", "compile_graph_module"]
@@ -53,6 +54,13 @@ Run: TypeAlias = Callable[[list[Any]], Sequence[Any]]
 
 MAX_SHAPES: Final = 64
 """Programs a graph with symbolic sizes keeps, one per set of shapes, least recently used out first."""
+
+
+_REFUSALS: Final = (AssertionError, IndexError, KeyError, RuntimeError, TypeError, UnsupportedOp, ValueError)
+"""What AOTAutograd raises for a graph that it does not follow, before it reaches a backend."""
+_UNKNOWN_SIZES: Final = (
+    "inputs share memory and their sizes vary, and what the graph needs of these sizes cannot be asked of the inputs"
+)
 
 
 def _values(graph: fx.GraphModule, op: str) -> list[Any]:
@@ -339,11 +347,16 @@ def compile_captured(
     )
     keep_fixed_sizes(graph, example_inputs)
     try:
-        with no_guards_of_a_failure(), mended_bases(), exact_writes():
+        with mended_guards(graph) as guards, mended_bases(), exact_writes():
             compiled = build(graph, example_inputs)
-    except (AssertionError, RuntimeError) as error:
+    except _REFUSALS as error:
         # Dynamo has subclasses of its own for what it answers itself, for instance by a graph break.
-        if reached or config.fallback == "error" or type(error) not in (AssertionError, RuntimeError, UnsupportedOp):
+        if reached or config.fallback == "error" or type(error) not in _REFUSALS:
             raise
         return as_captured(graph, why_refused(error))
+    if guards.on_unknown_sizes:
+        refused = UnsupportedOp(_UNKNOWN_SIZES)
+        if config.fallback == "error":
+            raise refused
+        return as_captured(graph, why_refused(refused))
     return as_captured_where_shared_otherwise(compiled, graph) if any(writes) else compiled

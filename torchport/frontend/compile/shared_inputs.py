@@ -14,13 +14,10 @@ anew: it miscounts both. So are results that are views of other results.
 The inputs are taken of the base by size, strides and storage offset. Here they are conjugate and negative views, too,
 where they were.
 
-Guards on sizes of the base are taken back where AOTAutograd refuses the graph.
-
 An input that Dynamo met first as the base of another one has the sizes that it had then: the numbers of a buffer, say.
 AOTAutograd would give it symbols that nothing guards; here it gets the numbers, too.
 
 Private torch APIs used here: ``torch._guards.TracingContext.tensor_to_context`` (which sizes vary),
-``torch.fx.experimental.symbolic_shapes.ShapeEnv.guards`` (what is demanded of them so far),
 ``torch._functorch._aot_autograd.runtime_wrappers.create_synthetic_base_metadata`` and ``gen_alias_from_base``,
 ``torch._functorch._aot_autograd.input_output_analysis.compute_overlapping_tensors``,
 ``torch._functorch._aot_autograd.graph_capture.create_functionalized_fn``.
@@ -47,7 +44,7 @@ from ..device.fake import saw_conjugate_views
 from ..device.patches import replaced
 from .aliased_results import OF_RESULT, repeated
 
-__all__ = ["keep_fixed_sizes", "mended_bases", "no_guards_of_a_failure"]
+__all__ = ["keep_fixed_sizes", "mended_bases"]
 
 _AUTOGRAD: Final = "torch._functorch._aot_autograd"
 
@@ -72,24 +69,6 @@ def _keep_fixed_sizes(seen: Any, context: Any) -> None:
             if not isinstance(size, torch.SymInt):
                 varying[dim] = DimDynamic.STATIC
     _keep_fixed_sizes(seen._base, context.view_base_context)
-
-
-@contextmanager
-def no_guards_of_a_failure() -> Iterator[None]:
-    """Take back the guards on sizes that came while AOTAutograd compiled a graph, where it fails.
-
-    What Dynamo captured can run then. It needs none of these guards, and some are on sizes of the one tensor that
-    stands for inputs that share memory, which Dynamo has not met: it would fail in its turn.
-    """
-    tracing = TracingContext.try_get()
-    shapes = None if tracing is None or tracing.fake_mode is None else tracing.fake_mode.shape_env
-    before = 0 if shapes is None else len(shapes.guards)
-    try:
-        yield
-    except Exception:
-        if shapes is not None:
-            del shapes.guards[before:]
-        raise
 
 
 @contextmanager
