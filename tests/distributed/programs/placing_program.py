@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 
@@ -75,6 +76,33 @@ def refusals() -> None:
         refused(UnsupportedOp, "backend 'reference' does not partition", lambda: torchport.mesh((2,)))
     finally:
         torchport.use("xla")
+
+
+def stored_in_parts() -> None:
+    """``fully_shard``: parameters are stored in parts and used whole, also after a step; results as on one device."""
+    net = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 7))
+    want, x = copy.deepcopy(net), torch.rand(8, 16)
+    net.to("port")
+    parallelize_module(net, mesh["model"], {"0": ColwiseParallel()})
+    fully_shard(net[0], mesh=mesh["data"])
+    fully_shard(net, mesh=mesh["data"])
+    assert dims(net[0].weight) == (("data", "model"), ())
+    assert torchport.sharding_of(net[0].weight).gathered == ("data",)  # pyright: ignore[reportOptionalMemberAccess]
+    assert dims(net[1].weight) == ((), ("data",))  # no part of 7 rows is of one size
+    assert not any(dims(net[1].bias))
+    on = torchport.shard(x, mesh, [Shard(0), WHOLE])
+    for module, given in ((net, on), (want, x)):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(3):
+            module(given).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for got, expected in zip(net.parameters(), want.parameters(), strict=True):
+        torch.testing.assert_close(got.cpu(), expected, rtol=1e-4, atol=1e-5)
+    assert torchport.sharding_of(net[0].weight).gathered == ("data",)  # pyright: ignore[reportOptionalMemberAccess]
+    precise = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    refused(UnsupportedOp, "fully_shard(mp_policy=", lambda: fully_shard(net, mesh=mesh["data"], mp_policy=precise))
+    refused(UnsupportedOp, "one module at a time", lambda: fully_shard([net[0], net[1]], mesh=mesh["data"]))
 
 
 def operators() -> None:
@@ -160,6 +188,6 @@ def exchanged() -> None:
 
 
 if __name__ == "__main__":
-    for check in (placements, refusals, operators, embeddings, dropout, copies, exchanged):
+    for check in (placements, refusals, stored_in_parts, operators, embeddings, dropout, copies, exchanged):
         check()
         print(f"{check.__name__}: as it should be", flush=True)
