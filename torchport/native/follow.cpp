@@ -9,6 +9,7 @@
 #include "direct.h"
 #include "outs.h"
 
+#include <array>
 #include <string>
 #include <unordered_map>
 
@@ -41,6 +42,8 @@ struct Start {
     }
   }
 };
+
+constexpr int kMostSteps = 16; // operators that one call may record
 
 // A functional operator. ``letters`` has one per argument: t(ensor), T(ensors), s(calar), S(calars), f(iller),
 // g(enerator), d(evice), p(lain: compared by value).
@@ -86,6 +89,19 @@ struct Kernel {
     return nullptr;
   }
 
+  // The child of ``before`` that the path to ``node`` begins with; null where ``before`` is not near. A write through a
+  // view goes on along the path: the base is written, and the view taken again.
+  static PyObject* step_from(PyObject* before, PyObject* node) {
+    for (int steps = 0; steps < kMostSteps && node != nullptr && node != Py_None; ++steps) {
+      PyObject* parent = py_.parent.of(node);
+      if (parent == before) {
+        return node;
+      }
+      node = parent;
+    }
+    return nullptr;
+  }
+
   // Record the call that led from ``start`` to the cursor, if the Python kernel found the child in the trie.
   void learn(const Start& start) const {
     if (start.node == nullptr) {
@@ -97,9 +113,9 @@ struct Kernel {
       return;
     }
     PyObject* before = start.node;
-    PyObject* child = py_.cursor.of(trace.get());
-    PyObject* key = child == before ? nullptr : py_.key.of(child);
-    if (key == nullptr || py_.parent.of(child) != before || PyDict_Size(py_.children.of(before)) != start.children ||
+    PyObject* child = step_from(before, py_.cursor.of(trace.get()));
+    PyObject* key = child == nullptr ? nullptr : py_.key.of(child);
+    if (key == nullptr || PyDict_Size(py_.children.of(before)) != start.children ||
         py_.ready.of(child) == Py_None || !PyTuple_CheckExact(key) || integer(PyTuple_GET_ITEM(key, 0)) != serial) {
       return;
     }
@@ -438,6 +454,81 @@ struct InPlace final : c10::OperatorKernel {
   const c10::SafeKernelFunction python;
 };
 
+// The kernel of ``copy_`` from one handle to another of the same kind: the source's value, where there is one, and else
+// the functional operator, whose kernel is not at PyTorch's dispatcher.
+struct CopyInPlace final : c10::OperatorKernel {
+  CopyInPlace(const Kernel& kernel, c10::SafeKernelFunction python) : kernel(kernel), python(std::move(python)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    constexpr size_t count = 3;
+    Start start;
+    {
+      Gil gil;
+      const Values given(stack->data() + stack->size() - count, count);
+      c10::SmallVector<at::Tensor, 1> written;
+      const bool ours = InPlace::is_ours(given[0], written) && is_wrapper(given[1]) &&
+          !InPlace::reads_what_it_writes(given, written);
+      THPObjectPtr trace(ours ? current_trace().release() : nullptr);
+      if (trace) {
+        const at::Tensor target = unwrap(written[0]), source = unwrap(given[1].toTensor());
+        if (are_alike(target, source)) {
+          at::Tensor value = has_value(source) ? SameValue::same_value(trace.get(), source) : at::Tensor();
+          if (!value.defined()) {
+            const std::array<c10::IValue, count> values = {target, source, false};
+            if (PyObject* child = kernel.follow(trace.get(), values, false)) {
+              value = results_of(child)[0];
+            } else {
+              start.note(trace.get(), values);
+            }
+          }
+          if (value.defined()) {
+            InPlace::write_each(written, {value}, false);
+            replace_arguments(*stack, count, {written[0]}, false);
+            return;
+          }
+        }
+      }
+    }
+    python.callBoxed(op, keys, stack);
+    kernel.learn(start);
+  }
+
+ private:
+  static bool is_wrapper(const c10::IValue& value) {
+    return value.isTensor() && wrapper_of(value.toTensor()) != nullptr;
+  }
+
+  // Whether both are handles, and the value of one fits where the other's was.
+  static bool are_alike(const at::Tensor& target, const at::Tensor& source) {
+    return handle_of(target) && handle_of(source) && target.is_contiguous() && target.sizes() == source.sizes() &&
+        target.strides() == source.strides() && target.scalar_type() == source.scalar_type();
+  }
+
+  static bool has_value(const at::Tensor& source) {
+    THPObjectPtr value(attribute(handle_of(source).get(), py_.n_value));
+    return value && value.get() != Py_None;
+  }
+
+  const Kernel& kernel;
+  const c10::SafeKernelFunction python;
+};
+
+// The kernel of ``copy_`` at this device's autograd key. Only Python's kernel can write a tensor of another device.
+// Twin of ``frontend.device.install._copy_``.
+struct CopyAutograd final : c10::OperatorKernel {
+  CopyAutograd(c10::SafeKernelFunction python, c10::SafeKernelFunction stock)
+      : python(std::move(python)), stock(std::move(stock)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    const Values given(stack->data() + stack->size() - 3, 3);
+    const bool ours = given[0].isTensor() && given[0].toTensor().is_privateuseone() && given[1].isTensor() &&
+        given[1].toTensor().is_privateuseone();
+    (ours ? stock : python).callBoxed(op, keys, stack);
+  }
+
+  const c10::SafeKernelFunction python, stock;
+};
+
 // -- registering -----------------------------------------------------------------------------------------------------
 template <class Made>
 void put(c10::DispatchKey key, const c10::OperatorName& name, std::unique_ptr<Made> made) {
@@ -565,6 +656,26 @@ extern "C" PyObject* torchport_follow(
     put(functionalize, writing.operator_name(),
         std::make_unique<InPlace>(kernel, writing.getComputedKernelForDispatchKey(functionalize)));
   }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// Register C++ kernels in front of the Python kernels of ``copy_``. ``serial``: its functional form in trace keys.
+// Twin of ``frontend.device.inplace._of_copy``.
+extern "C" PyObject* torchport_follow_copy(const char* letters, long long serial) {
+  HANDLE_TH_ERRORS
+  Quiet quiet;
+  c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+  Kernel& kernel = *(kernels()[serial] = new Kernel{letters, serial, nullptr});
+  const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::copy_", "");
+  const auto functionalize = c10::DispatchKey::Functionalize, autograd = c10::DispatchKey::AutogradPrivateUse1;
+  put(functionalize, op.operator_name(),
+      std::make_unique<CopyInPlace>(kernel, op.getComputedKernelForDispatchKey(functionalize)));
+  // PyTorch's own autograd kernel is at the key of every backend.
+  put(autograd, op.operator_name(),
+      std::make_unique<CopyAutograd>(
+          op.getComputedKernelForDispatchKey(autograd),
+          op.getComputedKernelForDispatchKey(c10::DispatchKey::AutogradPrivateUse3)));
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }

@@ -10,6 +10,8 @@
 #include <optional>
 #include <typeinfo>
 #include <unordered_set>
+#include <utility>
+#include <vector>
 
 #include <ATen/FunctionalStorageImpl.h>
 #include <ATen/FunctionalTensorWrapper.h>
@@ -28,27 +30,47 @@ at::FunctionalTensorWrapper* wrapper_of(const at::Tensor& tensor) {
   return at::functionalization::impl::unsafeGetFunctionalWrapper(tensor);
 }
 
-// Whether a tensor is a view of an expanded tensor, or a view by ``unfold``. Python's kernels take a write through the
-// former back to the base exactly, and refuse most writes through the latter. The classes of both kinds of view have no
-// declaration in PyTorch's headers, so their names are compared.
+// Whether a write through a kind of view needs Python. The classes of views have no declaration in PyTorch's headers, so
+// their names are compared, once per class.
+bool is_written_with_care(const std::type_info& made) {
+  static auto& known = *new std::vector<std::pair<const std::type_info*, bool>>(); // guarded by the GIL
+  for (const auto& [type, answer] : known) {
+    if (type == &made) {
+      return answer;
+    }
+  }
+  const auto is_named = [&](const char* name) { return std::strstr(made.name(), name) != nullptr; };
+  const bool answer = is_named("expand_ViewMeta") || is_named("unfold_ViewMeta") || is_named("as_strided_ViewMeta");
+  known.emplace_back(&made, answer);
+  return answer;
+}
+
+// Whether a tensor is a view of an expanded tensor, or a view by ``unfold`` or ``as_strided``. Python's kernels take a
+// write through the first back to the base exactly, and refuse most writes through the others.
 // Twin of ``frontend.device.expanded.is_of_expanded``.
 bool is_of_expanded(const at::Tensor& tensor) {
   at::FunctionalTensorWrapper* wrapper = wrapper_of(tensor);
   if (wrapper == nullptr) {
     return false;
   }
-  const auto& views = wrapper->view_metas();
-  return std::any_of(views.begin(), views.end(), [](const auto& view) {
+  for (const auto& view : wrapper->view_metas()) {
     const auto& made = *view;
-    const char* name = typeid(made).name();
-    return std::strstr(name, "expand_ViewMeta") != nullptr || std::strstr(name, "unfold_ViewMeta") != nullptr;
-  });
+    if (is_written_with_care(typeid(made))) {
+      return true;
+    }
+  }
+  return false;
 }
 
 // Whether a tensor is a functionalization wrapper of a handle, which is what a program holds.
 bool is_ours(const at::Tensor& tensor) {
   at::FunctionalTensorWrapper* wrapper = wrapper_of(tensor);
-  return wrapper != nullptr && handle_of(wrapper->value());
+  if (wrapper == nullptr || !wrapper->value().defined()) {
+    return false;
+  }
+  // Handles of other indices and compilers' tensors dispatch to Python.
+  const at::Tensor& value = wrapper->value();
+  return value.is_privateuseone() && !value.key_set().has(c10::DispatchKey::Python);
 }
 
 using KindOfCall = std::vector<int64_t>;
@@ -69,7 +91,7 @@ struct Hash {
 // tensor of another device, a symbolic size, a generator.
 struct Describer {
   Values written;
-  KindOfCall kind{};
+  KindOfCall& kind;
 
   bool add(const c10::IValue& value) {
     if (value.isTensor()) {
@@ -161,29 +183,41 @@ struct Out final : c10::OperatorKernel {
       : arguments(arguments), outs(outs), python(std::move(python)), original(std::move(original)) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-    std::optional<KindOfCall> kind;
-    c10::SmallVector<at::Tensor, 2> written;
-    c10::SmallVector<c10::DimVector, 2> shapes;
-    size_t before = 0;
+    std::optional<KindOfCall> unknown;
     bool accepted = false;
     {
       Gil gil;
-      const Values given(stack->data() + stack->size() - arguments, arguments);
-      kind = described(given);
-      accepted = kind && known.contains(*kind);
-      followed += accepted;
-      if (kind && !accepted) {
-        for (const c10::IValue& out : given.slice(arguments - outs)) {
-          written.push_back(out.toTensor());
-          shapes.emplace_back(written.back().sizes());
+      static auto& kind = *new KindOfCall(); // guarded by the GIL; a call of a known kind needs no copy of it
+      if (describe(Values(stack->data() + stack->size() - arguments, arguments), kind)) {
+        accepted = kind == last || known.contains(kind);
+        if (!accepted) {
+          unknown = kind;
+        } else if (kind != last) {
+          last = kind;
         }
-        before = writes_to(written);
       }
+      followed += accepted;
     }
     if (accepted) {
       original.callBoxed(op, keys, stack);
-      return;
+    } else {
+      call_python(op, keys, stack, std::move(unknown));
     }
+  }
+
+  // Have the Python kernel ask the CPU. ``kind``: of the call, if it has one; a kind that is accepted is remembered.
+  void call_python(
+      const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack,
+      std::optional<KindOfCall> kind) {
+    c10::SmallVector<at::Tensor, 2> written;
+    c10::SmallVector<c10::DimVector, 2> shapes;
+    if (kind) {
+      for (const c10::IValue& out : Values(stack->data() + stack->size() - outs, outs)) {
+        written.push_back(out.toTensor());
+        shapes.emplace_back(written.back().sizes());
+      }
+    }
+    const size_t before = writes_to(written);
     python.callBoxed(op, keys, stack);
     // A call that gives a tensor another shape is not remembered: the next such tensor may be a view, which is refused.
     const auto same = [](const at::Tensor& out, const c10::DimVector& shape) { return out.sizes() == shape; };
@@ -208,24 +242,22 @@ struct Out final : c10::OperatorKernel {
     return count;
   }
 
-  std::optional<KindOfCall> described(Values given) const {
-    Describer describer{given.slice(arguments - outs)};
-    for (const c10::IValue& out : describer.written) {
-      if (!out.isTensor() || !is_ours(out.toTensor())) {
-        return std::nullopt;
-      }
+  // Write the kind of a call to ``kind``; false for a call that has none.
+  bool describe(Values given, KindOfCall& kind) const {
+    kind.clear();
+    Describer describer{given.slice(arguments - outs), kind};
+    const auto is_written = [](const c10::IValue& out) { return out.isTensor() && is_ours(out.toTensor()); };
+    if (!std::all_of(describer.written.begin(), describer.written.end(), is_written)) {
+      return false;
     }
-    describer.kind.reserve(48);
-    describer.kind.push_back(static_cast<int64_t>(c10::get_default_dtype_as_scalartype()));
-    if (!std::all_of(given.begin(), given.end(), [&](const c10::IValue& value) { return describer.add(value); })) {
-      return std::nullopt;
-    }
-    return std::move(describer.kind);
+    kind.push_back(static_cast<int64_t>(c10::get_default_dtype_as_scalartype()));
+    return std::all_of(given.begin(), given.end(), [&](const c10::IValue& value) { return describer.add(value); });
   }
 
   const size_t arguments, outs;
   const c10::SafeKernelFunction python, original;
   std::unordered_set<KindOfCall, Hash> known; // guarded by the GIL
+  KindOfCall last; // one of them
 };
 
 } // namespace

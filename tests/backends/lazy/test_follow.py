@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from native_support import COMPILER, compiles, said_without_and_with
 
 import torchport
-from torchport import native
+from torchport import UnsupportedOp, native
 from torchport.frontend.device import writes
 from torchport.run.device_runtime import runtimes
 from torchport.trace import record
@@ -123,7 +123,37 @@ def _outs(a: list[torch.Tensor]) -> list[torch.Tensor]:
     return [sums, both, half, largest, places]
 
 
+def _through_views(a: list[torch.Tensor]) -> list[torch.Tensor]:
+    for row in range(2):
+        a[0][row].add_(a[1][row])
+        a[1][row] = a[2][1 - row]
+    a[0].t().mul_(2)
+    a[2][:, 1].neg_()
+    a[2][0] = a[0][0] * 2
+    a[2][0, 2:] = a[2][0, :2]  # parts of one memory
+    return a
+
+
+def _copies(a: list[torch.Tensor]) -> list[torch.Tensor]:
+    same, wide = torch.empty_like(a[0]), torch.empty_like(a[0], dtype=torch.float64)
+    same.copy_(a[0])
+    wide.copy_(a[1])
+    a[0].copy_(a[1] * 2)
+    a[1].copy_(a[0][0])
+    crossed = torch.empty_strided((2, 4), (1, 2), device=a[0].device).copy_(a[2])
+    a[2].copy_(crossed.mul_(3))
+    same.add_(1)
+    leaf = torch.zeros_like(a[0]).requires_grad_()
+    kept = torch.empty_like(a[0])
+    kept.copy_(leaf * 3)
+    kept.sum().backward()
+    assert leaf.grad is not None
+    return [*a, same, wide, crossed, kept.detach(), leaf.grad]
+
+
 PROGRAMS: dict[str, Program] = {
+    "through views": _through_views,
+    "copies": _copies,
     "in place": _in_place,
     "views": _views,
     "lists": _lists,
@@ -287,6 +317,19 @@ def test_the_cpu_is_asked_once_per_kind_of_call_with_out(monkeypatch: pytest.Mon
     for (one, other), out in refused:
         with pytest.raises(RuntimeError):
             torch.add(one, other, alpha=3, out=out)
+
+
+def test_a_view_that_python_refuses_to_write_is_not_followed() -> None:
+    x = torch.ones(2, 2, device="port")
+    for _ in range(4):
+        assert torch.add(x, x, out=torch.zeros(2, 2, device="port")).tolist() == [[2, 2], [2, 2]]
+    memory = torch.zeros(16, device="port")
+    odd = memory.detach()[4:].as_strided((2, 2), (2, 1), 0)
+    for write in (lambda: torch.add(x, x, out=odd), lambda: odd.add_(x), lambda: odd.copy_(x)):
+        for _ in range(3):
+            with pytest.raises(UnsupportedOp, match=r"as_strided\(\) of a detached tensor"):
+                write()
+    assert not memory.any()
 
 
 def test_new_batches_are_followed_as_well() -> None:

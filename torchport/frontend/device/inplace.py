@@ -80,6 +80,9 @@ def install(library: torch.library.Library, functional: Mapping[Any, KernelPair]
                 listed = str(op._schema.arguments[0].real_type) == "List[Tensor]"
                 restride = functional[torch.ops.aten.copy.default]
                 fn = (_of_list if listed else _of_tensor)(op, forms, original, restride)
+            elif short == "copy_":
+                original = torch.library.get_kernel(name, "Functionalize")
+                fn = _of_copy(_operator(short), functional[torch.ops.aten.copy.default], original)
             elif short in _OTHER_WRITES:
                 fn = _guarded(_operator(short), torch.library.get_kernel(name, "Functionalize"))
             else:
@@ -114,7 +117,7 @@ _OTHER_NAMES: Final[Mapping[Any, Any]] = {
 }
 """Functional forms whose overloads have other names."""
 
-_OTHER_WRITES: Final = {"copy_", "normal_", "bernoulli_.float", "conj_physical_"}
+_OTHER_WRITES: Final = {"normal_", "bernoulli_.float", "conj_physical_"}
 """In-place operators that keep PyTorch's own functionalization, behind a check for elements that share memory."""
 
 
@@ -295,6 +298,25 @@ def _inner_list(tensors: Sequence[torch.Tensor]) -> list[Any]:
         return list(map(_inner_of, tensors))
     except (RuntimeError, TypeError):  # some are no wrappers, or not even tensors
         return [unwrapped(item) for item in tensors]
+
+
+def _of_copy(op: Any, forms: KernelPair, original: Any) -> Callable[..., Any]:
+    copy = forms.fast
+
+    def inplace(keys: Any, self: torch.Tensor, src: Any, non_blocking: bool = False) -> Any:
+        inner = unwrapped(self)
+        if inner is not self and isinstance(inner, LazyTensor):
+            refuse_overlap(op, inner)
+            if share_memory(self, src):
+                refuse_as_cpu(op, (self, src), {})
+            given = unwrapped(src)
+            if given.__class__ is LazyTensor is inner.__class__ and given is not src and given.shape == inner.shape:
+                return write_back(self, copy(inner, given))
+        elif self.device.type == DEVICE_TYPE:
+            refuse_overlap(op, self)
+        return call_exactly(op, original.call_boxed, [self], keys, self, *boxable(op, (src,), first=1), non_blocking)
+
+    return inplace
 
 
 def _guarded(op: Any, original: Any) -> Callable[..., Any]:

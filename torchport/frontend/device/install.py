@@ -172,9 +172,6 @@ def _copy_(keys: Any, self: torch.Tensor, src: torch.Tensor, non_blocking: bool 
         src = torch.tensor(given)
     if self.device.type != DEVICE_TYPE:
         return self.copy_(src.to(self.device), non_blocking)
-    inplace.refuse_overlap(torch.ops.aten.copy_.default, self)
-    if writes.share_memory(self, src):
-        writes.refuse_as_cpu(torch.ops.aten.copy_.default, (self, src), {})
     return torch.ops.aten.copy_.default.redispatch(routes.to_stock_autograd(keys), self, src, non_blocking)
 
 

@@ -95,6 +95,10 @@ def _use_follow(
         overload = kernel.op._schema.overload_name
         in_place = forms[kernel.op]._schema.name if kernel.op in forms else ""
         follow(name.encode(), overload.encode(), kinds.encode(), kernel.serial, in_place.encode())
+    copy = copies.kernels[torch.ops.aten.copy.default]
+    library.torchport_follow_copy.argtypes = [ctypes.c_char_p, ctypes.c_longlong]
+    library.torchport_follow_copy.restype = ctypes.py_object
+    library.torchport_follow_copy((letters(copy) or "").encode(), copy.serial)
     _use_direct(library, kernels)
     for op in copies.SAME_VALUE:
         same_value(op._schema.name.encode())
