@@ -196,5 +196,5 @@ flush: Final = NativeLibrary(_FOLDER / "flush.cpp", ("torch_python", "torch_cpu"
 
 follow: Final = NativeLibrary(_FOLDER / "follow.cpp", ("torch_python", "torch_cpu", "torch", "c10"))
 """Kernels along known paths: ``torchport_follow``, ``_follow_same_value``, ``_follow_copy`` and ``_follow_out``.
-``_follow_start`` must be called first. ``torchport_direct``, after ``_direct_start``, has a kernel interpret its operator at once.
-``torchport_followed`` counts the calls that were served."""
+``_follow_start`` must be called first. ``torchport_direct``, after ``_direct_start``, has a kernel interpret its
+operator at once. ``torchport_followed`` counts the calls that were served."""
