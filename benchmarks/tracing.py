@@ -23,7 +23,7 @@ import torchport
 from .common import LazyCore, Samples, Timed, interleave, ratio, ratio_cell, restart, table, timed, use_null
 from .models import MODELS, training
 
-__all__ = ["CHAINS", "main"]
+__all__ = ["CHAINS", "WRITES", "main"]
 
 OPS = 100
 IN_A_ROW = 5
@@ -92,6 +92,42 @@ CHAINS: dict[str, Chain] = {
 }
 
 
+def write_rows(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """100 assignments to a row."""
+    x = x.clone()
+    for at in range(OPS):
+        x[at & 3] = w
+    return x
+
+
+def add_to_rows(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """100 additions in place to a row."""
+    x = x.clone()
+    for at in range(OPS):
+        x[at & 3].add_(w)
+    return x
+
+
+def copies(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """50 times an addition that is copied to another tensor."""
+    x = x.clone()
+    for _ in range(OPS // 2):
+        x.copy_(x + y)
+    return x
+
+
+def out(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """100 additions with ``out=``."""
+    x = x.clone()
+    for _ in range(OPS):
+        torch.add(x, y, out=x)
+    return x
+
+
+WRITES: dict[str, Chain] = {"x[i] = w": write_rows, "x[i].add_(w)": add_to_rows, "add, copy_": copies, "out=": out}
+"""Chains that write; without gradients, since ``out=`` has none."""
+
+
 def _program(chain: Chain, device: str, autograd: bool) -> Callable[[], object]:
     """The chain on one device, without gradients, or with a backward pass to its first input."""
     generator = torch.Generator().manual_seed(0)
@@ -135,7 +171,7 @@ def chains(core: LazyCore, batches: int, only: list[str] | None = None) -> dict[
     worst: dict[str, float] = {}
     for autograd in (False, True):
         rows = []
-        for name, chain in CHAINS.items():
+        for name, chain in (CHAINS if autograd else CHAINS | WRITES).items():
             if only and name not in only:
                 continue
 
