@@ -494,7 +494,10 @@ def _drawn(
     if any(value.numel() > 64 or not value.numel() for scope in drawing.scopes for value in scope.values()):
         return None
     drawing.read_only = {h.name for h in holders if read_only(h.view)}
-    _fill(drawing, draw.randint(2, 9), grad)
+    try:
+        _fill(drawing, draw.randint(2, 9), grad)
+    except RuntimeError:
+        return None  # a line needs what one that was left out had changed
     # The results are written to after the call.
     names = [name for name in drawing.tensors() if name not in drawing.read_only] or ["None"]
     results = tuple(draw.choice(names) for _ in range(draw.randint(1, 4)))
