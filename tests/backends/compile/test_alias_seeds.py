@@ -48,6 +48,12 @@ COMPILED: Final = {
         ("v = (a * 1).expand(2, 2).flatten(0, 1)", "w = v[1:]", "w.mul_(2)"),
         ("v", "w"),
     ),
+    "a_copy_of_a_written_tensor_with_gaps": _program(
+        (Base((3, 3), COMPLEX, ""),),
+        (_argument("a", 0, "x[..., 1::2]"),),
+        ("a.fill_(4)", "v = a.unsqueeze(-1)", "w = v.ravel()"),
+        ("w", "v"),
+    ),
     "inputs_that_lie_apart_in_one_memory_while_sizes_vary": _program(
         (Base((1, 4), FLOAT, ""),),
         (_argument("a", 0, "x.unbind(-1)[-1]"), _argument("b", 0, "x.diagonal(1)")),

@@ -212,9 +212,11 @@ def _written_uncounted(graph: fx.GraphModule) -> str | None:
 def _copy_and_write(graph: fx.GraphModule) -> str | None:
     """Copies of a written tensor by what gives a view where it can, before the tensor or the copy is written.
 
-    Functionalization keeps no order of memory over a write, so the copy may be a view there.
+    Functionalization keeps no order of memory over a write, so the copy may be a view there. Of a tensor with gaps
+    between its elements it certainly may: then the program can write to both later, where they are results or inputs.
     """
     pairs: dict[int, fx.Node] = {}
+    gaps: list[tuple[int, int, fx.Node]] = []
     for node in graph.graph.nodes:
         source = next(iter(node.all_input_nodes), None)
         before, memory = (None, None) if source is None else _seen(source)
@@ -232,6 +234,13 @@ def _copy_and_write(graph: fx.GraphModule) -> str | None:
         _, copy = _seen(node)
         if copy is not None and copy != memory and not before.is_contiguous():
             pairs |= {memory: node, copy: node}
+            if not torch.ops.aten.is_non_overlapping_and_dense.default(before):
+                gaps.append((memory, copy, node))
+    outputs = {_seen(node)[1] for node in graph.graph.output_node().all_input_nodes}
+    reached = outputs | {_seen(node)[1] for node in graph.graph.find_nodes(op="placeholder")}
+    for memory, copy, node in gaps:
+        if copy in outputs and memory in reached:
+            return f"{_name(node)}(){_at(node)} copies a tensor that was written and has gaps between its elements"
     return None
 
 
