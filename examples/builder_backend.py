@@ -200,7 +200,13 @@ def axes_of(call: tp.Call, dims: Sequence[int] | None) -> list[int]:
 
 
 def unary(op: Any, kind: str) -> None:
-    TABLE(op)(lambda call, x, **_: tape_of(call).unary(kind, x))
+    @TABLE(op)
+    def lower(call: tp.Call, x: Handle, **_: Any) -> Handle:
+        tape, fake = tape_of(call), call.arg(0)
+        if call.val.is_floating_point() and not fake.is_floating_point():
+            x = tape.unary("copy", x)  # the engine would compute with a dtype of its own choice, float16 for bool
+            tape.set_type(x, tp.TensorSpec.of(call.val).dtype_name)
+        return tape.unary(kind, x)
 
 
 def binary(op: Any, kind: str) -> None:
@@ -316,7 +322,11 @@ def reduce(call: tp.Call, x: Handle, dims: Sequence[int] | int | None = None, *_
 
 
 # An operator may be several calls. Results that are several come back as a list.
-@TABLE(aten._softmax.default, aten._log_softmax.default)
+@TABLE(
+    aten._softmax.default,
+    aten._log_softmax.default,
+    refuses=lambda node: None if node.meta["val"].numel() else "there is no largest of no elements",
+)
 def softmax(call: tp.Call, x: Handle, dim: int, half: bool) -> Handle:
     tape, axes = tape_of(call), axes_of(call, [dim])
     shifted = tape.binary("sub", x, tape.reduce("amax", x, axes))
@@ -359,12 +369,17 @@ def embedding_backward(call: tp.Call, grad: Handle, rows: Handle, *_: Any) -> Ha
     return tape.add_rows(zeros, rows, grad)
 
 
-@TABLE(aten.gather.default)
+def no_dimensions(node: fx.Node) -> str | None:
+    fakes = [node.meta["val"], node.all_input_nodes[0].meta["val"]]
+    return None if all(fake.dim() for fake in fakes) else "the engine picks along an axis, and there is none"
+
+
+@TABLE(aten.gather.default, refuses=no_dimensions)
 def gather(call: tp.Call, x: Handle, dim: int, places: Handle, **_: Any) -> Handle:
     return tape_of(call).pick(x, places, dim)
 
 
-@TABLE(aten.scatter.value)
+@TABLE(aten.scatter.value, refuses=no_dimensions)
 def scatter(call: tp.Call, x: Handle, dim: int, places: Handle, value: Any) -> Handle:
     return tape_of(call).put(x, places, operand(call, value), dim)
 

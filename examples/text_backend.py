@@ -177,7 +177,11 @@ def pointwise(target: Any, op: str) -> None:
         return emit(call, op, *args)
 
     def refuses(node: fx.Node) -> str | None:
-        return "alpha is not 1" if node.kwargs.get("alpha", 1) != 1 else None
+        if node.kwargs.get("alpha", 1) != 1:
+            return "alpha is not 1"
+        made, given = node.meta["val"].dtype, [one.meta["val"].dtype for one in node.all_input_nodes]
+        few = torch.bool in given and made.is_floating_point and op in ("exp", "log", "sqrt", "tanh")
+        return f"the engine computes {op} of bool with float16" if few else None
 
     TABLE(target, refuses=refuses)(lower)
 
@@ -267,12 +271,17 @@ def embedding_backward(call: tp.Call, grad: str, rows: str, *_: Any) -> str:
     return emit(call, "add_rows", rows, grad)
 
 
-@TABLE(aten.gather.default)
+def no_dimensions(node: fx.Node) -> str | None:
+    fakes = [node.meta["val"], node.all_input_nodes[0].meta["val"]]
+    return None if all(fake.dim() for fake in fakes) else "the engine picks along an axis, and there is none"
+
+
+@TABLE(aten.gather.default, refuses=no_dimensions)
 def gather(call: tp.Call, x: str, dim: int, places: str, **_: Any) -> str:
     return emit(call, "pick", x, places, axis=dim)
 
 
-@TABLE(aten.scatter.value)
+@TABLE(aten.scatter.value, refuses=no_dimensions)
 def scatter(call: tp.Call, x: str, dim: int, places: str, value: Any) -> str:
     return emit(call, "put", x, places, value, axis=dim)
 
