@@ -15,6 +15,7 @@ import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import fx
@@ -28,7 +29,7 @@ PLATFORM = os.environ.get("PJRT_PLATFORM", "") if LIBRARY else "cpu"
 DTYPES = frozenset({"float32", "bfloat16", "int32", "int64", "bool"})
 """What the hardware has. torchport keeps values of other dtypes on the host, and runs there what reads or makes them.
 Random operators are arithmetic on int64: without it they would run on the host as well."""
-NOT_COMPILED = {aten.sort.stable: "sort", aten.topk.default: "topk"}
+NOT_COMPILED: dict[Any, str] = {aten.sort.default: "sort", aten.sort.stable: "sort"}
 """Operators that the plugin's compiler does not take, as an example: they run on the host, between two computations."""
 
 
