@@ -35,7 +35,7 @@ def test_resnet_trains(device: torch.device) -> None:
 
 
 def test_results_of_one_call_stay_when_the_next_has_come(device: torch.device) -> None:
-    """The engine writes to the same memory in every call that it replays."""
+    """The engine writes to the same memory in every call that it replays, so values that are kept have to be copies."""
     x = torch.linspace(-1, 1, 8)
     kept = [x.to(device) * 2 + step for step in range(5) for _ in (torchport.sync(),)]
     torchport.sync()
