@@ -418,27 +418,45 @@ class Backend(ABC):
 
     # -- identity ----------------------------------------------------------------------------------------------
     def is_available(self) -> bool:
-        """Whether the backend can run in this process. Must be cheap and must not raise."""
+        """Whether the backend can run in this process. Must be cheap and must not raise.
+
+        Where it is false, whoever asks for the backend gets :class:`.BackendUnavailable` with the reason.
+        """
         return True
 
     def unavailable_reason(self) -> str:
-        """What to install or do when :meth:`is_available` is false."""
+        """What to install or do when :meth:`is_available` is false.
+
+        A sentence that begins with what is missing; empty where nothing is.
+        """
         return ""
 
     def devices(self) -> Sequence[BackendDevice]:
-        """The hardware this backend drives, in ordinal order; at least one."""
+        """The hardware this backend drives, in ordinal order; at least one.
+
+        ``torchport.device(name, ordinal)`` picks one. What it raises becomes :class:`.BackendUnavailable`.
+        """
         return (BackendDevice("cpu", 0),)
 
     # -- data --------------------------------------------------------------------------------------------------
     def to_device(self, tensor: torch.Tensor, device: BackendDevice) -> BackendData:
-        """A value with the contents of a CPU tensor. ``tensor`` is the backend's to keep: nobody else writes to it."""
+        """A value with the contents of a CPU tensor. ``tensor`` is the backend's to keep: nobody else writes to it.
+
+        ``tensor`` may have any shape, none and zero among its sizes included, and any strides; its dtype is one of
+        :attr:`Capabilities.dtypes`. The value's ``spec`` has the tensor's shape and dtype: others are a
+        :class:`.ContractError`. What the method raises becomes :class:`.ExecutionError`.
+        """
         if self.capabilities.torch_free:
             plain = tensor.detach().resolve_conj().resolve_neg()
             return ArrayData(device, TensorSpec.of(tensor), tensor_to_array(plain))
         return TensorData(device, TensorSpec.of(tensor), tensor)
 
     def from_device(self, data: BackendData) -> torch.Tensor:
-        """A CPU tensor with the value's contents. It may share memory: torchport copies before anyone writes."""
+        """A CPU tensor with the value's contents. It may share memory: torchport copies before anyone writes.
+
+        It has the shape and the dtype of ``data.spec``: others are a :class:`.ContractError`. ``data`` has a value; the
+        method waits for one that is still being computed. What it raises becomes :class:`.ExecutionError`.
+        """
         if isinstance(data, ArrayData):
             return array_to_tensor(data.array, data.spec.dtype)
         if not isinstance(data, TensorData) or data.tensor is None:
@@ -447,35 +465,80 @@ class Backend(ABC):
 
     # -- what it can take --------------------------------------------------------------------------------------
     def supports(self, node: fx.Node) -> Support:
-        """Whether the backend takes a node of a graph in normal form (its inputs' ``meta["val"]`` are fake tensors)."""
+        """Whether the backend takes a node of a graph in normal form (its inputs' ``meta["val"]`` are fake tensors).
+
+        ``node.target`` is an operator overload, ``node.meta["val"]`` its result: a fake tensor, or a sequence of them.
+        The answer depends on the node and its inputs' specs alone, and is remembered. The method answers for every
+        node: what it raises becomes :class:`.ContractError`. Default: everything is taken.
+        """
         return Support.yes()
 
     def decompositions(self) -> Mapping[torch._ops.OpOverload, Callable[..., Any]]:
-        """Operators to rewrite before they reach the backend, as in ``torch._decomp``."""
+        """Operators to rewrite before they reach the backend, as in ``torch._decomp``.
+
+        Operator overload → a function that takes the operator's arguments, calls PyTorch on them, and returns the
+        same number of results, with the same shapes and dtypes. It is run on fake tensors, when a graph is made, so it
+        cannot look at values. It may lead to operators that are rewritten in turn. An operator that :meth:`supports`
+        takes is left alone.
+        """
         return {}
 
     def register_kernels(self, registrar: KernelRegistrar) -> None:
-        """Register kernels of the backend's own for single operators: eager, autograd, quantized, …"""
+        """Register kernels of the backend's own for single operators: eager, autograd, quantized, …
+
+        Called once, when the backend is first used. A kernel comes before the graph: it is called at once,
+        with values. The registrar raises :class:`.DispatchError` for a kernel that could never be called.
+        """
 
     # -- compile and run ---------------------------------------------------------------------------------------
     @abstractmethod
     def preprocess(self, graph: fx.GraphModule, specs: CompileSpecs) -> Processed:
-        """Compile a graph in normal form to bytes that :meth:`init` of another process could load."""
+        """Compile a graph in normal form to bytes that :meth:`init` of another process could load.
+
+        ``graph``: placeholders in the order of :meth:`execute`'s arguments, calls of operators that :meth:`supports`
+        took, one tuple of results. ``node.meta`` has ``"val"`` (a fake tensor: shape, dtype, strides),
+        ``"debug_handle"`` and ``"source"`` (the user's line). ``specs`` holds the options that
+        :attr:`Capabilities.compile_options` names. The same graph and specs must give bytes that do the same. What
+        the method raises becomes :class:`.CompileError`.
+        """
 
     def init(self, processed: FreeableBuffer, specs: CompileSpecs, context: InitContext) -> Any:
-        """Make compiled bytes runnable; the result is the handle given to :meth:`execute`. Default: the bytes."""
+        """Make compiled bytes runnable; the result is the handle given to :meth:`execute`. Default: the bytes.
+
+        ``processed.data`` are the bytes, ``specs`` those that :meth:`preprocess` had, ``context.inputs`` and
+        ``context.outputs`` the computation's specs. The bytes may come from a file or from another version: check
+        them. What the method raises becomes :class:`.CompileError`, and in a program :class:`.DelegateError`.
+        """
         return processed
 
     @abstractmethod
     def execute(self, handle: Any, args: Sequence[BackendData], context: ExecutionContext) -> Sequence[BackendData]:
-        """Run the computation. Returns new values, one per output, in order; never changes its arguments."""
+        """Run the computation. Returns new values, one per output, in order; never changes its arguments.
+
+        ``args`` has a value per placeholder, ``context.outputs`` the specs of the results. Shapes and dtypes of results
+        are compared with them the first time, their number always. A result is no argument and shares no memory with
+        one, nor with another result, unless the argument is in ``context.donated``. What the method raises becomes
+        :class:`.ExecutionError`, and in a program :class:`.DelegateError`; the arguments are still good then, but for
+        donated ones.
+        """
 
     def destroy(self, handle: Any) -> None:
-        """Release a handle. Called once per successful :meth:`init`, also for a ``None`` handle."""
+        """Release a handle. Called once per successful :meth:`init`, also for a ``None`` handle.
+
+        It comes when the last reference to the computation goes, on whichever thread that is; not for handles that are
+        alive when the process ends, which :meth:`shutdown` is for.
+        """
 
     # -- housekeeping ------------------------------------------------------------------------------------------
     def synchronize(self, device: BackendDevice) -> None:
-        """Return when all work handed to the device is done."""
+        """Return when all work handed to the device is done.
+
+        Called by ``torchport.sync()`` and ``torch.port.synchronize()``. An engine that computes within :meth:`execute`
+        has nothing to wait for.
+        """
 
     def shutdown(self) -> None:
-        """The process is about to end."""
+        """The process is about to end.
+
+        Called once, if the backend was used, after the last computation. What it raises is printed, and no more.
+        """
