@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import sys
 import threading
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -12,8 +14,9 @@ import pytest
 import torchport
 from torchport.backend import registry as registry_module
 from torchport.backend.interface import Backend, BackendDevice, Processed
+from torchport.backend.prepare import failure_of
 from torchport.backend.registry import Registry, resolve_device
-from torchport.core.errors import BackendNotFound, BackendUnavailable, ConfigError, TorchportError
+from torchport.core.errors import BackendNotFound, BackendUnavailable, CompileError, ConfigError, TorchportError
 
 
 class Null(Backend):
@@ -211,6 +214,30 @@ def test_our_backends_are_registered() -> None:
     rows = {row.name: row for row in torchport.registry.list()}
     assert rows["reference"].available
     assert "inductor" in rows
+
+
+def test_a_class_of_a_module_without_a_spec_is_nothing_that_another_process_can_import() -> None:
+    module = types.ModuleType("a_module_without_a_spec")
+    exec("from test_registry import Null\nclass Chip(Null):\n    name = 'chip_without_a_spec'", module.__dict__)
+    made = Registry()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, module.__name__, module)
+        patch.setattr(module.Chip, "__module__", module.__name__)
+        made.register(module.Chip)
+        assert made.recipe(made.get("chip_without_a_spec")) is None
+    made.register(Null)
+    assert made.recipe(made.get("null")) == f"{__name__}:Null"
+
+
+def test_an_operator_that_a_backend_names_is_the_errors() -> None:
+    chip = Null()
+    named = failure_of(
+        chip, CompileError("no such shape", op="aten.mm.default", source="model.py:3"), "a graph", "x.py:1"
+    )
+    assert (named.op, named.source) == ("aten.mm.default", "model.py:3")
+    assert str(named).count("aten.mm.default") == 1
+    plain = failure_of(chip, ValueError("no such shape"), "a graph", "x.py:1")
+    assert (plain.op, plain.source) == ("a graph", "x.py:1")
 
 
 def test_ordinals() -> None:

@@ -71,7 +71,12 @@ def with_bytes(backend: Backend, specs: CompileSpecs, graph: fx.GraphModule, abo
 
 
 def failure_of(backend: Backend, error: Exception, label: str, source: str | None) -> CompileError:
-    """A backend's own exception as :class:`CompileError`; the caller chains it."""
+    """A backend's own exception as :class:`CompileError`; the caller chains it.
+
+    An operator and a line that the exception names are the error's; else ``label`` and ``source``.
+    """
     return CompileError(
-        f"backend {backend.name!r} failed to compile: {type(error).__name__}: {error}", op=label, source=source
+        f"backend {backend.name!r} failed to compile: {type(error).__name__}: {getattr(error, 'message', error)}",
+        op=getattr(error, "op", None) or label,
+        source=getattr(error, "source", None) or source,
     )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import importlib
 import importlib.metadata
-import importlib.util
 import os
 import sys
 import weakref
@@ -201,8 +200,8 @@ class Registry:
         found: object = sys.modules.get(module) if module != "__main__" else None
         for part in name.split("."):
             found = getattr(found, part, None)
-        if found is not entry.factory or importlib.util.find_spec(module) is None:
-            return None
+        if found is not entry.factory or getattr(sys.modules[module], "__spec__", None) is None:
+            return None  # another process could not import it by that name
         return f"{module}:{name}"
 
     def list(self) -> list[BackendInfo]:
