@@ -113,7 +113,7 @@ PATCHES: Final[dict[str, tuple[str, str, str]]] = {
         "its import",
     ),
     "torch.distributed.fsdp._fully_shard._fsdp_init.init_device_mesh": (
-        "spreads over CPUs where the program has not used the device",
+        "spreads over CPUs where the program has not used the device, or its process group does not take tensors of it",
         _PICK,
         "its import",
     ),

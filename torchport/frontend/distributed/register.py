@@ -92,14 +92,22 @@ def _rehearsals(module: Any) -> None:
 
 
 def _sharded_modules(module: Any) -> None:
-    """``fully_shard`` without a mesh spreads over CPUs where the program has not used the device."""
+    """``fully_shard`` without a mesh spreads over CPUs, unless the device was used and the group takes its tensors."""
     original = module.init_device_mesh
 
     @functools.wraps(original)
     def init_device_mesh(device_type: str, *args: Any, **kwargs: Any) -> Any:
-        return original("cpu" if device_type == NAME and not is_ready() else device_type, *args, **kwargs)
+        elsewhere = device_type == NAME and not (is_ready() and _carries_ours())
+        return original("cpu" if elsewhere else device_type, *args, **kwargs)
 
     replace("torch.distributed.fsdp._fully_shard._fsdp_init.init_device_mesh", init_device_mesh)
+
+
+def _carries_ours() -> bool:
+    """Whether the default process group takes tensors of the device, or there is none yet: it will then."""
+    if not torch.distributed.is_initialized():
+        return True
+    return f"{NAME}:" in torch.distributed.get_backend_config()  # such as "cpu:gloo,port:port"
 
 
 def _sharded_parameters(module: Any) -> None:
