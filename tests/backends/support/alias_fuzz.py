@@ -32,6 +32,7 @@ _ALLOWED = ("one of the variables needed for gradient computation has been modif
 REFUSALS = (
     "where a view begins in its base is not known on this device",
     "it would count in the memory of a tensor of",
+    "a write through as_strided() of a detached tensor, or of another view whose base is not known",
     "one may be a conjugate view, which this device does not tell from its base",
     "encountered a mutation on a view chain",  # where ``as_strided`` is among the views: functionalization's own
 )
