@@ -513,7 +513,7 @@ struct CopyInPlace final : c10::OperatorKernel {
   const c10::SafeKernelFunction python;
 };
 
-// The kernel of ``copy_`` at this device's autograd key. Only Python's kernel can write a tensor of another device.
+// The kernel of ``copy_`` at this device's autograd key. A copy between devices goes to the Python kernel.
 // Twin of ``frontend.device.install._copy_``.
 struct CopyAutograd final : c10::OperatorKernel {
   CopyAutograd(c10::SafeKernelFunction python, c10::SafeKernelFunction stock)

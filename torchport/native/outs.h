@@ -45,8 +45,8 @@ bool is_written_with_care(const std::type_info& made) {
   return answer;
 }
 
-// Whether a tensor is a view of an expanded tensor, or a view by ``unfold`` or ``as_strided``. Python's kernels take a
-// write through the first back to the base exactly, and refuse most writes through the others.
+// Whether a tensor may be a view that Python's function answers for: a view of an expanded tensor, whose writes it takes
+// back to the base exactly, or a view by ``unfold`` or ``as_strided``, most of whose writes it refuses.
 // Twin of ``frontend.device.expanded.is_of_expanded``.
 bool is_of_expanded(const at::Tensor& tensor) {
   at::FunctionalTensorWrapper* wrapper = wrapper_of(tensor);

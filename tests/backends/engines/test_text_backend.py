@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from examples_support import EXAMPLES, example, train_model, train_perceptron, trains_as_the_cpu_does
+from examples_support import example, operators_are_right, train_model, train_perceptron, trains_as_the_cpu_does
 
 import torchport
-from torchport.testing import Plan, assert_conforms, conform
 
 
 @pytest.fixture(scope="module")
@@ -130,15 +129,4 @@ OPERATORS = (
 
 @pytest.mark.slow
 def test_operators_on_samples_of_pytorch() -> None:
-    pattern = "^(" + "|".join(OPERATORS.replace(".", r"\.").split()) + ")$"
-    plan = Plan(
-        f"{EXAMPLES / 'text_backend.py'}:TextBackend",
-        pattern,
-        ("float32", "int64", "bool"),
-        ("lazy",),
-        ("forward", "backward", "noncontiguous", "edge"),
-        samples=2,
-    )
-    report = conform(plan)
-    assert_conforms(report)
-    assert report.totals()["native"] > 150
+    operators_are_right("text", "TextBackend", OPERATORS)

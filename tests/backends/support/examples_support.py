@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import torchport
-from torchport.testing import zoo
+from torchport.testing import Plan, assert_conforms, conform, zoo
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 STEPS = 5
@@ -78,3 +78,19 @@ def trains_as_the_cpu_does(train: Any, device: torch.device) -> None:
     assert torchport.metrics.counter("Execute") - before["Execute"] == STEPS
     losses = expected[0]
     assert losses[-1] < 0.99 * losses[0], "it learns nothing"
+
+
+def operators_are_right(name: str, kind: str, operators: str) -> None:
+    """PyTorch's samples of these operators (names with spaces between) on the class ``kind`` of an example."""
+    pattern = "^(" + "|".join(operators.replace(".", r"\.").split()) + ")$"
+    plan = Plan(
+        f"{EXAMPLES / f'{name}_backend.py'}:{kind}",
+        pattern,
+        ("float32", "int64", "bool"),
+        ("lazy",),
+        ("forward", "backward", "noncontiguous", "edge"),
+        samples=2,
+    )
+    report = conform(plan)
+    assert_conforms(report)
+    assert report.totals()["native"] > 150

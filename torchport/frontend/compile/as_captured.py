@@ -117,8 +117,8 @@ def _sharing(args: Sequence[Any], symbolic: bool, fixed: Set[int]) -> Sharing:
 
 
 def _overlaps(group: Sequence[tuple[int, torch.Tensor]], fixed: Set[int]) -> Set[int]:
-    """Which of some tensors in one memory overlap others, as far as neither Dynamo nor their places tell."""
-    if group[0][1].device.type != DEVICE_TYPE or all(at in fixed for at, _ in group):
+    """Which of some tensors in one memory overlap others; none where the place of each is compared already."""
+    if all(at in fixed for at, _ in group):
         return frozenset()
     memory = torch.empty(0, dtype=group[0][1].dtype, device="meta")
     like = [memory.as_strided(t.shape, t.stride(), _place(t, True)) for _, t in group]

@@ -98,7 +98,9 @@ def _use_follow(
     copy = copies.kernels[torch.ops.aten.copy.default]
     library.torchport_follow_copy.argtypes = [ctypes.c_char_p, ctypes.c_longlong]
     library.torchport_follow_copy.restype = ctypes.py_object
-    library.torchport_follow_copy((letters(copy) or "").encode(), copy.serial)
+    kinds = letters(copy)
+    assert kinds is not None, "copy has arguments that C++ cannot compare"
+    library.torchport_follow_copy(kinds.encode(), copy.serial)
     _use_direct(library, kernels)
     for op in copies.SAME_VALUE:
         same_value(op._schema.name.encode())
