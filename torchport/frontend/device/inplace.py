@@ -303,7 +303,7 @@ def _inner_list(tensors: Sequence[torch.Tensor]) -> list[Any]:
 def _of_copy(op: Any, forms: KernelPair, original: Any) -> Callable[..., Any]:
     copy = forms.fast
 
-    # PyTorch's own functionalization runs a copy on meta tensors first. It still does where shapes differ, since it knows
+    # PyTorch's own functionalization runs a copy on meta tensors first. It still does where shapes differ, as it knows
     # what broadcasts, and where the source is of another device or index.
 
     def inplace(keys: Any, self: torch.Tensor, src: Any, non_blocking: bool = False) -> Any:
