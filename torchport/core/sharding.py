@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from .errors import ConfigError
 
-__all__ = ["Mesh", "Sharding"]
+__all__ = ["Mesh", "Sharding", "is_partitioned", "note_partitioned"]
+
+_partitioned: Final[weakref.WeakSet[object]] = weakref.WeakSet()
+"""Backends that have values on several devices."""
+
+
+def note_partitioned(backend: object) -> bool:
+    """Some value of a backend lies on several devices from now on; whether that is new."""
+    new = backend not in _partitioned
+    _partitioned.add(backend)
+    return new
+
+
+def is_partitioned(backend: object) -> bool:
+    """Whether values of a backend may lie on several devices: what computes with them is the backend's alone."""
+    return bool(_partitioned) and backend in _partitioned
 
 
 @dataclass(frozen=True, slots=True)

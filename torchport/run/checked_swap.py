@@ -24,6 +24,7 @@ from ..core.config import config
 from ..core.errors import TorchportError
 from ..core.specs import CompileSpecs, TensorSpec
 from ..trace.graph import build_graph
+from .host_forms import as_tensor, own_form
 from .interpreted import InterpretedPlan
 from .plans import ExecutionPlan
 
@@ -173,7 +174,7 @@ class _Checker(Backend):
             self._refuse(0, str(error))
             return wanted
         metrics.count("VerifiedSwap")
-        largest, at, why = compare([*map(backend.from_device, found)], [*map(backend.from_device, wanted)])
+        largest, at, why = compare(*([as_tensor(backend, one) for one in results] for results in (found, wanted)))
         plan.largest = max(plan.largest, largest)
         if why:
             self._refuse(at, why)
@@ -185,10 +186,10 @@ class _Checker(Backend):
         backend, device = self.runtime.backend, self.runtime.device
         mine, theirs = self.interpreted, self.compiled
         leaves = dict(zip(mine.leaves, args, strict=False))
-        rest = [backend.from_device(value) for value in args[len(mine.leaves) :]]
+        rest = [as_tensor(backend, value) for value in args[len(mine.leaves) :]]
         numbers = dict(zip(mine.doubles, rest.pop(0).tolist(), strict=True)) if mine.doubles else {}
         keys = dict(zip(mine.random_keys, rest.pop(0).tolist(), strict=True)) if mine.random_keys else {}
-        given: list[Any] = [leaves[at] for at in theirs.leaves]
+        given: list[Any] = [own_form(self.runtime, leaves[at]) for at in theirs.leaves]
         for places, source, dtype in (
             (theirs.singles, numbers, torch.float32),
             (theirs.doubles, numbers, torch.float64),

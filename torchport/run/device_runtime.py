@@ -23,6 +23,7 @@ from ..core.default_state import default_state
 from ..core.errors import BackendUnavailable, TorchportError
 from ..core.forks import guarded_rlock
 from ..core.random_state import DEFAULT_SEED, RandomState, state_in_use
+from ..core.sharding import is_partitioned
 from ..core.specs import CompileSpecs
 from ..trace.decide import AtOnce
 from ..trace.handle import LazyTensor
@@ -32,6 +33,7 @@ from ..trace.trie import Node, Sights
 from . import direct, step_closures
 from .barriers import make_barrier
 from .flush import flush, is_known
+from .host_forms import HostForm, host_form
 from .jobs import Job
 from .queue import queue_of, queues
 from .replay import replay
@@ -63,6 +65,8 @@ class DeviceRuntime:
         self.kernels.listen(self)
         self.manners: dict[Any, Any] = {}
         """How operators are interpreted, by kernel."""
+        self.holds_shared_tensors = False
+        """Whether values may be CPU tensors though the backend has a form of its own (:mod:`.host_forms`)."""
         note_used(backend)
 
     def forget_decisions(self) -> None:
@@ -83,15 +87,17 @@ class DeviceRuntime:
         return flush(trace, cause, read)
 
     @functools.cached_property
-    def holds_host_tensors(self) -> bool:
-        """Whether the backend's values are CPU tensors as they are; asked of it only where that matters."""
-        return direct.holds_host_tensors(self.backend, self.device)
+    def host_form(self) -> HostForm:
+        """How the backend's values and CPU tensors go together; asked of it only where that matters."""
+        return host_form(self.backend, self.device)
 
     @property
     def interprets(self) -> bool:
         """Whether operators seen for the first time are interpreted."""
-        if config.tiers != "auto" or self.capture.kernels or not self.holds_host_tensors:
+        if config.tiers != "auto" or self.capture.kernels or is_partitioned(self.backend):
             return False
+        if self.host_form is HostForm.NONE:
+            return False  # a copy to the host and back for each operator costs more than it saves
         if torch.are_deterministic_algorithms_enabled() and not self.backend.capabilities.skips_cache:
             return False  # when the compiled computation takes over depends on time, and its last bits may be others
         # Else an operator that the backend does not take is to be warned about, or refused.

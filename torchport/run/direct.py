@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from ..backend.infer import observe
-from ..backend.interface import Backend, BackendDevice, TensorData
+from ..backend.interface import TensorData
 from ..backend.interpret import How, how, interpret, settled
 from ..core.default_state import default_state, is_default
 from ..core.errors import TorchportError, UnsupportedOp
@@ -29,14 +29,15 @@ from ..trace.threads import threads
 from ..trace.trace import Trace
 from ..trace.wrapping import call_above, is_bypassed, unwrap, wrap
 from .flush import flush
-from .values import value_of
+from .host_forms import HostForm, as_tensor, keep_tensor
+from .values import any_value_of
 
 if TYPE_CHECKING:
     from ..trace.kernels import Kernel
     from ..trace.trie import Sights
     from .device_runtime import DeviceRuntime
 
-__all__ = ["begin", "holds_host_tensors", "run"]
+__all__ = ["begin", "run"]
 
 _CPU: Final = torch.device("cpu")
 _NO_TENSOR: Final = frozenset(
@@ -48,20 +49,12 @@ class _OtherStrides(Exception):
     """A value has other strides than its handle, by which the program goes: it was a view, and is one no longer."""
 
 
-def holds_host_tensors(backend: Backend, device: BackendDevice) -> bool:
-    """Whether a backend's values are CPU tensors as they are, so that interpreting copies nothing. Tried on one."""
-    tensor = torch.zeros(1)
-    try:
-        value = backend.to_device(tensor, device)
-    except Exception:  # the program's own first copy says so
-        return False
-    return value.__class__ is TensorData and value.tensor is tensor  # type: ignore[attr-defined]
-
-
 def begin(trace: Trace, sights: Sights) -> None:
     """Compute what is pending in a trace of the calling thread, and interpret what follows."""
     flush(trace, "new operator")
     trace.direct = 1
+    runtime: DeviceRuntime = trace.runtime  # type: ignore[assignment]
+    runtime.holds_shared_tensors = runtime.host_form is HostForm.SHARED
     sights.times += 1
     sights.ops = 0
     trace.sights, trace.observing, trace.began = sights, sights.observed, time.thread_time()
@@ -178,16 +171,18 @@ def _real(trace: Trace, manner: How, value: Any, used: list[Any]) -> tuple[Any, 
     """An argument as the CPU takes it, and with specs for tensors; the values it is made of are added to ``used``."""
     cls = value.__class__
     if cls is LazyTensor or cls is IndexedLazyTensor:
+        runtime: DeviceRuntime = trace.runtime  # type: ignore[assignment]
         if (value.get_device() if cls is IndexedLazyTensor else 0) != trace.index:
             raise mismatch(trace, manner.op, value)
         data: Any = value.value
         if data.__class__ is not TensorData or data.info is not trace.runtime:
-            data = value_of(value, trace)
+            data = any_value_of(value, trace)
+            if data.__class__ is not TensorData and runtime.host_form is HostForm.SHARED:
+                data = keep_tensor(runtime, value, data)
         if value.stride() != data.spec.strides:
             raise _OtherStrides
         used.append(data)
-        tensor = data.tensor if data.__class__ is TensorData else trace.runtime.backend.from_device(data)
-        return tensor, data.spec
+        return as_tensor(runtime.backend, data), data.spec
     if isinstance(value, (list, tuple)):
         if value and value[0].__class__ is int:
             return value, value
@@ -211,10 +206,7 @@ def _handle(trace: Trace, runtime: DeviceRuntime, value: torch.Tensor, shares: b
         value = settled(value)
     spec = TensorSpec(tuple(value.shape), value.dtype, value.stride())
     handle = make_unnamed(spec) if trace.index == 0 else make_handle(spec, trace.index)
-    if runtime.holds_host_tensors:
-        data: Any = TensorData(runtime.device, spec, value)
-    else:
-        data = runtime.backend.to_device(value, runtime.device)
+    data = TensorData(runtime.device, spec, value)
     data.info, data.exported = runtime, shares
     handle.value = data
     return handle

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 from torch import fx
@@ -21,6 +21,7 @@ from ..core.specs import CompileSpecs, TensorSpec, is_dense
 from ..trace.graph import needed, templates_of
 from ..trace.handle import intern_spec, shown_as, shown_spec
 from ..trace.trie import HostScalar, Leaf, Node, RandomKey, ScalarInput, Value
+from .host_forms import HostForm, as_tensor
 from .plans import ExecutionPlan
 from .tier_record import TierRecord
 
@@ -41,6 +42,7 @@ class InterpretedPlan(ExecutionPlan):
     same for people.
     """
 
+    takes_tensors: ClassVar[bool] = True
     seconds: float = 0.0
     ticket: Any = None
     here: bool = False
@@ -190,7 +192,7 @@ class _Interpreter(Backend):
         self, handle: _PathProgram, args: Sequence[BackendData], context: ExecutionContext
     ) -> list[BackendData]:
         backend = self.runtime.backend
-        tensors = [arg.tensor if arg.__class__ is TensorData else backend.from_device(arg) for arg in args]  # type: ignore[attr-defined]
+        tensors = [as_tensor(backend, arg) for arg in args]
         run = _PathRun(handle, tensors)  # type: ignore[arg-type]
         values = run.values
         with torch.no_grad():
@@ -199,10 +201,8 @@ class _Interpreter(Backend):
                 for number in ends:
                     del values[number]
             results = _separate(handle, values, tensors)  # type: ignore[arg-type]
-        device = context.device
-        if self.runtime.holds_host_tensors:
-            return [TensorData(device, spec, one) for spec, one in zip(handle.outputs, results, strict=True)]
-        return [backend.to_device(one, device) for one in results]
+        self.runtime.holds_shared_tensors = self.runtime.host_form is HostForm.SHARED
+        return [TensorData(context.device, spec, one) for spec, one in zip(handle.outputs, results, strict=True)]
 
 
 def _separate(

@@ -26,6 +26,7 @@ from ..trace.handle import LazyTensor
 from ..trace.trace import Trace, lock
 from ..trace.trie import Node
 from .future import Future
+from .host_forms import own_form, own_value
 from .plans import ExecutionPlan
 
 if TYPE_CHECKING:
@@ -115,8 +116,13 @@ class Job:
     def of_trace(cls, trace: Trace, plan: ExecutionPlan | None, wanted: tuple[int, ...]) -> Job:
         """A run of a plan at the trace's cursor, on its present leaves, scalar inputs and random keys."""
         leaves = trace.leaves
-        args = [x.value for x in leaves] if plan is None else [leaves[at].value for at in plan.leaves]
         runtime: DeviceRuntime = trace.runtime  # type: ignore[assignment]
+        if plan is None:
+            args = [x.value for x in leaves]
+        elif runtime.holds_shared_tensors and not plan.takes_tensors:
+            args = [own_value(runtime, leaves[at]) for at in plan.leaves]
+        else:
+            args = [leaves[at].value for at in plan.leaves]
         return cls(runtime, trace.cursor, plan, args, trace.scalar_inputs, trace.random_keys, wanted)
 
     @classmethod
@@ -140,6 +146,8 @@ class Job:
         assert plan is not None
         assert computation is not None
         args = [a.result() if a.__class__ is Future else a for a in self.args]
+        if runtime.holds_shared_tensors and not plan.takes_tensors:
+            args = [own_form(runtime, a) for a in args]
         self._add_packs(plan, args)
         with contextlib.nullcontext() if self.overlapped else runtime.queue.running:
             results = execute(computation, args, self._context(computation, plan, args))
@@ -186,6 +194,8 @@ class Job:
         args = [a.data if a.__class__ is Future else a for a in self.args]
         if None in args:  # to be run on the thread, or failed
             return False
+        if self.runtime.holds_shared_tensors:
+            args = [own_form(self.runtime, a) for a in args]
         self._add_packs(plan, args)
         with self.runtime.queue.running:
             context = self._context(computation, plan, args)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..backend.builder import Refusal
 from ..backend.compiler import computations
@@ -47,6 +47,8 @@ class ExecutionPlan:
     specs: tuple[TensorSpec, ...]
     refusals: tuple[Refusal, ...] = ()
     """The operators that the backend does not take."""
+    takes_tensors: ClassVar[bool] = False
+    """Whether it takes CPU tensors as they are, also where the backend has a form of its own."""
     contexts: dict[frozenset[int], ExecutionContext] = field(default_factory=dict[frozenset[int], ExecutionContext])
     """One context per set of donated arguments."""
 

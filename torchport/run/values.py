@@ -12,7 +12,7 @@ from ..backend.interface import BackendData
 from ..core import metrics
 from ..core.default_state import default_state
 from ..core.errors import ExecutionError
-from ..core.specs import TensorSpec, is_dense
+from ..core.specs import TensorSpec
 from ..trace.finalizers import refuse_computing, without_collecting
 from ..trace.handle import LazyTensor, make_handle
 from ..trace.pool import release
@@ -21,13 +21,14 @@ from ..trace.trace import Runner, Trace, lock, owners
 from ..trace.trie import SPAN
 from .flush import flush, note_fallbacks
 from .future import resolve
+from .host_forms import host_copy, own_value, with_shown_strides
 from .jobs import Job, on_device_thread
 from .plans import make_plan
 
 if TYPE_CHECKING:
     from .device_runtime import DeviceRuntime
 
-__all__ = ["host_tensor", "leaf_from_data", "leaf_from_host", "settle", "value_of"]
+__all__ = ["any_value_of", "host_tensor", "leaf_from_data", "leaf_from_host", "settle", "value_of"]
 
 
 def settle(trace: Trace, tensor: LazyTensor) -> None:
@@ -42,13 +43,15 @@ def settle(trace: Trace, tensor: LazyTensor) -> None:
         return
     value = resolve(tensor)
     if value.info is not trace.runtime:
-        former: Runner = value.info  # type: ignore[assignment]
+        former: DeviceRuntime = value.info  # type: ignore[assignment]
         if former.backend is trace.runtime.backend and former.device == trace.runtime.device:
             value.info = trace.runtime
+            runtime: DeviceRuntime = trace.runtime  # type: ignore[assignment]
+            runtime.holds_shared_tensors |= former.holds_shared_tensors
             return
         metrics.count("Moved")
         value.exported = True
-        moved = trace.runtime.backend.to_device(former.backend.from_device(value), trace.runtime.device)
+        moved = trace.runtime.backend.to_device(host_copy(former, value), trace.runtime.device)
         moved.info, moved.exported = trace.runtime, True
         tensor.value = moved
 
@@ -98,7 +101,14 @@ def _compute_alone(owner: Trace, tensor: LazyTensor) -> None:
 
 
 def value_of(tensor: LazyTensor, trace: Trace) -> BackendData:
-    """The data of a handle on the trace's runtime, computed if pending."""
+    """The data of a handle on the trace's runtime, as its backend has it, computed if pending."""
+    data = any_value_of(tensor, trace)
+    runtime: DeviceRuntime = trace.runtime  # type: ignore[assignment]
+    return own_value(runtime, tensor) if runtime.holds_shared_tensors else data
+
+
+def any_value_of(tensor: LazyTensor, trace: Trace) -> BackendData:
+    """The data of a handle on the trace's runtime, in whatever form it is, computed if pending."""
     if tensor.value is None or tensor.value.info is not trace.runtime:
         settle(trace, tensor)
     return resolve(tensor)
@@ -109,14 +119,14 @@ def host_tensor(tensor: LazyTensor) -> torch.Tensor:
     """The value as a CPU tensor with the handle's strides. It may share the device's memory: do not write."""
     compute(tensor)
     value = resolve(tensor)
-    runtime: Runner = value.info  # type: ignore[assignment]
+    runtime: DeviceRuntime = value.info  # type: ignore[assignment]
     value.exported = True
     for trace in threads.mine():
         if trace.direct:  # where a value is read a trace ends
             trace.end_direct()
     start = perf_counter()
     try:
-        result = runtime.backend.from_device(value)
+        result = host_copy(runtime, value)
     except Exception as error:
         raise _transfer_failed(runtime, "to the host", error) from error
     spec = value.spec
@@ -124,14 +134,7 @@ def host_tensor(tensor: LazyTensor) -> torch.Tensor:
     if not as_it_should or not result.is_cpu:  # most often without a call
         checked_tensor(runtime.backend, result, spec)
     metrics.metrics.add_time("TransferFromDeviceTime", perf_counter() - start)
-    strides = tensor.stride()
-    if (result.is_contiguous() and result.stride() == strides) or not result.numel():
-        return result
-    if is_dense(tensor.shape, strides):
-        if result.stride() == strides:
-            return result
-        return torch.empty_strided(result.shape, strides, dtype=result.dtype).copy_(result)
-    return result.contiguous()
+    return with_shown_strides(result, tensor.shape, tensor.stride())
 
 
 def _transfer_failed(runtime: Runner, way: str, error: Exception) -> ExecutionError:

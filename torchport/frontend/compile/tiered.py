@@ -29,6 +29,7 @@ from ...core.config import config
 from ...core.default_state import default_state
 from ...core.errors import TorchportError
 from ...core.forks import guarded_lock
+from ...core.sharding import is_partitioned
 from ...core.specs import CompileSpecs, TensorSpec
 from ...run.checked_swap import compare, say_dropped, say_that_it_agrees
 from ...run.history import history
@@ -77,6 +78,8 @@ def _is_tiered(backend: Backend) -> bool:
         return False
     if config.tiers != "auto" or config.cache == "cache-only" or backend.capabilities.skips_cache:
         return False
+    if is_partitioned(backend):
+        return False  # interpreting would bring values to one device
     return not service.off or bool(service.failed)
 
 

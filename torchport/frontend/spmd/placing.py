@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import torch
 
 from ...core.errors import ConfigError, UnsupportedOp
-from ...core.sharding import Sharding
+from ...core.sharding import Sharding, note_partitioned
 from ...run.future import resolve
 from ...run.values import value_of
 from ...trace.handle import DEVICE_TYPE, IndexedLazyTensor, LazyTensor
-from ...trace.threads import threads
+from ...trace.threads import flush_mine, threads
 from ...trace.wrapping import unwrap
 from ..device.ready import init
 from .mesh import mesh_of, sharding_backend
@@ -151,5 +151,7 @@ def _place(
     sharding = _sharding(tensor, mesh, placements, name, gathered)
     index, handle = _handle(tensor)
     backend = sharding_backend(index)
+    if note_partitioned(backend):  # from now on nothing is interpreted on the host
+        flush_mine("mesh")
     value_of(handle, threads.of(index))
     backend.shard(resolve(handle), sharding)
