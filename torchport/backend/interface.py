@@ -333,6 +333,10 @@ class Capabilities:
     others on the host, and runs there what reads or makes one: ``supports`` and ``to_device`` see none of them."""
     no_empty: bool = False
     """The engine has no tensors without elements: they are treated as dtypes that it does not have."""
+    slow_to_compile: bool = False
+    """A new graph takes longer to compile than its operators take to be interpreted, as with most engines: torchport
+    then interprets what is new on CPU tensors and has it compiled beside the program once it comes back
+    (``config.tiers``). Leave it out while you write a backend, so that yours is called at once."""
     skips_cache: bool = False
     """What ``preprocess`` returns is not kept in the disk cache: it is made as fast as it could be read, or it is not
     all that ``init`` of another process needs."""

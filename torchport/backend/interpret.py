@@ -86,15 +86,18 @@ class How:
     ``at_once`` is the same for tensors with the strides that the program sees, which a view can go by; a graph's values
     may have others, so that lowerings copy first.
     ``varying``: floats in places of numbers become tensors, because the graph's do. ``shares``: results may share
-    memory with arguments. ``rule``: what shape inference is asked for calls of it, if a call with arguments like these
-    always gives results like these; else ``None``.
+    memory with arguments. ``no_generator``: the argument that says so, where the operator wants one. ``rule``: what
+    shape inference is asked for calls of it, if a call with arguments like these always gives results like these; else
+    ``None``.
     """
 
-    __slots__ = ("at_once", "call", "draws", "is_factory", "op", "rule", "scalars", "shares", "varying")
+    __slots__ = ("at_once", "call", "draws", "is_factory", "no_generator", "op", "rule", "scalars", "shares", "varying")
 
     def __init__(self, op: Any) -> None:
         self.op = op
         self.draws = op in RANDOM
+        wanted = [one for one in op._schema.arguments if one.name == "generator" and not one.has_default_value()]
+        self.no_generator = {one.name: None for one in wanted}
         self.is_factory = is_factory(op)
         lowered = self.draws or op in LOWER or op in DECOMPOSE or (foreach_target(op) is not None and op not in _EXACT)
         form = view_form(op)
@@ -130,11 +133,13 @@ def interpret(
             return call(*args, **kwargs)
         return _builder.call(call, args, kwargs)  # of a value that may have other strides than the program saw
     if how.draws:
-        specs = specs or _specs_of_random(how.op, args, kwargs)
+        specs = specs or _specs_of_random(how.op, args, {**how.no_generator, **kwargs})
         kept = {name: value for name, value in kwargs.items() if name not in _NOT_FOR_FORMULAS}
         return RANDOM[how.op](_builder, torch.tensor(random_key), specs[0], *args, **kept)
     if how.varying:
         args, kwargs = _with_numbers_as_tensors(how.op, args, kwargs)
+    elif specs is None and how.op is aten._efficientzerotensor.default:
+        return torch.zeros(*args, **kwargs)  # PyTorch's own has no memory, which a value needs
     elif specs is None and how.op in _BLANK:
         return view_form(how.op)(*args, **kwargs).zero_()
     elif specs is None and how.op in _AS_IT_IS:
@@ -179,7 +184,7 @@ def _with_numbers_as_tensors(
 
 _BLANK: Final = frozenset(
     {aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.empty_permuted.default,
-     aten.new_empty.default, aten.new_empty_strided.default, aten._efficientzerotensor.default,
+     aten.new_empty.default, aten.new_empty_strided.default,
      aten._new_zeros_with_same_feature_meta.default}
 )  # fmt: skip
 """Operators whose results are zeros on every backend, because nobody may rely on what they are."""

@@ -14,7 +14,8 @@ attribute              environment variable        meaning
 ``mode``               ``TORCHPORT_MODE``          ``lazy`` | ``eager``: what threads start in (``torchport.mode``)
 ``execution``          ``TORCHPORT_EXECUTION``     ``auto`` | ``inline`` | ``worker``: which thread computations run on
 ``native``             ``TORCHPORT_NATIVE``        build and use torchport's own small C++ libraries
-``tiers``              ``TORCHPORT_TIERS``         ``off`` | ``auto``: interpret what is new, compile it later
+``tiers``              ``TORCHPORT_TIERS``         ``auto`` | ``on`` | ``off``: interpret what is new, compile it later;
+                                                   ``auto``: where the backend is slow to compile
 ``verify_swap``        ``TORCHPORT_VERIFY_SWAP``   runs of a computation that takes over to compare with the interpreter
 ``compile_workers``    ``TORCHPORT_COMPILE_WORKERS`` processes that compile beside the program; 0: none
 ``compile_timeout``    ``TORCHPORT_COMPILE_TIMEOUT`` seconds that one computation may compile there
@@ -36,7 +37,7 @@ from typing import Any, Final
 
 from .errors import ConfigError
 
-__all__ = ["Config", "config", "parse_size"]
+__all__ = ["Config", "config", "parse_size", "watch"]
 
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
@@ -106,7 +107,7 @@ _FIELDS: Final[dict[str, tuple[Callable[[object], Any], Any]]] = {
     "mode": (_choice("lazy", "eager"), "lazy"),
     "execution": (_choice("auto", "inline", "worker"), "auto"),
     "native": (_flag, True),
-    "tiers": (_choice("off", "auto"), "off"),
+    "tiers": (_choice("auto", "on", "off"), "auto"),
     "verify_swap": (_count(0), 0),
     "compile_workers": (_count(0), 1),
     "compile_timeout": (_count(1), 600),
@@ -156,9 +157,16 @@ class Config:
         if name not in _FIELDS:
             raise ConfigError(f"torchport has no setting {name!r}; it has: {', '.join(sorted(_FIELDS))}")
         try:
-            object.__setattr__(self, name, _FIELDS[name][0](value))
+            self._set(name, _FIELDS[name][0](value))
         except ValueError as error:
             raise ConfigError(f"{shown} is {value!r}, but must be {error}") from None
+
+    def _set(self, name: str, value: object) -> None:
+        changed = self.__dict__.get(name, value) != value
+        object.__setattr__(self, name, value)
+        if changed:
+            for call in _watchers.get(name, ()):
+                call()
 
     def __setattr__(self, name: str, value: object) -> None:
         self._assign(name, value, f"torchport.config.{name}")
@@ -173,7 +181,7 @@ class Config:
             yield self
         finally:
             for name, value in before.items():
-                object.__setattr__(self, name, value)
+                self._set(name, value)
 
     def values(self) -> dict[str, Any]:
         """Every setting by name, as :meth:`override` takes them."""
@@ -181,6 +189,14 @@ class Config:
 
     def __repr__(self) -> str:
         return "Config(" + ", ".join(f"{name}={getattr(self, name)!r}" for name in _FIELDS) + ")"
+
+
+_watchers: Final[dict[str, list[Callable[[], object]]]] = {}
+
+
+def watch(name: str, call: Callable[[], object]) -> None:
+    """Have ``call`` called whenever a setting has got another value."""
+    _watchers.setdefault(name, []).append(call)
 
 
 config: Final = Config()

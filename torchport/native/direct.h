@@ -5,7 +5,6 @@
 #pragma once
 #include "calls.h"
 
-#include <array>
 #include <unordered_map>
 
 #include <ATen/autocast_mode.h>
@@ -92,16 +91,23 @@ struct SpecHash {
 
 constexpr size_t kMostSpecs = 4096; // at most kept: a loop whose sizes grow makes new ones in each iteration
 
-// A tensor's spec, as a new reference. Equal specs are mostly one object, since each spec is three objects for the
-// garbage collector to visit.
+// A spec, and a handle that others are made from by ``variable_data``. Handles of different specs have different memory
+// as far as PyTorch can see, which refuses writes where a tensor and an argument overlap in part.
+struct Known {
+  THPObjectPtr spec;
+  at::Tensor handle;
+};
+
+// What is known of a tensor's spec; null with a Python error. Equal specs are mostly one object, since each spec is
+// three objects for the garbage collector to visit. The next call may invalidate the result.
 // Twin of ``core.specs.TensorSpec.of``.
-PyObject* spec_of(const at::Tensor& tensor) {
-  static auto& known = *new std::unordered_map<SpecKey, THPObjectPtr, SpecHash>();
+const Known* spec_of(const at::Tensor& tensor) {
+  static auto& known = *new std::unordered_map<SpecKey, Known, SpecHash>();
   SpecKey key{tensor.scalar_type(), {}};
   key.sizes_and_strides.append(tensor.sizes().begin(), tensor.sizes().end());
   key.sizes_and_strides.append(tensor.strides().begin(), tensor.strides().end());
   if (const auto found = known.find(key); found != known.end()) {
-    return Py_NewRef(found->second.get());
+    return &found->second;
   }
   THPObjectPtr made(spec_type->tp_alloc(spec_type, 0));
   if (!made) {
@@ -115,12 +121,16 @@ PyObject* spec_of(const at::Tensor& tensor) {
   if (!spec_shape.of(made.get()) || !spec_strides.of(made.get())) {
     return nullptr;
   }
+  THPObjectPtr handle(PyObject_CallOneArg(make_template, dtype));
+  if (!handle) {
+    return nullptr;
+  }
+  at::Tensor model = THPVariable_Unpack(handle.get()).variable_data();
+  model.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides());
   if (known.size() >= kMostSpecs) {
     known.clear();
   }
-  Py_INCREF(made.get());
-  known.emplace(std::move(key), made.get());
-  return made.release();
+  return &known.emplace(std::move(key), Known{std::move(made), std::move(model)}).first->second;
 }
 
 // An argument that is no tensor, as the object that the Python kernel would get; null for types not handled here.
@@ -303,25 +313,18 @@ struct DirectCall {
 
   // A handle that has a result as its value, and the spec in ``spec``; undefined with a Python error.
   at::Tensor handle(at::Tensor value, PyObject* device, THPObjectPtr& spec) const {
-    static auto& templates = *new std::array<at::Tensor, static_cast<size_t>(c10::ScalarType::NumOptions)>();
     if (value.is_conj()) {
       value = value.resolve_conj();
     }
     if (value.is_neg()) {
       value = value.resolve_neg();
     }
-    at::Tensor& model = templates[static_cast<size_t>(value.scalar_type())];
-    if (!model.defined()) {
-      PyObject* dtype = reinterpret_cast<PyObject*>(torch::getTHPDtype(value.scalar_type()));
-      THPObjectPtr made(PyObject_CallOneArg(make_template, dtype));
-      if (!made) {
-        return {};
-      }
-      model = THPVariable_Unpack(made.get());
+    const Known* const known = spec_of(value);
+    if (known == nullptr) {
+      return {};
     }
-    at::Tensor result = model.variable_data();
-    result.unsafeGetTensorImpl()->set_sizes_and_strides(value.sizes(), value.strides());
-    spec = spec_of(value);
+    at::Tensor result = known->handle.variable_data();
+    spec = Py_NewRef(known->spec.get());
     THPObjectPtr made(THPVariable_Wrap(result, py_.handle)), data(host_data->tp_alloc(host_data, 0)),
         tensor(THPVariable_Wrap(value));
     if (!spec || !made || !data || !tensor) {

@@ -18,7 +18,7 @@ from ..backend.optional import optional_of
 from ..backend.registrar import registrar_of
 from ..backend.registry import note_used, registry, resolve_device
 from ..core import metrics
-from ..core.config import config
+from ..core.config import config, watch
 from ..core.default_state import default_state
 from ..core.errors import BackendUnavailable, TorchportError
 from ..core.forks import guarded_rlock
@@ -37,7 +37,7 @@ from .host_forms import HostForm, host_form
 from .jobs import Job
 from .queue import queue_of, queues
 from .replay import replay
-from .tiers import is_worth_recording
+from .tiers import is_tiered, is_worth_recording
 from .values import settle
 
 if TYPE_CHECKING:
@@ -94,14 +94,14 @@ class DeviceRuntime:
     @property
     def interprets(self) -> bool:
         """Whether operators seen for the first time are interpreted."""
-        if config.tiers != "auto" or self.capture.kernels or is_partitioned(self.backend):
+        if not is_tiered(self.backend) or self.capture.kernels or is_partitioned(self.backend):
             return False
         if self.host_form is HostForm.NONE:
             return False  # a copy to the host and back for each operator costs more than it saves
         if torch.are_deterministic_algorithms_enabled() and not self.backend.capabilities.skips_cache:
             return False  # when the compiled computation takes over depends on time, and its last bits may be others
         # Else an operator that the backend does not take is to be warned about, or refused.
-        return self.capture.takes_all or self.kernels.boxed is not None or config.fallback == "allow"
+        return self.capture.takes_all or config.fallback == "allow"
 
     def is_worth_recording(self, sights: Sights) -> bool:
         """Whether what was seen so often, without being recorded, is to become part of the trie."""
@@ -284,3 +284,16 @@ def rebind(backend: Backend, ordinal: int = 0, index: int = 0) -> None:
         for trace in former:
             trace.runtime = runtime
             trace.restart()
+            trace.end_direct()
+
+
+def _settings_changed() -> None:
+    """Whether operators are interpreted may be another matter now; the traces of the calling thread begin anew."""
+    for trace in threads.mine():
+        if trace.direct or trace.eager:
+            flush(trace, "setting")
+            trace.end_direct()
+
+
+for _name in ("fallback", "tiers"):
+    watch(_name, _settings_changed)

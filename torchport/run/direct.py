@@ -21,13 +21,13 @@ from ..core.default_state import default_state, is_default
 from ..core.errors import TorchportError, UnsupportedOp
 from ..core.frames import user_line
 from ..core.specs import TensorSpec
-from ..trace.decide import draws_on_the_host
+from ..trace.decide import OF_STRIDES, draws_on_the_host, refuse_repetition
 from ..trace.handle import IndexedLazyTensor, LazyTensor, make_handle, make_unnamed
 from ..trace.layouts import kind_of, refusal
 from ..trace.record import mismatch
 from ..trace.threads import threads
 from ..trace.trace import Trace
-from ..trace.wrapping import call_above, is_bypassed, unwrap, wrap
+from ..trace.wrapping import call_above, is_below, unwrap, wrap
 from .flush import flush
 from .host_forms import HostForm, as_tensor, keep_tensor
 from .values import any_value_of
@@ -49,6 +49,18 @@ class _OtherStrides(Exception):
     """A value has other strides than its handle, by which the program goes: it was a view, and is one no longer."""
 
 
+class _Bypassed(Exception):
+    """An argument is what the user holds of a handle, and functionalization is switched off."""
+
+
+class _OtherIndex(Exception):
+    """An argument in a wrapper is of another device index, ``index``: PyTorch looks for it at index 0's kernel."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.index = index
+
+
 def begin(trace: Trace, sights: Sights) -> None:
     """Compute what is pending in a trace of the calling thread, and interpret what follows."""
     flush(trace, "new operator")
@@ -63,8 +75,6 @@ def begin(trace: Trace, sights: Sights) -> None:
 
 def run(trace: Trace, kernel: Kernel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """An operator's result on values of a device that keeps them in host memory. Raises what the CPU raises."""
-    if any(map(is_bypassed, args)):
-        return call_above(kernel.op, args, kwargs)
     runtime: DeviceRuntime = trace.runtime  # type: ignore[assignment]
     manner = runtime.manners.get(kernel.serial)
     if manner is None:
@@ -82,6 +92,10 @@ def run(trace: Trace, kernel: Kernel, args: Sequence[Any], kwargs: Mapping[str, 
                 result = _run(trace, runtime, manner, args, given)
     except _OtherStrides:
         return _recorded(trace, kernel, args, kwargs)
+    except _Bypassed:
+        return call_above(kernel.op, args, kwargs)
+    except _OtherIndex as other:
+        return kernel.indexed(threads.of(other.index), *args, **kwargs)
     except Exception as error:
         if not isinstance(error, TorchportError):
             error.add_note(f"torchport: while running {kernel.op}")
@@ -149,6 +163,8 @@ def _run(trace: Trace, runtime: DeviceRuntime, manner: How, args: Sequence[Any],
     for name, value in kwargs.items():
         if value.__class__ not in _NO_TENSOR:
             kwargs[name], _ = _real(trace, manner, value, used)
+    if manner.op in OF_STRIDES:
+        refuse_repetition(manner.op, *args[OF_STRIDES.index(manner.op) :][:2])
     trace.direct += 1
     result = interpret(manner, real_args, kwargs, runtime.next_key() if manner.draws else 0)
     shares = manner.shares
@@ -192,6 +208,10 @@ def _real(trace: Trace, manner: How, value: Any, used: list[Any]) -> tuple[Any, 
         return (_CPU, _CPU) if cls is torch.device else (value, value)
     inner = unwrap(value)
     if inner is not value:
+        if is_below():
+            raise _Bypassed
+        if isinstance(inner, LazyTensor) and inner.get_device() != trace.index:
+            raise _OtherIndex(inner.get_device())
         return _real(trace, manner, inner, used)
     if inner.dim() == 0 and inner.device.type == "cpu":
         return inner, inner

@@ -42,6 +42,7 @@ __all__ = [
     "claim",
     "costs",
     "first_plan",
+    "is_tiered",
     "is_worth_recording",
     "next_plan",
     "say_it_stays",
@@ -111,6 +112,11 @@ class Progress:
         self.donated = donated
         self.note = note
         """Called when something is compiled: writes down why."""
+
+
+def is_tiered(backend: Backend) -> bool:
+    """Whether what is new to the program is interpreted at first, as far as the settings and the backend say."""
+    return config.tiers == "on" or (config.tiers == "auto" and backend.capabilities.slow_to_compile)
 
 
 def is_worth_recording(backend: Backend, sights: Sights) -> bool:

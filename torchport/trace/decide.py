@@ -37,7 +37,7 @@ from .trie import HostScalar, Leaf, Node, Value, is_template, single_op
 if TYPE_CHECKING:
     from ..backend.interface import Backend
 
-__all__ = ["AtOnce", "decide", "draws_on_the_host", "not_taken", "refusal"]
+__all__ = ["OF_STRIDES", "AtOnce", "decide", "draws_on_the_host", "not_taken", "refusal", "refuse_repetition"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,8 @@ def decide(runner: Runner, node: Node, args: Sequence[Any], kwargs: Mapping[str,
     kernel = runner.kernels.kernel(node.op)
     if kernel is not None:
         return AtOnce(kernel)
-    if node.op in _OF_STRIDES:
-        _refuse_repetition(node.op, *args[_OF_STRIDES.index(node.op) :][:2])
+    if node.op in OF_STRIDES:
+        refuse_repetition(node.op, *args[OF_STRIDES.index(node.op) :][:2])
     if draws_on_the_host(node.op):
         return _boxed_or_host(
             runner, node, "it draws random numbers of a kind the device has no formula for", seeded=True
@@ -144,11 +144,11 @@ def _described(value: Any) -> Any:
     return (value.__class__, repr(value)) if isinstance(value, (int, float, complex)) else value
 
 
-_OF_STRIDES = (torch.ops.aten.empty_strided.default, torch.ops.aten.new_empty_strided.default)
+OF_STRIDES = (torch.ops.aten.empty_strided.default, torch.ops.aten.new_empty_strided.default)
 """Operators whose sizes and strides stand at the place that they have here, and at the next."""
 
 
-def _refuse_repetition(op: Any, sizes: Sequence[int], strides: Sequence[int]) -> None:
+def refuse_repetition(op: Any, sizes: Sequence[int], strides: Sequence[int]) -> None:
     """Elements that share memory are views of something on this device; here there is nothing they could be of."""
     if any(step == 0 and size > 1 for size, step in zip(sizes, strides, strict=False)):
         raise UnsupportedOp(

@@ -63,7 +63,7 @@ class ExecuTorchBackend(Backend):
 
     name = "executorch"
     version = "1"
-    capabilities = Capabilities(binds_constants=True)
+    capabilities = Capabilities(binds_constants=True, slow_to_compile=True)
 
     def is_available(self) -> bool:
         return importlib.util.find_spec("executorch") is not None

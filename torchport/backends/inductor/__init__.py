@@ -175,6 +175,7 @@ class InductorBackend(Backend):
     capabilities = Capabilities(
         releases_gil=True,
         concurrent=True,
+        slow_to_compile=True,
         donation=True,
         restores_donated=True,
         compile_options={

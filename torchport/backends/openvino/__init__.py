@@ -128,7 +128,7 @@ class OpenVinoBackend(Backend):
 
     name = "openvino"
     version = "2"
-    capabilities = Capabilities(torch_free=True, binds_constants=True)
+    capabilities = Capabilities(torch_free=True, binds_constants=True, slow_to_compile=True)
 
     def is_available(self) -> bool:
         return importlib.util.find_spec("openvino") is not None

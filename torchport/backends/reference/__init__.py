@@ -44,7 +44,9 @@ class ReferenceBackend(Backend):
 
     name = "reference"
     version = "1"
-    capabilities = Capabilities(donation=True, restores_donated=True, holds_kernels=True, skips_cache=True)
+    capabilities = Capabilities(
+        donation=True, restores_donated=True, holds_kernels=True, slow_to_compile=True, skips_cache=True
+    )
 
     def register_kernels(self, registrar: KernelRegistrar) -> None:
         register_host_kernels(registrar)

@@ -94,6 +94,7 @@ class XlaBackend(Backend):
         return Capabilities(
             control_flow=True,
             holds_kernels=True,
+            slow_to_compile=True,
             donation=any(device.type != "cpu" for device in self.devices()),
             compile_options={
                 "xla.matmul_precision": "highest (default), high or default: of float32 products",

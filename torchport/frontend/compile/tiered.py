@@ -35,7 +35,7 @@ from ...run.checked_swap import compare, say_dropped, say_that_it_agrees
 from ...run.history import history
 from ...run.reasons import CompileReason
 from ...run.tier_record import TierRecord
-from ...run.tiers import claim, costs, say_it_stays
+from ...run.tiers import claim, costs, is_tiered, say_it_stays
 from ...worker.paths import NotSendable
 from ...worker.request import graph_request
 from ...worker.service import Cancelled, Ticket, service
@@ -76,7 +76,7 @@ def _is_tiered(backend: Backend) -> bool:
     """
     if torch.are_deterministic_algorithms_enabled():
         return False
-    if config.tiers != "auto" or config.cache == "cache-only" or backend.capabilities.skips_cache:
+    if not is_tiered(backend) or config.cache == "cache-only" or backend.capabilities.skips_cache:
         return False
     if is_partitioned(backend):
         return False  # interpreting would bring values to one device
