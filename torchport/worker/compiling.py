@@ -24,7 +24,7 @@ from ..core.default_state import default_state
 from ..core.specs import CompileSpecs
 from ..trace.graph import Sources, write_graph
 from .graphs import graph_from_data
-from .paths import define, path_from_data
+from .paths import NotSendable, define, path_from_data
 from .protocol import Kind, read_message, write_message
 from .request import PATH, Question, failure_to_data, prepared_to_data, read_request, settings_in_force
 
@@ -100,6 +100,8 @@ def _compile(question: Question) -> tuple[Prepared, Sources | None]:
     if question.kind == PATH:
         given = path_from_data(question.content)
         made = write_graph(given.path, given.outputs, given.leaf_specs, capture_of(backend), given.donated)
+        if made.refusals:
+            raise NotSendable(f"{backend.name!r} does not take all of it: {made.refusals[0].reason}")
         graph, sources = made.module, made
     else:
         graph = graph_from_data(*question.content)
