@@ -7,6 +7,7 @@ import random
 import subprocess
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before anything imports torch or transformers: no test may reach the network, and workers must not fight for cores.
@@ -100,6 +101,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if session.config.option.slow_sample is not None and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
         session.exitstatus = pytest.ExitCode.OK  # a sample of no slow tests is an empty one, not a mistake
+
+
+@pytest.fixture(autouse=True)
+def _compiled(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whether a test is about what is compiled, and so needs tiers off."""
+    if request.node.get_closest_marker("compiled") is None:
+        yield
+        return
+    from torchport.core.config import config  # on demand: tests of PyTorch on the CPU import none of torchport
+
+    with config.override(tiers="off"):
+        yield
 
 
 # -- shared fixtures (backend_name, port, …) go below this line --------------------------------------------------------

@@ -145,6 +145,7 @@ def test_an_unavailable_backend(device: torch.device) -> None:
 
 
 # -- a backend that fails ----------------------------------------------------------------------------------------------
+@pytest.mark.compiled
 @pytest.mark.parametrize("where", ["preprocess", "init", "execute"])
 def test_a_backend_that_raises(device: torch.device, where: str) -> None:
     import torchport
@@ -162,6 +163,7 @@ def test_a_backend_that_raises(device: torch.device, where: str) -> None:
     usable(backend.device, (kept, [1.0, 2.0]))
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("where", ["preprocess", "init", "execute"])
 def test_an_error_names_the_users_line(where: str) -> None:
     backend = fakes.Failing.install(where=where)
@@ -171,6 +173,7 @@ def test_an_error_names_the_users_line(where: str) -> None:
     says(error, THIS_FILE)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("where", ["preprocess", "execute"])
 def test_the_value_that_failed_keeps_failing_and_others_do_not(where: str) -> None:
     import torchport
@@ -185,6 +188,7 @@ def test_the_value_that_failed_keeps_failing_and_others_do_not(where: str) -> No
     assert x.tolist() == [0.0, 1.0]
 
 
+@pytest.mark.compiled
 def test_a_failure_in_backward_reaches_the_caller() -> None:
     import torchport
 
@@ -201,6 +205,7 @@ def test_a_failure_in_backward_reaches_the_caller() -> None:
     usable(backend.device)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("how", ["count", "dtype", "shape"])
 def test_a_backend_that_returns_something_else(device: torch.device, how: str) -> None:
     import torchport
@@ -213,6 +218,7 @@ def test_a_backend_that_returns_something_else(device: torch.device, how: str) -
 
 
 # -- operators nobody takes --------------------------------------------------------------------------------------------
+@pytest.mark.compiled
 def test_an_unsupported_operator_falls_back_and_is_counted() -> None:
     import torchport
 

@@ -60,6 +60,7 @@ def _ranges(profile: Any) -> dict[str, int]:
     return {row.key: row.count for row in profile.key_averages() if row.key.startswith("torchport::")}
 
 
+@pytest.mark.compiled
 def test_a_profile_shows_computations_and_compilations() -> None:
     net, x = torch.nn.Linear(3, 7).to("port"), torch.ones(5, 3).to("port")
     torchport.sync()
@@ -75,6 +76,7 @@ def test_a_profile_shows_computations_and_compilations() -> None:
     assert _ranges(again) == {executed: 1}
 
 
+@pytest.mark.compiled
 def test_a_profile_shows_what_would_run_beside_the_program() -> None:
     before = torchport.config.execution
     net, x = torch.nn.Linear(64, 64).to("port"), torch.ones(64, 64).to("port")

@@ -158,6 +158,7 @@ def test_samplers_and_loaders_take_a_generator_of_the_device(device: torch.devic
     assert epochs() == epochs()
 
 
+@pytest.mark.compiled
 @needs_counters
 def test_another_seed_compiles_nothing(device: torch.device) -> None:
     generator = torch.Generator(device)

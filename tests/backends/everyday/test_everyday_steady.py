@@ -12,7 +12,7 @@ import torch
 from everyday_support import Counts, counted, everywhere, needs_counters, ramp, randn
 from torch import nn
 
-pytestmark = needs_counters
+pytestmark = [needs_counters, pytest.mark.compiled]
 WARM_UP = 4
 STEPS = 6
 

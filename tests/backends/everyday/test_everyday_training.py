@@ -287,6 +287,7 @@ class Outputs(fakes.Fake):
         return results
 
 
+@pytest.mark.compiled
 @needs_counters
 def test_a_gradient_is_computed_once() -> None:
     """A linear layer's gradient is a view of a product, which nobody needs beside it."""

@@ -211,6 +211,7 @@ def test_what_was_traced_under_another_default_dtype_is_not_taken_for_this_one(b
             torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.compiled
 def test_a_thread_that_began_in_inference_mode_computes_a_step_at_once(backend: str) -> None:
     executions: list[float] = []
 

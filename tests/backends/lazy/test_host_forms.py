@@ -1,0 +1,177 @@
+"""Backends whose values have a form of their own: the interpreter gets CPU tensors, everything else that form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import fakes
+import pytest
+import torch
+from torch import nn
+
+import torchport
+from torchport.backend.interface import BackendData, BackendDevice, ExecutionContext, KernelRegistrar, TensorData
+from torchport.core.config import config
+from torchport.core.specs import TensorSpec
+from torchport.run import device_runtime, tiers
+from torchport.run.host_forms import HostForm, host_form
+from torchport.trace.threads import threads
+from torchport.trace.wrapping import unwrap
+
+
+class BoxData(BackendData):
+    """A value in a box."""
+
+    __slots__ = ("box",)
+
+    def __init__(self, device: BackendDevice, spec: TensorSpec, box: list[torch.Tensor]) -> None:
+        super().__init__(device, spec)
+        self.box = box
+
+
+class Boxes(fakes.Fake):
+    """Its values are boxes with a CPU tensor in them; whatever else it is given is an error."""
+
+    name = "boxes"
+    copies: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self.packed = 0
+
+    def to_device(self, tensor: torch.Tensor, device: BackendDevice) -> BackendData:
+        self.packed += 1
+        return BoxData(device, TensorSpec.of(tensor), [tensor.clone() if self.copies else tensor])
+
+    def from_device(self, data: BackendData) -> torch.Tensor:
+        assert isinstance(data, BoxData), type(data)
+        return data.box[0].clone() if self.copies else data.box[0]
+
+    def execute(self, handle: Any, args: Sequence[BackendData], context: ExecutionContext) -> Sequence[BackendData]:
+        tensors = [TensorData(arg.device, arg.spec, self.from_device(arg)) for arg in args]
+        results: Any = super().execute(handle, tensors, ExecutionContext(context.device, context.outputs))
+        return [BoxData(context.device, one.spec, [one.tensor]) for one in results]
+
+    def register_kernels(self, registrar: KernelRegistrar) -> None:
+        def sinc(value: BackendData) -> BackendData:
+            return self.to_device(self.from_device(value).sinc(), value.device)
+
+        registrar.impl("sinc", "Dense", sinc)
+
+
+@pytest.fixture(params=[0, 1], ids=["index 0", "another index"])
+def boxes(request: pytest.FixtureRequest) -> Iterator[Any]:
+    backend = Boxes.install(donation=False, restores_donated=False)
+    if request.param == 0:
+        torchport.use(backend.name)
+        backend.device = torch.device("port", 0)
+    with config.override(tiers="auto", compile_workers=0):
+        _forget(backend)
+        yield backend
+    torchport.use("reference")
+
+
+def _runtime(backend: Any) -> Any:
+    return threads.of(backend.device.index or 0).runtime
+
+
+def _forget(backend: Any) -> None:
+    torchport.sync()
+    _runtime(backend).forget_decisions()
+
+
+def _value(tensor: torch.Tensor) -> Any:
+    return unwrap(tensor).value  # type: ignore[attr-defined]
+
+
+def _train(device: torch.device, steps: int) -> list[Any]:
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Dropout(0.2), nn.LayerNorm(16), nn.Linear(16, 3)).to(device)
+    opt = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    x, y = torch.randn(5, 6).to(device), torch.randn(5, 3).to(device)
+    losses: list[float] = []
+    for _ in range(steps):
+        loss = nn.functional.mse_loss(net(x), y)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+    return [*losses, *(p.detach().cpu() for p in net.parameters())]
+
+
+def test_how_values_and_cpu_tensors_go_together_is_found_out() -> None:
+    cpu = BackendDevice("cpu")
+    assert host_form(torchport.get_backend("reference"), cpu) is HostForm.OWN
+    assert host_form(Boxes(), cpu) is HostForm.SHARED
+    copying = Boxes.install(copies=True)
+    assert host_form(copying, cpu) is HostForm.NONE
+    with config.override(tiers="on"):
+        assert not _runtime(copying).interprets
+        torch.testing.assert_close((torch.ones(300, device=copying.device) + 1).cpu(), torch.full((300,), 2.0))
+
+
+@pytest.mark.parametrize("at", [1, 2, 5])
+def test_what_takes_over_is_given_the_backends_own_form(monkeypatch: pytest.MonkeyPatch, boxes: Any, at: int) -> None:
+    with config.override(tiers="off"):
+        wanted = _train(boxes.device, 12)
+    _forget(boxes)
+    runs: list[None] = []
+    monkeypatch.setattr(device_runtime, "is_worth_recording", lambda backend, sights: sights.times >= 1)
+
+    def expected(backend: str, operators: int) -> float:
+        runs.append(None)
+        return 0.0 if len(runs) > at else float("inf")
+
+    monkeypatch.setattr(tiers.costs, "expected", expected)
+    before = torchport.metrics.counter("TakenOver")
+    found = _train(boxes.device, 12)
+    assert torchport.metrics.counter("TakenOver") > before
+    assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(found, wanted, strict=True))
+
+
+def test_a_handle_keeps_the_form_that_was_needed(monkeypatch: pytest.MonkeyPatch, boxes: Any) -> None:
+    weight = torch.randn(4, 4).to(boxes.device)
+    assert isinstance(_value(weight), BoxData)
+    interpreted = weight @ weight  # never seen
+    assert type(_value(weight)) is type(_value(interpreted)) is TensorData
+    with config.override(tiers="off"):
+        for _ in range(3):
+            ((interpreted + weight) * 2).sum().item()
+            if _ == 0:
+                packed = boxes.packed
+        assert boxes.packed == packed  # the first run has made them, and the handles have kept them
+    assert isinstance(_value(weight), BoxData)
+    assert isinstance(_value(interpreted), BoxData)
+    torch.testing.assert_close(interpreted.cpu(), weight.cpu() @ weight.cpu())
+
+
+def test_kernels_of_the_backends_get_its_own_form(boxes: Any) -> None:
+    x = torch.linspace(-1, 1, 9)
+    ours = x.to(boxes.device) * 2
+    assert type(_value(ours)) is TensorData
+    torch.testing.assert_close((ours.sinc() + 1).cpu(), (x * 2).sinc() + 1)
+
+
+def test_views_and_writes_are_the_cpus(boxes: Any) -> None:
+    x = torch.arange(12.0).view(3, 4)
+    ours = x.to(boxes.device)
+    for tensor in (x := x.clone(), ours):
+        tensor.t()[1] += 5
+        tensor[:, 2].mul_(3)
+    with config.override(tiers="off"):
+        ours.t().add_(1)
+    torch.testing.assert_close(ours.cpu(), x + 1)
+    torch.testing.assert_close((ours.t() @ ours).cpu(), (x + 1).t() @ (x + 1))
+
+
+def test_values_move_to_another_index_and_back(boxes: Any) -> None:
+    made = torch.ones(3, 3, device=boxes.device) + 1
+    other = torchport.device("inductor" if boxes.device.index else "reference")
+    torch.testing.assert_close((made.to(other) * 2).to(boxes.device).add(made).cpu(), torch.full((3, 3), 6.0))
+
+
+def test_a_swap_is_verified_on_both_forms(capfd: pytest.CaptureFixture[str], boxes: Any) -> None:
+    with config.override(verify_swap=2), tiers.costs.ignored():
+        found = _train(boxes.device, 10)
+    assert "the largest difference in 2 runs was 0" in capfd.readouterr().err
+    assert len(found) == 16
