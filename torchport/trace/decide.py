@@ -80,7 +80,7 @@ def decide(runner: Runner, node: Node, args: Sequence[Any], kwargs: Mapping[str,
                 source=user_line(),
             ) from error
         return _boxed_or_host(runner, node, str(error))
-    # Where the path is interpreted at first, whoever compiles it asks: that takes longer than all the rest of recording.
+    # Where the path is interpreted at first, whoever compiles it asks: that takes longer than the rest of recording.
     if not runner.capture.takes_all and not runner.interprets:
         reason = refusal(runner, *_alone(node, inferred, args, kwargs))
         if reason is not None:

@@ -16,7 +16,6 @@ import functools
 import importlib
 import importlib.util
 import struct
-import sys
 import weakref
 import zlib
 from collections.abc import Mapping, Sequence
@@ -42,6 +41,7 @@ from torchport.core.errors import CompileError, ConfigError, DelegateError, Erro
 from torchport.core.forks import guarded_lock
 from torchport.core.specs import CompileSpecs, TensorSpec
 
+from .modules import openvino_module
 from .steady import SteadyArguments
 
 if TYPE_CHECKING:
@@ -58,21 +58,8 @@ _WORDS: Final = frozenset({"int64", "float64", "complex64"})
 
 @functools.cache
 def _modules() -> tuple[Any, Any]:
-    """NumPy and OpenVINO, which are imported when they are first needed.
-
-    OpenVINO reports each import to its makers, from a process that it forks of this one, which has threads: locks that
-    these hold at that moment stay locked in it. So the reporting package is out of sight meanwhile, unless the program
-    has imported it itself.
-    """
-    name = "openvino_telemetry"
-    absent = name not in sys.modules
-    if absent:
-        sys.modules[name] = None  # type: ignore[assignment]
-    try:
-        return importlib.import_module("numpy"), importlib.import_module("openvino")
-    finally:
-        if absent:
-            sys.modules.pop(name, None)
+    """NumPy and OpenVINO, which are imported when they are first needed."""
+    return importlib.import_module("numpy"), openvino_module("openvino")
 
 
 _core_lock = guarded_lock()

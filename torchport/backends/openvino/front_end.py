@@ -9,7 +9,6 @@ not supported: ``supports`` tries it (a millisecond), and remembers.
 from __future__ import annotations
 
 import functools
-import importlib
 import operator
 from collections.abc import Iterator
 from typing import Any, Final
@@ -17,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
+from .modules import openvino_module
 from .writer import CHECKS, WORDS, Takes, Writer, val
 
 __all__ = ["FRONT_END", "converted", "why_not"]
@@ -64,7 +64,7 @@ CHECKS[aten.avg_pool2d.default] = CHECKS[aten.avg_pool3d.default] = _rounding_ch
 
 @functools.cache
 def _front_end() -> Any:
-    manager = importlib.import_module("openvino.frontend").FrontEndManager()
+    manager = openvino_module("openvino.frontend").FrontEndManager()
     _front_end_managers.append(manager)
     return manager.load_by_framework("pytorch")
 
@@ -94,7 +94,7 @@ def _model(node: fx.Node) -> tuple[Any, list[fx.Node]]:
     graph.output(tuple(outputs if several else [call]))
     if not several:
         graph.erase_node(outputs[0])
-    decoders: Any = importlib.import_module("openvino.frontend.pytorch.fx_decoder")
+    decoders: Any = openvino_module("openvino.frontend.pytorch.fx_decoder")
     # The decoder is what the front end calls while it converts, and it does not keep it.
     decoder = decoders.TorchFXPythonDecoder(
         fx.GraphModule(torch.nn.Module(), graph),

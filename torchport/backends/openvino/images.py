@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import numpy
 import torch
 from torch import fx
 
+from .modules import openvino_module
 from .writer import Writer, arg_of, rule, val
 
 aten = torch.ops.aten
@@ -126,7 +126,7 @@ def _pooled(w: Writer, node: fx.Node, rank: int) -> list[Any]:
     strides, pads = _pair(arg_of(node, 2, "stride") or kernel, rank), _pair(arg_of(node, 3, "padding", 0), rank)
     dilations = _pair(arg_of(node, 4, "dilation", 1), rank)
     rounding = "ceil_torch" if arg_of(node, 5, "ceil_mode", False) else "floor"
-    opset14: Any = importlib.import_module("openvino.opset14")
+    opset14: Any = openvino_module("openvino.opset14")
     value, shape = w.value(node.args[0]), list(val(node.args[0]).shape)
     if len(shape) == rank + 1:  # without a batch
         value = w.reshape(value, [1, *shape])

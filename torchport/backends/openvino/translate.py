@@ -6,7 +6,6 @@ PyTorch front end, for the operators that :mod:`.front_end` lists; what neither 
 
 from __future__ import annotations
 
-import importlib
 import operator
 import tempfile
 from pathlib import Path
@@ -21,6 +20,7 @@ from torchport.core.errors import CompileError
 
 from . import elementwise, images, indices, losses, matrices, reductions, shapes  # noqa: F401 - their rules
 from .front_end import FRONT_END, converted, why_not
+from .modules import openvino_module
 from .writer import CHECKS, COMPUTED, KINDS, MOVED, RULES, TAKES, WORDS, Takes, Writer, held_shape, val
 
 __all__ = ["supports", "to_ir"]
@@ -94,7 +94,7 @@ def supports(node: fx.Node) -> Support:
 
 def to_ir(graph: fx.GraphModule) -> tuple[bytes, bytes]:
     """The graph as OpenVINO IR: XML and weights. Raises :class:`CompileError`."""
-    ov: Any = importlib.import_module("openvino")
+    ov: Any = openvino_module("openvino")
     w = Writer()
     parameters: list[Any] = []
     results: list[Any] = []

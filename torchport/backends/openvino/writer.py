@@ -7,7 +7,6 @@ reads as an index, and numbers are made of both. Arithmetic is done in float32 o
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -15,6 +14,8 @@ from typing import Any, Final
 import numpy
 import torch
 from torch import fx
+
+from .modules import openvino_module
 
 __all__ = [
     "CHECKS", "COMPUTED", "KINDS", "MOVED", "RULES", "TAKES", "WORDS", "Check", "Takes", "Writer", "arg_of", "both",
@@ -108,7 +109,7 @@ class Writer:
     """Translates one graph. Rules are called as ``rule(writer, node)`` and give an OpenVINO output, or several."""
 
     def __init__(self) -> None:
-        self.ops: Any = importlib.import_module("openvino.opset13")
+        self.ops: Any = openvino_module("openvino.opset13")
         self.values: dict[fx.Node, Any] = {}
 
     def value(self, arg: Any) -> Any:
