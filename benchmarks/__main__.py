@@ -18,7 +18,7 @@ BENCHMARKS = (
     "parts",
     "overlap",
     "memory",
-    "compile_door",
+    "compile_frontend",
     "recurrent",
     "partial",
     "jax_limit",

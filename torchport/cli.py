@@ -25,7 +25,7 @@ class _UsageError(Exception):
 
 
 class _CommandLine(argparse.ArgumentParser):
-    """Reports a wrong command line as an exception, so that every error leaves by the same door."""
+    """Reports a wrong command line as an exception, so that every error leaves the same way."""
 
     def error(self, message: str) -> NoReturn:
         raise _UsageError(f"{message} (see {self.prog} --help)")

@@ -1,8 +1,9 @@
 """Compiling: ``init(preprocess(graph))``, and the computations that are kept in memory.
 
 It has two halves: :func:`.prepare` makes bytes of a graph, in whichever process, and :func:`finish` makes a computation
-of them. In between the bytes may have been on disk (:mod:`.kept`). Every door comes through :class:`Computations`, so
-equal graphs for one device share a computation whichever door they came by and wherever they were prepared.
+of them. In between the bytes may have been on disk (:mod:`.kept`). Every frontend comes through
+:class:`Computations`, so equal graphs for one device share a computation whichever frontend they came by and wherever
+they were prepared.
 """
 
 from __future__ import annotations

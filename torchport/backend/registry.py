@@ -264,7 +264,7 @@ _used: Final[weakref.WeakSet[Backend]] = weakref.WeakSet()
 
 
 def note_used(backend: Backend) -> None:
-    """Have :meth:`Backend.shutdown` called when the process ends, whichever door the backend was used through.
+    """Have :meth:`Backend.shutdown` called when the process ends, whichever frontend the backend was used through.
 
     A process that is forked later finds out whether its engine can work there (:class:`.SupportsFork`). Raises
     :class:`TorchportError` for a backend that is written for a former contract.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .cases import assert_conforms, op_cases, run_case
-    from .doors import DOORS, Door, Place
+    from .frontends import FRONTENDS, Frontend, Place
     from .minimise import Minimised, minimise_case, minimise_script
     from .plan import Case, Plan, Result
     from .report import Report, read_report
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "cases": "assert_conforms op_cases run_case",
-    "doors": "DOORS Door Place",
+    "frontends": "FRONTENDS Frontend Place",
     "plan": "Case Plan Result",
     "report": "Report read_report",
     "minimise": "Minimised minimise_case minimise_script",
@@ -29,9 +29,9 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 __all__ = [
-    "DOORS",
+    "FRONTENDS",
     "Case",
-    "Door",
+    "Frontend",
     "Minimised",
     "Place",
     "Plan",

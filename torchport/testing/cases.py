@@ -32,12 +32,12 @@ def run_case(backend: str, case: str | Case, *, seed: int = DEFAULT_SEED, strict
     wanted = Case.parse(case) if isinstance(case, str) else case
     judge = _judge(backend, seed, strict)
     try:
-        found = judge.cases(Unit(wanted.op, wanted.dtype, (Share(wanted.door, (wanted.variant,), None),)))
+        found = judge.cases(Unit(wanted.op, wanted.dtype, (Share(wanted.frontend, (wanted.variant,), None),)))
         for one, subject, sample in found:
             if one == wanted:
                 return judge.run(one, subject, sample)
     except KeyError as error:
-        raise TorchportError(f"there is no operator or door {error} in this version") from None
+        raise TorchportError(f"there is no operator or frontend {error} in this version") from None
     raise TorchportError(f"there is no case {wanted}: PyTorch has no such sample for this dtype and variant")
 
 
@@ -76,20 +76,20 @@ def op_cases(
     *,
     dtypes: Sequence[str] = ("float32",),
     variants: Sequence[str] = ("forward",),
-    doors: Sequence[str] = ("lazy",),
+    frontends: Sequence[str] = ("lazy",),
     samples: int = 1,
     seed: int = DEFAULT_SEED,
 ) -> list[Any]:
     """Cases for ``@pytest.mark.parametrize("case", op_cases("mine"))``; each test calls ``case.check()``.
 
-    ``ops`` is a regular expression on PyTorch's names; ``samples`` the most per operator, dtype, variant and door (0:
-    all). The choice is seeded. Listing imports PyTorch's databases (about 5 s).
+    ``ops`` is a regular expression on PyTorch's names; ``samples`` the most per operator, dtype, variant and frontend
+    (0: all). The choice is seeded. Listing imports PyTorch's databases (about 5 s).
     """
     import pytest
 
-    plan = Plan(backend, ops, tuple(dtypes), tuple(doors), tuple(variants), samples)
+    plan = Plan(backend, ops, tuple(dtypes), tuple(frontends), tuple(variants), samples)
     judge = _judge(backend, seed, False)
-    units = units_of(plan, catalogue(), dict.fromkeys(doors, samples or None))
+    units = units_of(plan, catalogue(), dict.fromkeys(frontends, samples or None))
     cases = sorted(case for unit in units for case, _, _ in judge.cases(unit))
     return [pytest.param(OpCase(backend, case, seed), id=str(case).replace("/", "-")) for case in cases]
 

@@ -35,7 +35,7 @@ def _names(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
     return parse
 
 
-def _doors(text: str) -> tuple[str, ...]:
+def _frontends(text: str) -> tuple[str, ...]:
     return () if text == "all" else tuple(name.strip() for name in text.split(",") if name.strip())
 
 
@@ -60,7 +60,7 @@ def add_commands(commands: Any) -> None:
     p.add_argument("--quick", action="store_true", help="a seeded choice of cases, within three minutes on two cores")
     p.add_argument("--ops", default="", metavar="REGEX", help="operators by name: '^add$', '^nn.functional', '^optim:'")
     p.add_argument("--dtypes", type=_names(DTYPES), default=("float32",), metavar="A,B|all", help="default: float32")
-    p.add_argument("--doors", type=_doors, default=("lazy",), metavar="A,B|all", help="default: lazy")
+    p.add_argument("--frontends", type=_frontends, default=("lazy",), metavar="A,B|all", help="default: lazy")
     p.add_argument("--variants", type=_names(VARIANTS), default=VARIANTS, metavar="A,B", help=", ".join(VARIANTS))
     p.add_argument("--samples", type=_count, default=0, metavar="N", help="at most so many per operator and variant")
     p.add_argument("--models", action="store_true", help="the model suite too (needs transformers)")
@@ -84,7 +84,7 @@ def add_commands(commands: Any) -> None:
     p = commands.add_parser("minimise", help="reduce a failing case or program to the smallest graph that fails")
     p.add_argument("backend", metavar="BACKEND", help="a name, or package.module:Class, or file.py:Class")
     what = p.add_mutually_exclusive_group(required=True)
-    what.add_argument("--case", metavar="OP/VARIANT/DTYPE/SAMPLE/DOOR", help="a case, named as in a report")
+    what.add_argument("--case", metavar="OP/VARIANT/DTYPE/SAMPLE/FRONTEND", help="a case, named as in a report")
     what.add_argument("--script", metavar="FILE", help="a Python program that computes on torch.device('port')")
     p.add_argument("--seed", type=int, default=DEFAULT_SEED, metavar="N", help="of the report's run")
     p.add_argument("--seconds", type=_seconds, default=60.0, metavar="S", help="a graph that takes longer hangs")
@@ -128,7 +128,7 @@ def _plan(given: argparse.Namespace) -> Plan:
         given.backend,
         given.ops,
         given.dtypes,
-        given.doors,
+        given.frontends,
         given.variants,
         given.samples,
         given.models,

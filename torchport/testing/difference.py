@@ -24,7 +24,7 @@ class Change:
 
     kind: str
     op: str
-    door: str
+    frontend: str
     dtype: str
     variant: str
     before: str
@@ -70,7 +70,7 @@ def changes(old: Report, new: Report) -> list[Change]:
     messages: dict[tuple[Key, int], str] = {}
     for result in new.failures:
         case = result.case
-        messages[(case.op, case.door, case.dtype, case.variant), case.sample] = f"{result.status}: {result.message}"
+        messages[(case.op, case.frontend, case.dtype, case.variant), case.sample] = f"{result.status}: {result.message}"
     keys = sorted({*old.cells, *new.cells})
     found = [_change(key, old.cells.get(key), new.cells.get(key), messages) for key in keys]
     return sorted((c for c in found if c is not None), key=lambda c: KINDS.index(c.kind))
@@ -86,7 +86,7 @@ def difference_text(old: Report, new: Report, found: Sequence[Change], shown: in
         lines.append(f"{kind}: {len(members)}")
         for c in members[:shown]:
             cases = f" samples {', '.join(map(str, c.samples[:8]))}" if c.samples else ""
-            lines.append(f"  {c.op} {c.variant} {c.dtype} {c.door}: {c.before} → {c.after}{cases}")
+            lines.append(f"  {c.op} {c.variant} {c.dtype} {c.frontend}: {c.before} → {c.after}{cases}")
             if c.message:
                 lines.append(f"      {c.message[:200]}")
         if len(members) > shown:

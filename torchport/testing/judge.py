@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..core.config import config
 from ..core.errors import UnsupportedOp
 from . import torch_api
-from .doors import DOORS, Place
+from .frontends import FRONTENDS, Place
 from .limits import Limit, find_limit
 from .plan import Case, Result, Unit, seed_of
 from .probe import Probe
@@ -55,31 +55,31 @@ class Judge:
         self.probe = Probe(backend)
         self.places: dict[str, Place] = {}
 
-    def place(self, door: str) -> Place:
-        """The door's place for the backend, opened on first use."""
-        if door not in self.places:
-            self.places[door] = DOORS[door].place(self.backend.name)
-        return self.places[door]
+    def place(self, frontend: str) -> Place:
+        """The frontend's place for the backend, opened on first use."""
+        if frontend not in self.places:
+            self.places[frontend] = FRONTENDS[frontend].place(self.backend.name)
+        return self.places[frontend]
 
     # -- the cases of a unit ---------------------------------------------------------------------------------
     def cases(self, unit: Unit) -> Iterator[tuple[Case, Runnable, Any]]:
         """Every case of a unit with its runnable and sample, in an order that depends on nothing but the unit."""
         subject = find(unit.op)
         for variant in dict.fromkeys(v for share in unit.shares for v in share.variants):
-            doors = {
-                share.door: share.limit
+            frontends = {
+                share.frontend: share.limit
                 for share in unit.shares
-                if variant in share.variants and variant in DOORS[share.door].variants
+                if variant in share.variants and variant in FRONTENDS[share.frontend].variants
             }
-            if not doors:
+            if not frontends:
                 continue
             samples = self._samples(subject, variant, unit.dtype)
             order = list(range(len(samples)))
             random.Random(seed_of(unit.op, unit.dtype, variant, self.seed)).shuffle(order)
             for rank, number in enumerate(order):
-                for door, limit in doors.items():
+                for frontend, limit in frontends.items():
                     if limit is None or rank < limit:
-                        yield Case(unit.op, variant, unit.dtype, number, door), subject, samples[number]
+                        yield Case(unit.op, variant, unit.dtype, number, frontend), subject, samples[number]
 
     def _samples(self, subject: Runnable, variant: str, dtype: str) -> list[Any]:
         try:
@@ -94,7 +94,7 @@ class Judge:
         truth = truth or self.truth(case, subject, sample)
         if truth.missing:
             return Result(case, "skipped", truth.missing)
-        place = self.place(case.door)
+        place = self.place(case.frontend)
         self.probe.watch()
         with config.override(fallback="error" if self.strict else "allow"):
             result = self._compared(case, subject, sample, place, truth)

@@ -1,7 +1,7 @@
 """Failures with a reason on record: PyTorch's limits and the device's, and what a backend's own table says.
 
-A table is a text file of rows ``operator | variant | dtype | door | message | reason``: four shell patterns, a regular
-expression that the failure's message must match, and the reason in words. ``#`` starts a comment line.
+A table is a text file of rows ``operator | variant | dtype | frontend | message | reason``: four shell patterns, a
+regular expression that the failure's message must match, and the reason in words. ``#`` starts a comment line.
 """
 
 from __future__ import annotations
@@ -32,14 +32,19 @@ class Limit:
     op: str
     variant: str
     dtype: str
-    door: str
+    frontend: str
     message: re.Pattern[str]
     reason: str
 
     def covers(self, result: Result) -> bool:
         """Whether the row is about this failure."""
         case = result.case
-        pairs = ((case.op, self.op), (case.variant, self.variant), (case.dtype, self.dtype), (case.door, self.door))
+        pairs = (
+            (case.op, self.op),
+            (case.variant, self.variant),
+            (case.dtype, self.dtype),
+            (case.frontend, self.frontend),
+        )
         if not all(any(fnmatch.fnmatchcase(text, p) for p in pattern.split(",")) for text, pattern in pairs):
             return False
         return self.message.search(f"{result.status}: {result.message}") is not None
@@ -58,11 +63,11 @@ def read_limits(path: Path) -> list[Limit]:
         cells = [cell.strip() for cell in line.split(" | ")]
         if len(cells) != 6 or not all(cells):
             raise TorchportError(
-                f"{path.name}:{number}: write 'operator | variant | dtype | door | message | reason', not {line!r}"
+                f"{path.name}:{number}: write 'operator | variant | dtype | frontend | message | reason', not {line!r}"
             )
         try:
-            op, variant, dtype, door, message, reason = cells
-            rows.append(Limit(op, variant, dtype, door, re.compile(message), reason))
+            op, variant, dtype, frontend, message, reason = cells
+            rows.append(Limit(op, variant, dtype, frontend, re.compile(message), reason))
         except re.error as error:
             raise TorchportError(f"{path.name}:{number}: the message is no regular expression: {error}") from None
     return rows

@@ -96,7 +96,7 @@ def _record(pipe: Connection, target: str, case: Case | None, script: str, seed:
             pipe.send("done")
         else:
             judge = Judge(backend, target, seed=seed)
-            unit = Unit(case.op, case.dtype, (Share(case.door, (case.variant,), None),))
+            unit = Unit(case.op, case.dtype, (Share(case.frontend, (case.variant,), None),))
             found = (judge.run(*given) for given in judge.cases(unit) if given[0] == case)
             result = next(found, None)
             pipe.send("no such case" if result is None else f"{result.status}: {result.message}")

@@ -21,11 +21,11 @@ def _compact(report: Report, changes: Sequence[Change]) -> dict[str, Any]:
     """The report with names as numbers: a full run has some 20,000 cells."""
     data = report.to_json()
     ops = sorted({key[0] for key in report.cells}, key=lambda name: (":" in name, name.lower()))
-    doors = list(dict.fromkeys(key[1] for key in report.cells))
+    frontends = list(dict.fromkeys(key[1] for key in report.cells))
     dtypes = list(dict.fromkeys(key[2] for key in report.cells))
     found = {key[3] for key in report.cells}
     variants = [variant for variant in VARIANTS if variant in found]
-    place = [{name: n for n, name in enumerate(names)} for names in (ops, doors, dtypes, variants)]
+    place = [{name: n for n, name in enumerate(names)} for names in (ops, frontends, dtypes, variants)]
     cells: list[list[Any]] = []
     for key, cell in report.cells.items():
         where = [places[name] for places, name in zip(place, key, strict=True)]
@@ -35,7 +35,7 @@ def _compact(report: Report, changes: Sequence[Change]) -> dict[str, Any]:
         "backend": data["backend"],
         "settings": data["settings"],
         "seconds": data["seconds"],
-        "doors_missing": data["doors_missing"],
+        "frontends_missing": data["frontends_missing"],
         "models": data["models"],
         "failures": data["failures"],
         "changes": [change.to_json() for change in changes],
@@ -43,7 +43,7 @@ def _compact(report: Report, changes: Sequence[Change]) -> dict[str, Any]:
         "passed": list(PASSED),
         "failed": list(FAILED),
         "ops": ops,
-        "doors": doors,
+        "frontends": frontends,
         "dtypes": dtypes,
         "variants": variants,
         "cells": cells,

@@ -61,23 +61,25 @@ DEFAULT_SEED: Final = 20_240_817
 
 @dataclass(frozen=True, order=True, slots=True)
 class Case:
-    """One comparison with the CPU: which operator, how it is called, on what, and by which door."""
+    """One comparison with the CPU: which operator, how it is called, on what, and by which frontend."""
 
     op: str
     variant: str
     dtype: str
     sample: int
-    door: str
+    frontend: str
 
     def __str__(self) -> str:
-        return f"{self.op}/{self.variant}/{self.dtype}/{self.sample}/{self.door}"
+        return f"{self.op}/{self.variant}/{self.dtype}/{self.sample}/{self.frontend}"
 
     @classmethod
     def parse(cls, text: str) -> Case:
         """The case that ``str`` gave this text. Raises :class:`TorchportError` for other text."""
         parts = text.split("/")
         if len(parts) != 5 or not parts[3].isdigit():
-            raise TorchportError(f"{text!r} names no case; write operator/variant/dtype/sample/door, as a report does")
+            raise TorchportError(
+                f"{text!r} names no case; write operator/variant/dtype/sample/frontend, as a report does"
+            )
         return cls(parts[0], parts[1], parts[2], int(parts[3]), parts[4])
 
 
@@ -118,9 +120,9 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A door's part of a unit: the variants it runs, and at most how many samples of each (``None``: all)."""
+    """A frontend's part of a unit: the variants it runs, and at most how many samples of each (``None``: all)."""
 
-    door: str
+    frontend: str
     variants: tuple[str, ...]
     limit: int | None
 
@@ -136,7 +138,7 @@ class Unit:
     @property
     def key(self) -> str:
         return f"{self.op}/{self.dtype}/" + "+".join(
-            f"{share.door}:{','.join(share.variants)}:{share.limit}" for share in self.shares
+            f"{share.frontend}:{','.join(share.variants)}:{share.limit}" for share in self.shares
         )
 
 
@@ -147,7 +149,7 @@ class Plan:
     backend: str
     ops: str = ""
     dtypes: tuple[str, ...] = ("float32",)
-    doors: tuple[str, ...] = ("lazy",)
+    frontends: tuple[str, ...] = ("lazy",)
     variants: tuple[str, ...] = VARIANTS
     samples: int = 0
     models: bool = False
@@ -172,14 +174,14 @@ def seed_of(*parts: object) -> int:
     return zlib.crc32("|".join(map(str, parts)).encode())
 
 
-def _share(plan: Plan, subject: Subject, dtype: str, door: str, door_limit: int | None) -> Share | None:
+def _share(plan: Plan, subject: Subject, dtype: str, frontend: str, frontend_limit: int | None) -> Share | None:
     variants = tuple(v for v in subject.variants if v in plan.variants)
     if dtype != "float32":
         variants = tuple(v for v in variants if v != "error")
     limit = plan.samples or None
-    if door_limit is not None:
-        limit = min(limit or door_limit, door_limit)
-    return Share(door, variants, limit) if variants else None
+    if frontend_limit is not None:
+        limit = min(limit or frontend_limit, frontend_limit)
+    return Share(frontend, variants, limit) if variants else None
 
 
 def _selected(plan: Plan, subjects: Iterable[Subject]) -> list[Subject]:
@@ -193,22 +195,22 @@ def _selected(plan: Plan, subjects: Iterable[Subject]) -> list[Subject]:
     return found
 
 
-def units_of(plan: Plan, subjects: Sequence[Subject], doors: Mapping[str, int | None]) -> list[Unit]:
-    """The units of a plan, in the order they are handed out; ``doors`` maps each to its most samples per variant.
+def units_of(plan: Plan, subjects: Sequence[Subject], frontends: Mapping[str, int | None]) -> list[Unit]:
+    """The units of a plan, in the order they are handed out; ``frontends`` maps each to its most samples per variant.
 
     A seeded shuffle, the first dtype before the others: a run that meets its time bound has made a fair choice.
     The others are mixed.
     """
     chosen = _selected(plan, subjects)
     if plan.quick:
-        return _quick_units(plan, chosen, doors)
+        return _quick_units(plan, chosen, frontends)
     first: list[Unit] = []
     others: list[Unit] = []
     for dtype in plan.dtypes:
         block = first if dtype == plan.dtypes[0] else others
         for subject in chosen:
             if dtype in subject.dtypes:
-                shares = [_share(plan, subject, dtype, door, limit) for door, limit in doors.items()]
+                shares = [_share(plan, subject, dtype, frontend, limit) for frontend, limit in frontends.items()]
                 kept = tuple(share for share in shares if share is not None)
                 if kept:
                     block.append(Unit(subject.name, dtype, kept))
@@ -217,26 +219,26 @@ def units_of(plan: Plan, subjects: Sequence[Subject], doors: Mapping[str, int | 
     return [*first, *others]
 
 
-def _quick_units(plan: Plan, chosen: Sequence[Subject], doors: Mapping[str, int | None]) -> list[Unit]:
+def _quick_units(plan: Plan, chosen: Sequence[Subject], frontends: Mapping[str, int | None]) -> list[Unit]:
     """One sample of every operator's forward, and single samples of the rest among them.
 
     The kinds are mixed, so a run that meets its time bound has seen some of each; the forwards come a little sooner.
     """
-    first, *others = doors
+    first, *others = frontends
     passes: list[tuple[str, tuple[str, ...], float]] = [
         (first, ("forward", "training", "step"), 1.0),
         (first, ("backward",), 0.5),
-        *((door, ("forward",), 0.05) for door in others),
+        *((frontend, ("forward",), 0.05) for frontend in others),
         (first, ("inplace", "out", "view", "noncontiguous", "edge", "forward_ad", "error"), 0.15),
     ]
     dtype = plan.dtypes[0]
     placed: list[tuple[float, Unit]] = []
-    for number, (door, wanted, part) in enumerate(passes):
+    for number, (frontend, wanted, part) in enumerate(passes):
         block: list[Unit] = []
         for subject in chosen:
             variants = tuple(v for v in subject.variants if v in wanted and v in plan.variants)
             if variants and dtype in subject.dtypes:
-                block.append(Unit(subject.name, dtype, (Share(door, variants, 1),)))
+                block.append(Unit(subject.name, dtype, (Share(frontend, variants, 1),)))
         random.Random(seed_of(plan.seed, number)).shuffle(block)
         kept = block[: max(1, round(len(block) * part)) if len(chosen) > 50 else len(block)]
         reach = _SOONER if number == 0 else 1.0

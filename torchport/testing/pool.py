@@ -70,11 +70,11 @@ def process_context() -> Any:
 
 @dataclass
 class Catalogue:
-    """What can be run, by which doors, on what."""
+    """What can be run, by which frontends, on what."""
 
     subjects: list[Subject]
     missing: dict[str, str]
-    door_limits: dict[str, int | None]
+    frontend_limits: dict[str, int | None]
     backend: dict[str, str]
 
 
@@ -263,7 +263,7 @@ class _Run:
         if case is None:
             # It died between two cases, of something an earlier one left behind.
             share = unit.shares[0]
-            case = Case(unit.op, share.variants[0], unit.dtype, 0, share.door)
+            case = Case(unit.op, share.variants[0], unit.dtype, 0, share.frontend)
             if worker.results:
                 case = worker.results.pop().case
         message = f"no answer for {self.plan.case_seconds:.0f} s" if status == "hung" else f"the process died ({how})"

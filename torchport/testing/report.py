@@ -1,4 +1,4 @@
-"""The report of a run: counts per operator, door, dtype and variant; every failure; totals. JSON in and out."""
+"""The report of a run: counts per operator, frontend, dtype and variant; every failure; totals. JSON in and out."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _KEPT_PER_CELL: Final = 12
 """Failures of one cell that are kept whole; of the others the number is."""
 
 Key = tuple[str, str, str, str]
-"""Operator, door, dtype, variant."""
+"""Operator, frontend, dtype, variant."""
 
 
 @dataclass
 class Cell:
-    """The cases of one operator, door, dtype and variant: how many of each status, and what ran on the host."""
+    """The cases of one operator, frontend, dtype and variant: how many of each status, and what ran on the host."""
 
     counts: Counter[str] = field(default_factory=Counter[str])
     host_ops: set[str] = field(default_factory=set[str])
@@ -58,24 +58,24 @@ class Report:
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     """Processor time of all workers: what a run costs where others use the machine too."""
-    doors_missing: dict[str, str] = field(default_factory=dict[str, str])
+    frontends_missing: dict[str, str] = field(default_factory=dict[str, str])
 
     # -- filling ---------------------------------------------------------------------------------------------
     @classmethod
     def new(
-        cls, backend: dict[str, str], plan: Plan, doors_missing: Mapping[str, str] | None = None, date: str = ""
+        cls, backend: dict[str, str], plan: Plan, frontends_missing: Mapping[str, str] | None = None, date: str = ""
     ) -> Report:
         """An empty report. ``date`` is the day it is of, as ``2026-01-31``; today if empty."""
         machine = f"{platform.system()} {platform.machine()}"
         date = date or datetime.now(UTC).date().isoformat()
         about = {**backend, "python": platform.python_version(), "machine": machine, "date": date}
-        return cls(about, plan.settings, doors_missing=dict(doors_missing or {}))
+        return cls(about, plan.settings, frontends_missing=dict(frontends_missing or {}))
 
     def add(self, results: Iterable[Result]) -> None:
         """Count results."""
         for result in results:
             case = result.case
-            cell = self.cells.setdefault((case.op, case.door, case.dtype, case.variant), Cell())
+            cell = self.cells.setdefault((case.op, case.frontend, case.dtype, case.variant), Cell())
             cell.counts[result.status] += 1
             cell.host_ops.update(result.host_ops)
             if result.failed:
@@ -92,16 +92,16 @@ class Report:
         for unit in units:
             for share in unit.shares:
                 for variant in share.variants:
-                    cell = self.cells.setdefault((unit.op, share.door, unit.dtype, variant), Cell())
+                    cell = self.cells.setdefault((unit.op, share.frontend, unit.dtype, variant), Cell())
                     if not cell.counts:
                         cell.counts["not run"] += 1
 
     # -- totals ----------------------------------------------------------------------------------------------
     def totals(self, where: Mapping[str, str] | None = None) -> Counter[str]:
-        """Cases by status, of the cells with the given ``op``, ``door``, ``dtype`` or ``variant``."""
+        """Cases by status, of the cells with the given ``op``, ``frontend``, ``dtype`` or ``variant``."""
         total: Counter[str] = Counter()
         for key, cell in self.cells.items():
-            named: dict[str, str] = dict(zip(("op", "door", "dtype", "variant"), key, strict=True))
+            named: dict[str, str] = dict(zip(("op", "frontend", "dtype", "variant"), key, strict=True))
             if all(named[name] == value for name, value in (where or {}).items()):
                 total.update(cell.counts)
         return total
@@ -119,13 +119,13 @@ class Report:
         return any(cell.counts[status] for cell in self.cells.values() for status in FAILED)
 
     def summary(self) -> str:
-        """Totals as a text table: a row per door and variant, then per dtype, then everything."""
+        """Totals as a text table: a row per frontend and variant, then per dtype, then everything."""
         names = [status for status in STATUSES if self.totals()[status]]
         rows: list[tuple[str, Counter[str]]] = []
-        doors = list(dict.fromkeys(key[1] for key in self.cells))
-        for door in doors:
-            for variant in dict.fromkeys(key[3] for key in self.cells if key[1] == door):
-                rows.append((f"{door} {variant}", self.totals({"door": door, "variant": variant})))
+        frontends = list(dict.fromkeys(key[1] for key in self.cells))
+        for frontend in frontends:
+            for variant in dict.fromkeys(key[3] for key in self.cells if key[1] == frontend):
+                rows.append((f"{frontend} {variant}", self.totals({"frontend": frontend, "variant": variant})))
         for dtype in dict.fromkeys(key[2] for key in self.cells):
             rows.append((dtype, self.totals({"dtype": dtype})))
         rows.append(("all", self.totals()))
@@ -146,12 +146,12 @@ class Report:
             "settings": self.settings,
             "seconds": round(self.seconds, 1),
             "cpu_seconds": round(self.cpu_seconds, 1),
-            "doors_missing": self.doors_missing,
+            "frontends_missing": self.frontends_missing,
             "totals": dict(self.totals()),
             "cells": [
                 {
                     "op": key[0],
-                    "door": key[1],
+                    "frontend": key[1],
                     "dtype": key[2],
                     "variant": key[3],
                     "counts": dict(cell.counts),
@@ -187,7 +187,12 @@ def percent(rate: float | None) -> str:
 
 def _model_row(result: Result) -> dict[str, Any]:
     case = result.case
-    row = {"model": case.op.partition(":")[2], "door": case.door, "variant": case.variant, "status": result.status}
+    row = {
+        "model": case.op.partition(":")[2],
+        "frontend": case.frontend,
+        "variant": case.variant,
+        "status": result.status,
+    }
     return {**row, "message": result.message, "host": list(result.host_ops), **result.figures}
 
 
@@ -229,12 +234,12 @@ def read_report(path: Path | str) -> Report:
                 f"{path} has report schema {data['schema']}, this version reads {SCHEMA}; run torchport conform again"
             )
         report = Report(data["backend"], data["settings"], seconds=data["seconds"], models=data["models"])
-        report.doors_missing = data["doors_missing"]
+        report.frontends_missing = data["frontends_missing"]
         report.cpu_seconds = data["cpu_seconds"]
         for row in data["cells"]:
             cell = Cell(Counter(row["counts"]), set(row.get("host_ops", ())), row.get("failed_samples", []))
             cell.reason = row.get("reason", "")
-            report.cells[row["op"], row["door"], row["dtype"], row["variant"]] = cell
+            report.cells[row["op"], row["frontend"], row["dtype"], row["variant"]] = cell
         report.failures = [_result(row) for row in data["failures"]]
     except OSError as error:
         raise TorchportError(f"the report {path} cannot be read: {error}") from error

@@ -55,7 +55,7 @@ def _path(name: str, function: Any) -> str:
 
 def _plain(case: Case, subject: Any, sample: Any, name: str) -> str:
     """Five lines of plain PyTorch. Raises ``ValueError`` where they cannot say it."""
-    if case.variant not in ("forward", "edge") or case.door != "lazy" or not isinstance(sample.input, torch.Tensor):
+    if case.variant not in ("forward", "edge") or case.frontend != "lazy" or not isinstance(sample.input, torch.Tensor):
         raise ValueError("only the plain call is written out")
     if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(sample.kwargs)):
         raise ValueError("tensors in keyword arguments")

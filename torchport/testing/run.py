@@ -93,15 +93,15 @@ def _from_row(row: Mapping[str, Any]) -> Result:
     return Result(**values)
 
 
-def _doors(plan: Plan, catalogue: Catalogue) -> dict[str, int | None]:
-    """The plan's doors with their limits. Raises :class:`TorchportError` for one that is unknown or missing."""
-    for door in plan.doors:
-        if door not in catalogue.missing:
-            raise TorchportError(f"there is no door {door!r}; there are: {', '.join(catalogue.missing)}")
-        if catalogue.missing[door]:
-            raise TorchportError(f"the door {door!r} cannot be used: {catalogue.missing[door]}")
-    chosen = plan.doors or tuple(door for door, why in catalogue.missing.items() if not why)
-    return {door: catalogue.door_limits[door] for door in chosen}
+def _frontends(plan: Plan, catalogue: Catalogue) -> dict[str, int | None]:
+    """The plan's frontends with their limits. Raises :class:`TorchportError` for one that is unknown or missing."""
+    for frontend in plan.frontends:
+        if frontend not in catalogue.missing:
+            raise TorchportError(f"there is no frontend {frontend!r}; there are: {', '.join(catalogue.missing)}")
+        if catalogue.missing[frontend]:
+            raise TorchportError(f"the frontend {frontend!r} cannot be used: {catalogue.missing[frontend]}")
+    chosen = plan.frontends or tuple(frontend for frontend, why in catalogue.missing.items() if not why)
+    return {frontend: catalogue.frontend_limits[frontend] for frontend in chosen}
 
 
 def conform(
@@ -112,17 +112,18 @@ def conform(
     on_case: Callable[[Case], None] = lambda case: None,
     date: str = "",
 ) -> Report:
-    """Run a plan and report. Plan's ``doors`` left empty means every door there is. ``date`` is the report's; today if
-    empty.
+    """Run a plan and report. Plan's ``frontends`` left empty means every frontend there is.
+
+    ``date`` is the report's; today if empty.
 
     Raises :class:`TorchportError` where the plan names something that does not exist, and what loading the backend
     raises; failures of the backend are results.
     """
     started = time.monotonic()
     catalogue = list_target(plan.backend)
-    doors = _doors(plan, catalogue)
-    units = units_of(plan, catalogue.subjects, doors)
-    missing = {door: why for door, why in catalogue.missing.items() if why}
+    frontends = _frontends(plan, catalogue)
+    units = units_of(plan, catalogue.subjects, frontends)
+    missing = {frontend: why for frontend, why in catalogue.missing.items() if why}
     report = Report.new(catalogue.backend, plan, missing, date)
     notes = Journal(journal, plan) if journal is not None else None
     done: dict[str, list[Result]] = {}

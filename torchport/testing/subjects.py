@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from . import torch_api, zoo
-from .doors import Place
+from .frontends import Place
 from .plan import DTYPES, Subject, seed_of
 from .torch_api import default_generators_seeded, dtype_of
 from .variants import RUNNERS, put
@@ -294,5 +294,5 @@ def catalogue() -> list[Subject]:
 
 
 def sample_seed(case_parts: tuple[object, ...], seed: int) -> int:
-    """The seed a case runs with: a function of the case without its door, so that doors draw alike."""
+    """The seed a case runs with: a function of the case without its frontend, so that frontends draw alike."""
     return seed_of(*case_parts, seed)

@@ -38,7 +38,7 @@ def command_of(report: Report) -> str:
     given += ["--quick"] if s["quick"] else []
     given += [f"--ops '{s['ops']}'"] if s["ops"] else []
     given += [f"--dtypes {','.join(s['dtypes'])}"] if s["dtypes"] != ["float32"] else []
-    given += [f"--doors {','.join(s['doors']) or 'all'}"] if s["doors"] != ["lazy"] else []
+    given += [f"--frontends {','.join(s['frontends']) or 'all'}"] if s["frontends"] != ["lazy"] else []
     given += [f"--variants {','.join(s['variants'])}"] if s["variants"] != list(VARIANTS) else []
     given += [f"--samples {s['samples']}"] if s["samples"] else []
     given += ["--models"] if s["models"] else []
@@ -77,12 +77,12 @@ def _run(report: Report) -> list[str]:
         f"{about['machine']}: {report.seconds:,.0f} s, of processors {report.cpu_seconds:,.0f} s".removeprefix(", ")
     )
     lines.append("")
-    doors = list(dict.fromkeys(key[1] for key in report.cells))
+    frontends = list(dict.fromkeys(key[1] for key in report.cells))
     rows: list[tuple[str, Mapping[str, int]]] = []
-    for door in doors:
-        for variant in (v for v in VARIANTS if any(key[1] == door and key[3] == v for key in report.cells)):
-            rows.append((f"{door}, {variant}", report.totals({"door": door, "variant": variant})))
-    lines += _counted("door, variant", rows)
+    for frontend in frontends:
+        for variant in (v for v in VARIANTS if any(key[1] == frontend and key[3] == v for key in report.cells)):
+            rows.append((f"{frontend}, {variant}", report.totals({"frontend": frontend, "variant": variant})))
+    lines += _counted("frontend, variant", rows)
     dtypes = list(dict.fromkeys(key[2] for key in report.cells))
     if len(dtypes) > 1:
         lines += ["", *_counted("dtype", [(dtype, report.totals({"dtype": dtype})) for dtype in dtypes])]
@@ -96,10 +96,10 @@ def _models(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         return f"{1e3 * row[name]:.1f} ms" if name in row else ""
 
     return _table(
-        ("model", "door", "variant", "result", "second run", "CPU eager", "compiles again", "on the host"),
+        ("model", "frontend", "variant", "result", "second run", "CPU eager", "compiles again", "on the host"),
         (
             (
-                *(row[name] for name in ("model", "door", "variant", "status")),
+                *(row[name] for name in ("model", "frontend", "variant", "status")),
                 figure(row, "seconds"),
                 figure(row, "eager_seconds"),
                 f"{row['compiles']:.0f}" if "compiles" in row else "",

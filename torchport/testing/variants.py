@@ -13,7 +13,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .doors import Place
+from .frontends import Place
 from .torch_api import default_generators_seeded, is_alias
 
 __all__ = ["ACCEPTED", "RAISED", "RUNNERS", "arguments", "put"]

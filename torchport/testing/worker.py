@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Final
 
 from ..core.config import config
-from .doors import DOORS, available_doors
+from .frontends import FRONTENDS, available_frontends
 from .judge import Judge
 from .limits import limits_of
 from .plan import Plan, Unit
@@ -56,7 +56,7 @@ def quiet(log: str) -> Any:
 
 
 def list_everything(pipe: Connection, target: str, log: str) -> None:
-    """Send the catalogue, the doors (with why one is missing), and a description of the backend; or the error."""
+    """Send the catalogue, the frontends (with why one is missing), and a description of the backend; or the error."""
     quiet(log)
     try:
         import torch
@@ -71,8 +71,8 @@ def list_everything(pipe: Connection, target: str, log: str) -> None:
             "torch": torch.__version__,
             "torchport": torchport.__version__,
         }
-        limits = {name: door.limit for name, door in DOORS.items()}
-        pipe.send(("catalogue", catalogue(), available_doors(), limits, described))
+        limits = {name: frontend.limit for name, frontend in FRONTENDS.items()}
+        pipe.send(("catalogue", catalogue(), available_frontends(), limits, described))
     except Exception as error:
         pipe.send(("error", type(error).__name__, str(error)))
     pipe.close()
@@ -112,8 +112,8 @@ def _run_unit(pipe: Connection, judge: Any, unit: Unit, first: int) -> None:
         if position < first:
             continue
         pipe.send(("case", position, case))
-        same = dataclasses.replace(case, door="")
+        same = dataclasses.replace(case, frontend="")
         if known[0] != same:
-            # One answer of the CPU serves all doors; it is compared with, never written to.
+            # One answer of the CPU serves all frontends; it is compared with, never written to.
             known = (same, judge.truth(case, subject, sample))
         pipe.send(("result", position, judge.run(case, subject, sample, known[1])))

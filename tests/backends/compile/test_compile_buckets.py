@@ -109,7 +109,7 @@ def test_padding_changes_nothing(name: str, backend: str) -> None:
     check(fn, make, dim, backend)
     assert metrics.counter("ExactShapes") == 0
     assert metrics.counter("BucketCompile") == MORE.get(name, 3)
-    assert metrics.counter("CompileDoor") == 0
+    assert metrics.counter("CompileFrontend") == 0
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_where_it_would_each_shape_is_compiled_and_that_is_said(fn: Callable[...
         check(fn, ROWS, 0, "reference", (4, 6, 10))
     assert metrics.counter("ExactShapes") == 1
     assert metrics.counter("BucketCompile") == 0
-    assert metrics.counter("CompileDoor") == 3
+    assert metrics.counter("CompileFrontend") == 3
 
 
 def test_training(backend: str) -> None:
@@ -166,7 +166,7 @@ def test_sizes_of_ones_own_and_beyond_the_largest() -> None:
         x = rand(n, 7)
         torch._dynamo.mark_dynamic(x, 0)
         torch.testing.assert_close(run(x), fn(x))
-        assert (metrics.counter("BucketCompile"), metrics.counter("CompileDoor")) == (padded, exact)
+        assert (metrics.counter("BucketCompile"), metrics.counter("CompileFrontend")) == (padded, exact)
 
 
 def test_the_option_is_checked_and_says_where_it_is_for() -> None:

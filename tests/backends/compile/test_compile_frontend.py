@@ -17,12 +17,12 @@ from torchport import Support, metrics
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
-DOOR = "torchport"
+FRONTEND = "torchport"
 
 
 def compiled(fn: Any, backend: str, **more: Any) -> Any:
     more = {"fullgraph": True, **more}
-    return torch.compile(fn, backend=DOOR, options={"backend": backend, **more.pop("options", {})}, **more)
+    return torch.compile(fn, backend=FRONTEND, options={"backend": backend, **more.pop("options", {})}, **more)
 
 
 def same(ours: Any, theirs: Any, atol: float = 1e-5) -> None:
@@ -63,7 +63,7 @@ def test_inference(place: torch.device, backend: str) -> None:
     with torch.no_grad():
         for _ in range(3):
             same(run(x.to(place)), model(x))
-    assert metrics.counter("CompileDoor") == 1
+    assert metrics.counter("CompileFrontend") == 1
     assert metrics.counter("Fallback") == 0
 
 
@@ -84,7 +84,7 @@ def test_training(place: torch.device, backend: str) -> None:
             assert module.training
         if step == 0:
             torchport.sync()
-    assert metrics.counter("CompileDoor") == 2
+    assert metrics.counter("CompileFrontend") == 2
     assert metrics.counter("Fallback") == 0
     for (name, a), b in zip(model.state_dict().items(), ours.state_dict().values(), strict=True):
         torch.testing.assert_close(b.cpu(), a, rtol=1e-3, atol=1e-4, msg=name)
@@ -168,7 +168,7 @@ def test_pending_values_go_in_and_results_can_be_traced_on(backend: str) -> None
 def test_values_stay_on_the_device() -> None:
     counting = CountingBackend.install()
     weight = torch.randn(64, 64).to(counting.device)
-    run = torch.compile(lambda v: (v @ weight).relu(), backend=DOOR, fullgraph=True)
+    run = torch.compile(lambda v: (v @ weight).relu(), backend=FRONTEND, fullgraph=True)
     x = torch.randn(8, 64).to(counting.device)
     run(x)
     before = metrics.counter("TransferToDevice")
@@ -193,7 +193,7 @@ def test_shapes_that_change(place: torch.device, backend: str, dynamic: bool | N
         for mine, theirs in zip(ours.parameters(), model.parameters(), strict=True):
             same(mine.grad, theirs.grad)
     # One forward and one backward per shape, remembered; Dynamo itself compiles the first shape alone if it may.
-    assert metrics.counter("CompileDoor") == (6 if dynamic else 8)
+    assert metrics.counter("CompileFrontend") == (6 if dynamic else 8)
 
 
 def test_sizes_as_results(backend: str) -> None:
@@ -221,7 +221,7 @@ def test_graph_breaks_and_several_graphs(place: torch.device, backend: str) -> N
     run = compiled(fn, backend, fullgraph=False)
     for _ in range(2):
         same(run(x.to(place)), fn(x))
-    assert metrics.counter("CompileDoor") == 3
+    assert metrics.counter("CompileFrontend") == 3
 
 
 def test_constants_of_the_graph(place: torch.device, backend: str) -> None:
@@ -451,7 +451,7 @@ def test_what_no_static_graph_holds(place: torch.device, backend: str) -> None:
 
 # -- errors ----------------------------------------------------------------------------------------------------------
 def test_unknown_options_are_refused_with_what_there_is() -> None:
-    run = torch.compile(lambda x: x + 1, backend=DOOR, options={"backend": "reference", "speed": "high"})
+    run = torch.compile(lambda x: x + 1, backend=FRONTEND, options={"backend": "reference", "speed": "high"})
     with pytest.raises(Exception, match=r"options that nothing here reads: 'speed'(.|\n)*backend: a backend's name"):
         run(torch.randn(2))
 
@@ -467,7 +467,7 @@ def test_unknown_options_are_refused_with_what_there_is() -> None:
 )
 def test_malformed_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(Exception, match=message):
-        torch.compile(lambda x: x + 1, backend=DOOR, options=options)(torch.randn(2))
+        torch.compile(lambda x: x + 1, backend=FRONTEND, options=options)(torch.randn(2))
 
 
 def test_options_become_compile_specs() -> None:
@@ -484,7 +484,7 @@ def test_options_become_compile_specs() -> None:
             return super().preprocess(graph, specs)
 
     fake = Told.install()
-    torch.compile(lambda x: x + 1, backend=DOOR, options={"backend": fake.name, "level": "3", "table": {"a": 1}})(
+    torch.compile(lambda x: x + 1, backend=FRONTEND, options={"backend": fake.name, "level": "3", "table": {"a": 1}})(
         torch.randn(2)
     )
     assert seen == [{"level": b"3", "table": b'{"a": 1}'}]
@@ -520,7 +520,7 @@ def test_under_autocast_and_inference_mode(place: torch.device, backend: str) ->
     torch.testing.assert_close(ours_low.cpu(), expected, rtol=2e-2, atol=2e-2)
 
 
-def test_the_lazy_door_and_this_one_share_computations(backend: str) -> None:
+def test_the_lazy_frontend_and_this_one_share_computations(backend: str) -> None:
     def fn(x: torch.Tensor) -> torch.Tensor:
         return (x * 17).exp()
 
@@ -539,7 +539,7 @@ def test_the_lazy_door_and_this_one_share_computations(backend: str) -> None:
 def test_another_backend_bound_to_the_device_is_compiled_for() -> None:
     first, second = CountingBackend.install(), CountingBackend.install()
     x = torch.randn(3)
-    run = torch.compile(lambda v: v.sin() + 1, backend=DOOR, fullgraph=True)
+    run = torch.compile(lambda v: v.sin() + 1, backend=FRONTEND, fullgraph=True)
     for backend in (first, second, first):
         torchport.use(backend.name)
         same(run(x.to("port")), x.sin() + 1)
@@ -584,7 +584,7 @@ def test_batch_norm_in_training_reaches_a_steady_state() -> None:
     """The running statistics come out of the graph and go back into their buffers: nothing is computed for that."""
     counting = CountingBackend.install()
     model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)).to(counting.device)
-    run = torch.compile(model, backend=DOOR, fullgraph=True)
+    run = torch.compile(model, backend=FRONTEND, fullgraph=True)
     x = torch.randn(2, 2, 6, 6).to(counting.device)
     for step in range(4):
         if step == 2:

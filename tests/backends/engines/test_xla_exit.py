@@ -31,9 +31,9 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("door", USES)
-def test_executables_are_released_when_the_process_ends(door: str) -> None:
-    done = subprocess.run([sys.executable, "-c", ENDING + USES[door]], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("frontend", USES)
+def test_executables_are_released_when_the_process_ends(frontend: str) -> None:
+    done = subprocess.run([sys.executable, "-c", ENDING + USES[frontend]], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "True" in done.stdout
     assert "False" not in done.stdout

@@ -36,7 +36,7 @@ QUICK = (
     "in_eight_threads",
     "optimizer_global_hook",
     "compile_module_to",
-    "compile_door_writes_a_scalar",
+    "compile_frontend_writes_a_scalar",
 )
 """Each found something of its own; the others are slow tests, as each is a process."""
 FRESH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in KINDS]

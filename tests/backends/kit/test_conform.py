@@ -71,19 +71,23 @@ def test_five_operators_are_native_and_the_rest_is_named() -> None:
 
 def test_eager_mode_says_whether_a_kernel_or_a_compiled_operator_did_it() -> None:
     for name, how in (("FiveOps", "native"), ("SlightlyWrong", "kernel")):  # the latter has reference's boxed kernel
-        report = run(name, ops="^(mul|add)$", variants=("forward",), doors=("eager",))
+        report = run(name, ops="^(mul|add)$", variants=("forward",), frontends=("eager",))
         assert {cell.worst for cell in report.cells.values()} == {how}
 
 
-def test_another_index_and_inference_mode_are_doors() -> None:
-    doors = ("indexed", "inference")
-    report = run("FiveOps", ops="^(mul|square)$", variants=("forward", "backward", "inplace", "out"), doors=doors)
+def test_another_index_and_inference_mode_are_frontends() -> None:
+    frontends = ("indexed", "inference")
+    report = run(
+        "FiveOps", ops="^(mul|square)$", variants=("forward", "backward", "inplace", "out"), frontends=frontends
+    )
     assert not report.failed
-    found = {(door, variant) for _, door, _, variant in report.cells}
-    values = {(door, variant) for door in doors for variant in ("forward", "inplace", "out")}
+    found = {(frontend, variant) for _, frontend, _, variant in report.cells}
+    values = {(frontend, variant) for frontend in frontends for variant in ("forward", "inplace", "out")}
     assert found == {*values, ("indexed", "backward")}  # there are no gradients in inference mode
-    wrong = run("SlightlyWrong", ops="^(sin|add)$", variants=("forward",), doors=doors)
-    assert {(failure.case.op, failure.case.door) for failure in wrong.failures} == {("sin", door) for door in doors}
+    wrong = run("SlightlyWrong", ops="^(sin|add)$", variants=("forward",), frontends=frontends)
+    assert {(failure.case.op, failure.case.frontend) for failure in wrong.failures} == {
+        ("sin", frontend) for frontend in frontends
+    }
 
 
 def test_without_the_host_what_needs_it_is_not_supported_by_the_backends_word() -> None:
@@ -124,7 +128,7 @@ def test_a_backend_that_cannot_be_loaded_is_one_error(name: str, error: type[Exc
     [
         ({"ops": "^no_such_operator$"}, "no operator's name matches"),
         ({"ops": "("}, "regular expression"),
-        ({"doors": ("cellar",)}, "no door 'cellar'"),
+        ({"frontends": ("cellar",)}, "no frontend 'cellar'"),
     ],
 )
 def test_a_wrong_plan_is_one_error(options: dict[str, object], said: str) -> None:

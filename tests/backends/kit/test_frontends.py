@@ -1,6 +1,6 @@
-"""The same models through every door, on every installed backend: values, and what is compiled when.
+"""The same models through every frontend, on every installed backend: values, and what is compiled when.
 
-A door is one entry of ``DOORS``; whether it is there, the conformance kit's table of doors knows.
+A frontend is one entry of ``FRONTENDS``; whether it is there, the conformance kit's table of frontends knows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 
 import torchport
 from torchport import metrics
-from torchport.testing import doors as kit
+from torchport.testing import frontends as kit
 from torchport.testing import zoo
 
 Step = Callable[[zoo.Batch], torch.Tensor]
@@ -55,7 +55,7 @@ def _compile_on_port(example: zoo.Example, model: nn.Module, backend: str) -> St
 
 
 class _Whole(nn.Module):
-    """The model with its way of being called, for the door that exports it."""
+    """The model with its way of being called, for the frontend that exports it."""
 
     def __init__(self, example: zoo.Example, model: nn.Module) -> None:
         super().__init__()
@@ -77,14 +77,14 @@ def _aot(example: zoo.Example, model: nn.Module, backend: str) -> Step:
     return lambda batch: method(*batch.values())[0]
 
 
-DOORS: dict[str, tuple[str, Callable[[zoo.Example, nn.Module, str], Step]]] = {
+FRONTENDS: dict[str, tuple[str, Callable[[zoo.Example, nn.Module, str], Step]]] = {
     "lazy": ("lazy", _lazy),
     "eager": ("eager", _eager),
     "compile": ("compile", _compile),
     "compile on port": ("compile", _compile_on_port),
     "aot": ("aot", _aot),
 }
-"""Name → (the kit's name of the door, how to bring a model to it)."""
+"""Name → (the kit's name of the frontend, how to bring a model to it)."""
 TRAINED = ("lazy", "eager", "compile", "compile on port")
 
 
@@ -104,9 +104,9 @@ def _model(name: str) -> zoo.Example:
     return zoo.build(name)
 
 
-def _open(door: str) -> Callable[[zoo.Example, nn.Module, str], Step]:
-    known, make = DOORS[door]
-    missing = kit.DOORS[known].missing()
+def _open(frontend: str) -> Callable[[zoo.Example, nn.Module, str], Step]:
+    known, make = FRONTENDS[frontend]
+    missing = kit.FRONTENDS[known].missing()
     if missing:
         pytest.skip(missing)
     return make
@@ -118,29 +118,29 @@ def _compiled() -> int:
 
 
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")  # torch.export's own use of it
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("frontend", FRONTENDS)
 @pytest.mark.parametrize("name", ["mlp", *(pytest.param(m, marks=pytest.mark.slow) for m in MODELS[1:])])
-def test_inference(name: str, door: str, backend: str) -> None:
+def test_inference(name: str, frontend: str, backend: str) -> None:
     """Values as on the CPU; nothing runs on the host; the second and third call compile nothing."""
-    _infer(name, door, backend)
+    _infer(name, frontend, backend)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("frontend", FRONTENDS)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("engine", ["openvino", "executorch"])
-def test_inference_on_engines_for_inference(name: str, door: str, engine: str) -> None:
+def test_inference_on_engines_for_inference(name: str, frontend: str, engine: str) -> None:
     """The same; what they do not take runs on the host, which other tests look at."""
     row = next(row for row in torchport.list_backends() if row.name == engine)
     if not row.available:
         pytest.skip(row.reason)
     torchport.use(engine)
-    _infer(name, door, engine, may_fall_back=True)
+    _infer(name, frontend, engine, may_fall_back=True)
 
 
-def _infer(name: str, door: str, backend: str, may_fall_back: bool = False) -> None:
-    make, example = _open(door), _model(name)
+def _infer(name: str, frontend: str, backend: str, may_fall_back: bool = False) -> None:
+    make, example = _open(frontend), _model(name)
     example.model.eval()
     ours = copy.deepcopy(example.model)
     fallbacks = metrics.counter("Fallback")
@@ -161,11 +161,11 @@ def same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 # At a graph break Dynamo itself looks at the gradient of a result.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("door", TRAINED)
+@pytest.mark.parametrize("frontend", TRAINED)
 @pytest.mark.parametrize("name", ["mlp", *(pytest.param(m, marks=pytest.mark.slow) for m in MODELS[1:])])
-def test_training(name: str, door: str, backend: str) -> None:
+def test_training(name: str, frontend: str, backend: str) -> None:
     """Losses and parameters of three steps of SGD; the third step compiles nothing."""
-    make, example = _open(door), _model(name)
+    make, example = _open(frontend), _model(name)
     models = [example.model, copy.deepcopy(example.model)]
     runs = [_forward(example, models[0]), make(example, models[1], backend)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]

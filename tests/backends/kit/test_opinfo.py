@@ -9,8 +9,8 @@ import os
 
 import pytest
 
-from torchport.testing import DOORS, Plan, Report, assert_conforms, conform
-from torchport.testing.doors import available_doors
+from torchport.testing import FRONTENDS, Plan, Report, assert_conforms, conform
+from torchport.testing.frontends import available_frontends
 
 BACKEND = os.environ.get("TORCHPORT_TEST_BACKEND", "reference")
 
@@ -34,13 +34,13 @@ def test_gradients_of_every_third_operator() -> None:
     judge(report, at_least=150)
 
 
-@pytest.mark.parametrize("door", [door for door in DOORS if door != "lazy"])
-def test_the_other_doors(door: str) -> None:
-    assert not available_doors()[door]
+@pytest.mark.parametrize("frontend", [frontend for frontend in FRONTENDS if frontend != "lazy"])
+def test_the_other_frontends(frontend: str) -> None:
+    assert not available_frontends()[frontend]
     ops = "^(add|sum|mm|softmax|cumsum|nn.functional.(gelu|linear|conv2d)|index_select|module:nn.(Linear|BatchNorm1d))$"
-    report = conform(Plan(BACKEND, ops, doors=(door,), variants=("forward", "backward", "training"), samples=1))
-    judge(report, at_least=8, eager=door == "eager")
-    assert {key[1] for key in report.cells} == {door}
+    report = conform(Plan(BACKEND, ops, frontends=(frontend,), variants=("forward", "backward", "training"), samples=1))
+    judge(report, at_least=8, eager=frontend == "eager")
+    assert {key[1] for key in report.cells} == {frontend}
 
 
 @pytest.mark.slow

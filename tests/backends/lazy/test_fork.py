@@ -1,4 +1,4 @@
-"""Forked children: by every door an engine works there, or says why it cannot, and nothing waits for lost threads."""
+"""Forked children: with every frontend an engine works, or says why it cannot, and nothing waits for lost threads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def close(y, wanted=want):
     assert torch.allclose(y.cpu(), wanted, atol=1e-3), "wrong"
 actions["pytorch"] = lambda: close(model(x))
 """
-DOORS = {
+FRONTENDS = {
     "lazy": """
 import copy
 torchport.use(engine)
@@ -116,20 +116,20 @@ QUICK = {("openvino", "file")}
 
 
 @pytest.mark.parametrize(
-    ("engine", "door"),
+    ("engine", "frontend"),
     [
-        pytest.param(engine, door, marks=[] if (engine, door) in QUICK else pytest.mark.slow)
+        pytest.param(engine, frontend, marks=[] if (engine, frontend) in QUICK else pytest.mark.slow)
         for engine in ("reference", "inductor", "xla", "openvino", "executorch")
-        for door in DOORS
+        for frontend in FRONTENDS
     ],
 )
-def test_a_forked_child_computes_or_says_why_not(engine: str, door: str, tmp_path: Path) -> None:
+def test_a_forked_child_computes_or_says_why_not(engine: str, frontend: str, tmp_path: Path) -> None:
     if registry.get_optional(engine) is None:
         pytest.skip(f"{engine} cannot run here")
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     environment.pop("OMP_NUM_THREADS", None)
     done = subprocess.run(
-        [sys.executable, "-c", COMMON + DOORS[door] + FORKS, engine],
+        [sys.executable, "-c", COMMON + FRONTENDS[frontend] + FORKS, engine],
         capture_output=True,
         text=True,
         timeout=600,

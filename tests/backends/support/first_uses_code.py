@@ -252,20 +252,20 @@ def compile_model(device: str) -> Any:
 
 
 @kind
-def compile_door(device: str) -> Any:
+def compile_frontend(device: str) -> Any:
     options = {"backend": "reference"}
     return train(torch.compile(Tied().to(device), backend="torchport", options=options), device)
 
 
 @kind
-def compile_door_on_cpu(device: str) -> Any:
+def compile_frontend_on_cpu(device: str) -> Any:
     options = {"backend": "reference"}
     first = train(torch.compile(Tied(), backend="torchport", options=options), "cpu")
     return [first, torch.ones(2, device=device)]
 
 
 @kind
-def compile_door_writes_a_scalar(device: str) -> Any:
+def compile_frontend_writes_a_scalar(device: str) -> Any:
     """The first compilation changes how Dynamo takes such an input, which it has traced once by then."""
 
     def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ ABOUT = {"name": "<chip>", "version": "1", "class": "chip.Chip", "torch": "2.13.
 
 
 def report(*results: tuple[str, str], **more: str) -> Report:
-    """A report of (``op/variant/dtype/sample/door``, status)."""
+    """A report of (``op/variant/dtype/sample/frontend``, status)."""
     made = Report.new(ABOUT, Plan("chip"), more)
     made.add(Result(Case.parse(case), status, f"</script>{status}") for case, status in results)
     return made
@@ -37,7 +37,7 @@ def test_totals_and_rate() -> None:
         ("sin/forward/int64/0/lazy", "limit"),
         ("sin/forward/int64/1/lazy", "skipped"),
     )
-    assert made.totals({"op": "add", "door": "lazy"}) == {"native": 1, "wrong": 1}
+    assert made.totals({"op": "add", "frontend": "lazy"}) == {"native": 1, "wrong": 1}
     assert made.rate(made.totals()) == pytest.approx(2 / 3)
     assert made.failed
     assert made.cells["add", "lazy", "float32", "forward"].worst == "wrong"
@@ -134,16 +134,16 @@ def test_our_tables_can_be_read_and_a_malformed_one_names_its_line(tmp_path: Pat
 # -- plans -------------------------------------------------------------------------------------------------------------
 def test_units_are_a_seeded_choice() -> None:
     subjects = [Subject(f"op{n}", ("float32", "int64"), ("forward", "backward", "error")) for n in range(60)]
-    doors = {"lazy": None, "aot": 2}
+    frontends = {"lazy": None, "aot": 2}
     plan = Plan("chip", dtypes=("float32", "int64"), samples=5)
-    units = units_of(plan, subjects, doors)
-    assert units == units_of(plan, subjects, doors)
-    assert units != units_of(Plan("chip", dtypes=("float32", "int64"), samples=5, seed=1), subjects, doors)
+    units = units_of(plan, subjects, frontends)
+    assert units == units_of(plan, subjects, frontends)
+    assert units != units_of(Plan("chip", dtypes=("float32", "int64"), samples=5, seed=1), subjects, frontends)
     assert [u.dtype for u in units] == ["float32"] * 60 + ["int64"] * 60
     every = ("forward", "backward", "error")
     assert units[0].shares == (Share("lazy", every, 5), Share("aot", every, 2))
     assert "error" not in units[-1].shares[0].variants
-    quick = units_of(Plan("chip", quick=True), subjects, doors)
+    quick = units_of(Plan("chip", quick=True), subjects, frontends)
     forward = [u for u in quick if u == Unit(u.op, "float32", (Share("lazy", ("forward",), 1),))]
     assert {u.op for u in forward} == {s.name for s in subjects}
 
@@ -153,7 +153,7 @@ def test_a_quick_run_that_is_cut_short_has_seen_every_kind() -> None:
     subjects = [Subject(f"op{n}", ("float32",), variants) for n in range(100)]
     quick = units_of(Plan("chip", quick=True), subjects, {"lazy": None, "aot": 2})
     tenth = quick[: len(quick) // 10]
-    kinds = {(share.door, variant) for unit in tenth for share in unit.shares for variant in share.variants}
+    kinds = {(share.frontend, variant) for unit in tenth for share in unit.shares for variant in share.variants}
     assert {("lazy", variant) for variant in variants} <= kinds
     forward = [at for at, unit in enumerate(quick) if unit.shares[0] == Share("lazy", ("forward",), 1)]
     assert len(forward) == 100
@@ -216,8 +216,8 @@ FLAGS = (
     CHROMIUM is None, reason="needs a program named chromium, chromium-browser or google-chrome, and there is none"
 )
 def test_page_in_a_browser(tmp_path: Path) -> None:
-    doors, dtypes = ("lazy", "eager", "compile", "aot"), ("float32", "float64", "bfloat16", "int64", "bool")
-    rows = [(f"op{n}/forward/{t}/0/{d}", "native") for n in range(800) for d in doors for t in dtypes]
+    frontends, dtypes = ("lazy", "eager", "compile", "aot"), ("float32", "float64", "bfloat16", "int64", "bool")
+    rows = [(f"op{n}/forward/{t}/0/{d}", "native") for n in range(800) for d in frontends for t in dtypes]
     made = report(*rows, ("op123/backward/float32/4/lazy", "wrong"))
     path = tmp_path / "report.html"
     write_page(path, made)
@@ -240,7 +240,7 @@ def test_page_in_a_browser(tmp_path: Path) -> None:
 
 # -- the table ---------------------------------------------------------------------------------------------------------
 def test_markdown_names_the_command_the_totals_and_every_reason() -> None:
-    made = Report.new(ABOUT, Plan("chip", doors=("lazy", "aot"), dtypes=("float32", "int64"), samples=2))
+    made = Report.new(ABOUT, Plan("chip", frontends=("lazy", "aot"), dtypes=("float32", "int64"), samples=2))
     made.add(
         [
             Result(Case.parse("add/forward/float32/0/lazy"), "native"),
@@ -251,7 +251,7 @@ def test_markdown_names_the_command_the_totals_and_every_reason() -> None:
         ]
     )
     text = markdown([made])
-    assert "`torchport conform chip --dtypes float32,int64 --doors lazy,aot --samples 2`" in text
+    assert "`torchport conform chip --dtypes float32,int64 --frontends lazy,aot --samples 2`" in text
     assert "| lazy, forward | 99.99% | 20,001 | 0 | 1 | 0 |" in text  # rounded down
     assert "| `aten::add` | 1 | `add` |" in text
     assert "| no \\| such unit | 1 | `sin` |" in text

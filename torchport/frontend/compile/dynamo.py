@@ -133,8 +133,8 @@ class CompiledGraph:
         # (``nn.Module.__call__`` among it), so that is done under the lock that Dynamo holds while it traces.
         with convert_frame.compile_lock, default_state():
             program = self._program(self._normal(inputs), self.devices)
-        metrics.count("CompileDoor")
-        metrics.metrics.add_time("CompileDoorTime", perf_counter() - start)
+        metrics.count("CompileFrontend")
+        metrics.metrics.add_time("CompileFrontendTime", perf_counter() - start)
         return program
 
     def _normal(self, inputs: Sequence[Any]) -> fx.GraphModule:
@@ -219,7 +219,7 @@ class CompiledGraph:
             cpu = torch.device("cpu")
             program = self._program(masked.module, [*self.devices, *(cpu for _ in sizes)])
         metrics.count("BucketCompile")
-        metrics.metrics.add_time("CompileDoorTime", perf_counter() - start)
+        metrics.metrics.add_time("CompileFrontendTime", perf_counter() - start)
         return PaddedProgram(program, symbols, sizes, masked.results)
 
     def _remember(self, key: Any, program: Run) -> None:

@@ -1,4 +1,4 @@
-"""Doors: the ways a PyTorch program reaches a backend. Adding one is one entry in :data:`DOORS`."""
+"""Frontends: the ways a PyTorch program reaches a backend. Adding one is one entry in :data:`FRONTENDS`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, Final
 from ..run.device_runtime import runtimes
 from .plan import VARIANTS
 
-__all__ = ["DOORS", "Door", "Place", "available_doors"]
+__all__ = ["FRONTENDS", "Frontend", "Place", "available_frontends"]
 
 _OF_VALUES: Final = ("forward", "noncontiguous", "edge", "view")
 _WITHOUT_GRADIENTS: Final = (*_OF_VALUES, "inplace", "out")
@@ -33,12 +33,12 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Door:
+class Frontend:
     """One way in.
 
-    ``missing`` says why the door cannot be used, or nothing; ``place`` opens it for a backend's name; ``variants`` are
-    those that mean something behind it; ``limit`` is the most samples per operator, dtype and variant, for doors whose
-    cases take long.
+    ``missing`` says why the frontend cannot be used, or nothing; ``place`` opens it for a backend's name; ``variants``
+    are those that mean something behind it; ``limit`` is the most samples per operator, dtype and variant, for
+    frontends whose cases take long.
     """
 
     name: str
@@ -87,7 +87,7 @@ def _no_eager() -> str:
 def _eager(backend: str) -> Place:
     import torchport  # on demand: public names are looked up when they are used
 
-    mode: Any = getattr(torchport, "mode")  # noqa: B009 - absent in versions without the door
+    mode: Any = getattr(torchport, "mode")  # noqa: B009 - absent in versions without the frontend
     return Place(torchport.use(backend), _plain, lambda: mode("eager"))
 
 
@@ -157,21 +157,21 @@ def _aot(backend: str) -> Place:
     return Place(torch.device("cpu"), call, executes=True)
 
 
-DOORS: Final[Mapping[str, Door]] = {
-    door.name: door
-    for door in (
-        Door("lazy", _never, _lazy),
-        Door("indexed", _never, _indexed, limit=2),
-        Door("inference", _never, _inference, _WITHOUT_GRADIENTS, 2),
-        Door("eager", _no_eager, _eager),
-        Door("compile", _no_compile, _compile, (*_OF_VALUES, "backward", "training"), 2),
-        Door("aot", _no_aot, _aot, _OF_VALUES, 2),
+FRONTENDS: Final[Mapping[str, Frontend]] = {
+    frontend.name: frontend
+    for frontend in (
+        Frontend("lazy", _never, _lazy),
+        Frontend("indexed", _never, _indexed, limit=2),
+        Frontend("inference", _never, _inference, _WITHOUT_GRADIENTS, 2),
+        Frontend("eager", _no_eager, _eager),
+        Frontend("compile", _no_compile, _compile, (*_OF_VALUES, "backward", "training"), 2),
+        Frontend("aot", _no_aot, _aot, _OF_VALUES, 2),
     )
 }
-"""Every door by name. ``compile`` and ``aot`` take CPU tensors and trace each case anew, so they run few samples; so do
-``indexed`` and ``inference``, which are the lazy device at an index above 0 and in inference mode."""
+"""Every frontend by name. ``compile`` and ``aot`` take CPU tensors and trace each case anew, so they run few samples;
+so do ``indexed`` and ``inference``, which are the lazy device at an index above 0 and in inference mode."""
 
 
-def available_doors() -> dict[str, str]:
-    """Door → why it cannot be used, or nothing."""
-    return {name: door.missing() for name, door in DOORS.items()}
+def available_frontends() -> dict[str, str]:
+    """Frontend → why it cannot be used, or nothing."""
+    return {name: frontend.missing() for name, frontend in FRONTENDS.items()}

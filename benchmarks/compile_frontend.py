@@ -1,9 +1,9 @@
 """``torch.compile`` through torchport against ``torch.compile``'s own Inductor, and against the lazy device.
 
-    python -m benchmarks.compile_door [--models mlp,minilm,gpt2] [--modes inference] [--backends inductor]
+    python -m benchmarks.compile_frontend [--models mlp,minilm,gpt2] [--modes inference] [--backends inductor]
 
-Every engine runs in turn in one process per model: ``inductor`` is ``torch.compile(model)``, ``door-NAME`` the same
-model on the CPU through torchport, ``door-port-NAME`` on the device, ``lazy-NAME`` the device without torch.compile.
+Every engine runs in turn in one process per model: ``inductor`` is ``torch.compile(model)``, ``compile-NAME`` the same
+model on the CPU through torchport, ``compile-port-NAME`` on the device, ``lazy-NAME`` the device without torch.compile.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ def _batch(model: str, step: Callable[[], torch.Tensor], sync: Callable[[], obje
 
 
 def _engines(model: str, mode: str, backends: list[str]) -> dict[str, Timed]:
-    def door(backend: str, device: Any) -> Example:
+    def frontend(backend: str, device: Any) -> Example:
         return _compiled(MODELS[model]().to(device), backend="torchport", options={"backend": backend})
 
     found: dict[str, tuple[Callable[[], Example], bool]] = {"inductor": (lambda: _compiled(MODELS[model]()), False)}
     for backend in backends:
         device = torchport.device(backend)
-        found[f"door-{backend}"] = (lambda backend=backend: door(backend, "cpu"), False)
-        found[f"door-port-{backend}"] = (lambda backend=backend, device=device: door(backend, device), True)
+        found[f"compile-{backend}"] = (lambda backend=backend: frontend(backend, "cpu"), False)
+        found[f"compile-port-{backend}"] = (lambda backend=backend, device=device: frontend(backend, device), True)
         found[f"lazy-{backend}"] = (lambda device=device: MODELS[model]().to(device), True)
     make = MAKE[mode]
     return {
@@ -77,7 +77,7 @@ def measure(model: str, mode: str, backends: list[str], batches: int) -> None:
     rows: list[list[str]] = []
     for name, found in samples.items():
         lazy = samples.get(f"lazy-{name.rsplit('-', 1)[-1]}", Samples())
-        own = ratio_cell(found, lazy) if name.startswith("door") else "—"
+        own = ratio_cell(found, lazy) if name.startswith("compile") else "—"
         rows.append([name, found.cell(1e3 / CALLS.get(model, 1)), ratio_cell(found, peer), own])
     header = ("engine", "ms (best / median)", "÷ torch.compile", "÷ lazy, same backend")
     table(f"{model}, {mode}, {torch.get_num_threads()} threads", header, rows)
@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> None:
             if mode == "training" and model == "minilm":
                 continue
             given = f"--models {model} --modes {mode} --backends {','.join(backends)} --batches {options.batches}"
-            command = [sys.executable, "-m", "benchmarks.compile_door", "--here", *given.split()]
+            command = [sys.executable, "-m", "benchmarks.compile_frontend", "--here", *given.split()]
             if subprocess.run(command, check=False, env=dict(os.environ)).returncode:
                 print(f"\n{model}, {mode}: the process failed", flush=True)
 
