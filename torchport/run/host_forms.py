@@ -108,7 +108,10 @@ def own_value(runtime: DeviceRuntime, handle: LazyTensor) -> Any:
 
 def keep_tensor(runtime: DeviceRuntime, handle: LazyTensor, value: BackendData) -> TensorData:
     """A handle's value as a CPU tensor with the strides that the program sees; the handle keeps it."""
-    tensor = with_shown_strides(runtime.backend.from_device(value), tuple(handle.shape), handle.stride())
+    shape, strides = tuple(handle.shape), handle.stride()
+    tensor = with_shown_strides(runtime.backend.from_device(value), shape, strides)
+    if not tensor.numel():
+        tensor = torch.empty_strided(shape, strides, dtype=tensor.dtype)
     made = TensorData(runtime.device, TensorSpec.of(tensor), tensor)
     made.info, made.exported = runtime, True
     value.exported = True

@@ -164,6 +164,17 @@ def test_views_and_writes_are_the_cpus(boxes: Any) -> None:
     torch.testing.assert_close((ours.t() @ ours).cpu(), (x + 1).t() @ (x + 1))
 
 
+def test_values_without_elements_are_interpreted_too(boxes: Any) -> None:
+    """A backend may give their strides as it likes."""
+    empty = torch.empty(0).to(boxes.device)
+    _value(empty).box[0] = torch.empty_strided((0,), (0,))
+    before = torchport.metrics.counter("Flush")
+    torch.testing.assert_close(
+        torch.cat([empty.view(0, 3), torch.ones(2, 3, device=boxes.device)]).cpu(), torch.ones(2, 3)
+    )
+    assert torchport.metrics.counter("Flush") == before
+
+
 def test_values_move_to_another_index_and_back(boxes: Any) -> None:
     made = torch.ones(3, 3, device=boxes.device) + 1
     other = torchport.device("inductor" if boxes.device.index else "reference")
