@@ -161,6 +161,9 @@ class _Checker(Backend):
     def preprocess(self, graph: fx.GraphModule, specs: CompileSpecs) -> Processed:
         raise NotImplementedError("both plans are there already")
 
+    def from_device(self, data: BackendData) -> torch.Tensor:
+        return as_tensor(self.runtime.backend, data)
+
     def execute(self, handle: None, args: Sequence[BackendData], context: ExecutionContext) -> list[BackendData]:
         plan, backend = self.plan, self.runtime.backend
         assert plan is not None

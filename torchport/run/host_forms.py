@@ -87,11 +87,11 @@ def with_shown_strides(tensor: torch.Tensor, shape: tuple[int, ...], strides: tu
 
 
 def own_form(runtime: DeviceRuntime, value: Any) -> Any:
-    """A value in the backend's own form."""
+    """A value in the backend's own form. It is not to be donated: whoever holds the tensor has its memory."""
     if value.__class__ is not TensorData or not runtime.holds_shared_tensors:
         return value
     made = runtime.backend.to_device(value.tensor, runtime.device)
-    made.info, made.exported = value.info, value.exported
+    made.info, made.exported = value.info, True
     return made
 
 

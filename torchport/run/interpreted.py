@@ -188,6 +188,9 @@ class _Interpreter(Backend):
     def preprocess(self, graph: fx.GraphModule, specs: CompileSpecs) -> Processed:
         raise NotImplementedError("paths are interpreted as they are")
 
+    def from_device(self, data: BackendData) -> torch.Tensor:
+        return as_tensor(self.runtime.backend, data)
+
     def execute(
         self, handle: _PathProgram, args: Sequence[BackendData], context: ExecutionContext
     ) -> list[BackendData]:

@@ -50,6 +50,9 @@ class Boxes(fakes.Fake):
     def execute(self, handle: Any, args: Sequence[BackendData], context: ExecutionContext) -> Sequence[BackendData]:
         tensors = [TensorData(arg.device, arg.spec, self.from_device(arg)) for arg in args]
         results: Any = super().execute(handle, tensors, ExecutionContext(context.device, context.outputs))
+        for at in context.donated:  # as an engine that computes in it would
+            if tensors[at].tensor.is_floating_point():
+                args[at].box[0].fill_(torch.nan)
         return [BoxData(context.device, one.spec, [one.tensor]) for one in results]
 
     def register_kernels(self, registrar: KernelRegistrar) -> None:
@@ -59,10 +62,11 @@ class Boxes(fakes.Fake):
         registrar.impl("sinc", "Dense", sinc)
 
 
-@pytest.fixture(params=[0, 1], ids=["index 0", "another index"])
+@pytest.fixture(params=[(0, False), (0, True), (1, False)], ids=["index 0", "donation", "another index"])
 def boxes(request: pytest.FixtureRequest) -> Iterator[Any]:
-    backend = Boxes.install(donation=False, restores_donated=False)
-    if request.param == 0:
+    index, donation = request.param
+    backend = Boxes.install(donation=donation, restores_donated=False)
+    if index == 0:
         torchport.use(backend.name)
         backend.device = torch.device("port", 0)
     with config.override(tiers="auto", compile_workers=0):
@@ -110,8 +114,12 @@ def test_how_values_and_cpu_tensors_go_together_is_found_out() -> None:
         torch.testing.assert_close((torch.ones(300, device=copying.device) + 1).cpu(), torch.full((300,), 2.0))
 
 
+@pytest.mark.parametrize("check_backends", [False, True])
 @pytest.mark.parametrize("at", [1, 2, 5])
-def test_what_takes_over_is_given_the_backends_own_form(monkeypatch: pytest.MonkeyPatch, boxes: Any, at: int) -> None:
+def test_what_takes_over_is_given_the_backends_own_form(
+    monkeypatch: pytest.MonkeyPatch, boxes: Any, at: int, check_backends: bool
+) -> None:
+    monkeypatch.setattr(config, "check_backends", check_backends)
     with config.override(tiers="off"):
         wanted = _train(boxes.device, 12)
     _forget(boxes)
