@@ -63,7 +63,8 @@ def _run_pages(pages: list[Path]) -> None:
             [sys.executable, "-W", "error", "-c", _RUNNER.format(blocks=blocks, examples=examples)],
             cwd=folder,
             env={
-                **os.environ,
+                # With tiers, as readers have them.
+                **{name: value for name, value in os.environ.items() if name != "TORCHPORT_TIERS"},
                 "TORCHPORT_BACKEND": "reference",
                 "PYTHONPATH": os.pathsep.join((str(EXAMPLES), str(ROOT), os.environ.get("PYTHONPATH", ""))),
             },
