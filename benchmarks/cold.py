@@ -17,7 +17,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -28,23 +27,12 @@ import torchport
 
 from .common import table
 from .models import MODELS
-from .steps import MAKE
+from .steps import MAKE, step_of
 
 __all__ = ["main"]
 
 _UNSETTLED = ("InterpretedOps", "InterpretedPlan", "InterpretedRun", "UncachedCompile", "TakenOver")
 """Counters that stand still at full speed."""
-
-
-def _step(engine: str, model: str, mode: str) -> Callable[[], object]:
-    example = MODELS[model]()
-    if engine == "torch.compile":
-        from .steps import compiled
-
-        return compiled(example, MAKE[mode])
-    if engine == "eager":
-        return MAKE[mode](example)
-    return MAKE[mode](example.to("port"))
 
 
 def _here(engine: str, model: str, mode: str, steps: int, tiers: str) -> dict[str, Any]:
@@ -54,7 +42,7 @@ def _here(engine: str, model: str, mode: str, steps: int, tiers: str) -> dict[st
         torchport.use(engine.removeprefix("port-"))
     torchport.config.tiers = tiers
     begun = perf_counter()
-    step = _step(engine, model, mode)
+    step = step_of(engine, model, mode)
     seconds: list[float] = []
     last, before = 0, -1
     for at in range(steps):

@@ -24,7 +24,7 @@ import torchport
 
 from .common import table
 from .models import MODELS
-from .steps import MAKE, available
+from .steps import available, step_of
 
 __all__ = ["main"]
 
@@ -46,16 +46,12 @@ def _reset_peak() -> None:
 
 
 def _step(engine: str, model: str, mode: str) -> Callable[[], object]:
-    example = MODELS[model]()
-    if engine == "torch.compile":
-        from .steps import compiled
-
-        return compiled(example, MAKE[mode])
-    if engine == "eager":
-        return MAKE[mode](example)
-    backend = engine.removeprefix("port-")
-    torchport.use(backend)
-    step = MAKE[mode](example.to("port"))
+    on_port = engine.startswith("port-")
+    if on_port:
+        torchport.use(engine.removeprefix("port-"))
+    step = step_of(engine, model, mode)
+    if not on_port:
+        return step
 
     def whole() -> object:
         kept = step()

@@ -98,6 +98,14 @@ def compiled(example: Example, make: Make) -> Callable[[], torch.Tensor]:
     return make(Example(example.model, example.batch, forward(example.forward), loss))
 
 
+def step_of(engine: str, model: str, mode: str) -> Callable[[], object]:
+    """A step of a fresh model with ``eager``, ``torch.compile`` or the backend that ``port`` stands for."""
+    example = MODELS[model]()
+    if engine == "torch.compile":
+        return compiled(example, MAKE[mode])
+    return MAKE[mode](example if engine == "eager" else example.to("port"))
+
+
 def _engines(model: str, make: Make, backends: list[str]) -> dict[str, Step]:
     core = LazyCore()
     engines: dict[str, Callable[[], Step]] = {}

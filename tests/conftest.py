@@ -105,7 +105,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 @pytest.fixture(autouse=True)
 def _compiled(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Whether a test is about what is compiled, and so needs tiers off."""
+    """Switch tiers off for tests marked as being about what is compiled."""
     if request.node.get_closest_marker("compiled") is None:
         yield
         return

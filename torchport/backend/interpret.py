@@ -13,6 +13,8 @@ from typing import Any, Final
 
 import torch
 
+from ..core.errors import UnsupportedOp
+from ..core.frames import user_line
 from ..core.specs import TensorSpec
 from .builder import Builder, is_factory, scalar_places
 from .decompositions import DECOMPOSE
@@ -22,7 +24,7 @@ from .normal_form import is_view
 from .probe import depends_on_values
 from .random import RANDOM
 
-__all__ = ["How", "how", "interpret", "settled"]
+__all__ = ["How", "how", "interpret", "refuse_repetition", "settled"]
 
 aten = torch.ops.aten
 _WIDE: Final = frozenset({torch.float64, torch.complex128})
@@ -141,7 +143,9 @@ def interpret(
     elif specs is None and how.op is aten._efficientzerotensor.default:
         return torch.zeros(*args, **kwargs)  # PyTorch's own has no memory, which a value needs
     elif specs is None and how.op in _BLANK:
-        return view_form(how.op)(*args, **kwargs).zero_()
+        blank = view_form(how.op)(*args, **kwargs)
+        refuse_repetition(how.op, blank.shape, blank.stride())
+        return blank.zero_()
     elif specs is None and how.op in _AS_IT_IS:
         # Their lowerings go by the specs of what they give; without, the CPU's own operator has the right strides.
         kept = {name: value for name, value in kwargs.items() if name in _OF_COPIES and value is not None}
@@ -180,6 +184,20 @@ def _with_numbers_as_tensors(
         return value
 
     return [number(value) for value in args], {name: number(value) for name, value in kwargs.items()}
+
+
+def refuse_repetition(op: Any, sizes: Sequence[int], strides: Sequence[int]) -> None:
+    """Raise :class:`UnsupportedOp` for a tensor made with elements that share memory.
+
+    On the device such a tensor is a view, and here there is nothing it could be a view of.
+    """
+    if any(step == 0 and size > 1 for size, step in zip(sizes, strides, strict=False)):
+        raise UnsupportedOp(
+            "a tensor that shows an element more than once is a view of one that holds it; write "
+            "torch.empty(…).expand(…)",
+            op=str(op),
+            source=user_line(),
+        )
 
 
 _BLANK: Final = frozenset(

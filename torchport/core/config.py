@@ -157,9 +157,10 @@ class Config:
         if name not in _FIELDS:
             raise ConfigError(f"torchport has no setting {name!r}; it has: {', '.join(sorted(_FIELDS))}")
         try:
-            self._set(name, _FIELDS[name][0](value))
+            valid = _FIELDS[name][0](value)
         except ValueError as error:
             raise ConfigError(f"{shown} is {value!r}, but must be {error}") from None
+        self._set(name, valid)
 
     def _set(self, name: str, value: object) -> None:
         changed = self.__dict__.get(name, value) != value

@@ -177,7 +177,8 @@ class _Checker(Backend):
             self._refuse(0, str(error))
             return wanted
         metrics.count("VerifiedSwap")
-        largest, at, why = compare(*([as_tensor(backend, one) for one in results] for results in (found, wanted)))
+        ours = [as_tensor(backend, one) for one in found]
+        largest, at, why = compare(ours, [as_tensor(backend, one) for one in wanted])
         plan.largest = max(plan.largest, largest)
         if why:
             self._refuse(at, why)

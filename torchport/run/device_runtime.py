@@ -88,8 +88,10 @@ class DeviceRuntime:
 
     @functools.cached_property
     def host_form(self) -> HostForm:
-        """How the backend's values and CPU tensors go together; asked of it only where that matters."""
-        return host_form(self.backend, self.device)
+        """How the backend's values and CPU tensors go together; asked of it before anything is interpreted."""
+        found = host_form(self.backend, self.device)
+        self.holds_shared_tensors = found is HostForm.SHARED
+        return found
 
     @property
     def interprets(self) -> bool:

@@ -21,7 +21,7 @@ from ..core.default_state import default_state, is_default
 from ..core.errors import TorchportError, UnsupportedOp
 from ..core.frames import user_line
 from ..core.specs import TensorSpec
-from ..trace.decide import OF_STRIDES, draws_on_the_host, refuse_repetition
+from ..trace.decide import draws_on_the_host
 from ..trace.handle import IndexedLazyTensor, LazyTensor, make_handle, make_unnamed
 from ..trace.layouts import kind_of, refusal
 from ..trace.record import mismatch
@@ -29,7 +29,7 @@ from ..trace.threads import threads
 from ..trace.trace import Trace
 from ..trace.wrapping import call_above, is_below, unwrap, wrap
 from .flush import flush
-from .host_forms import HostForm, as_tensor, keep_tensor
+from .host_forms import as_tensor, keep_tensor
 from .values import any_value_of
 
 if TYPE_CHECKING:
@@ -65,8 +65,6 @@ def begin(trace: Trace, sights: Sights) -> None:
     """Compute what is pending in a trace of the calling thread, and interpret what follows."""
     flush(trace, "new operator")
     trace.direct = 1
-    runtime: DeviceRuntime = trace.runtime  # type: ignore[assignment]
-    runtime.holds_shared_tensors = runtime.host_form is HostForm.SHARED
     sights.times += 1
     sights.ops = 0
     trace.sights, trace.observing, trace.began = sights, sights.observed, time.thread_time()
@@ -163,8 +161,6 @@ def _run(trace: Trace, runtime: DeviceRuntime, manner: How, args: Sequence[Any],
     for name, value in kwargs.items():
         if value.__class__ not in _NO_TENSOR:
             kwargs[name], _ = _real(trace, manner, value, used)
-    if manner.op in OF_STRIDES:
-        refuse_repetition(manner.op, *args[OF_STRIDES.index(manner.op) :][:2])
     trace.direct += 1
     result = interpret(manner, real_args, kwargs, runtime.next_key() if manner.draws else 0)
     shares = manner.shares
@@ -193,7 +189,7 @@ def _real(trace: Trace, manner: How, value: Any, used: list[Any]) -> tuple[Any, 
         data: Any = value.value
         if data.__class__ is not TensorData or data.info is not trace.runtime:
             data = any_value_of(value, trace)
-            if data.__class__ is not TensorData and runtime.host_form is HostForm.SHARED:
+            if runtime.holds_shared_tensors and data.__class__ is not TensorData:
                 data = keep_tensor(runtime, value, data)
         if value.stride() != data.spec.strides:
             raise _OtherStrides

@@ -6,7 +6,8 @@ arguments and one call of the backend. Everything else here runs once per new co
 Who asks names a cause: a value is read (:mod:`.values`), a barrier runs (:mod:`.barriers`), a batch comes from the host
 or an optimizer has stepped (``frontend.device.copies`` and ``shims``), ranks meet (``frontend.distributed``), the
 program asks (:mod:`.sync`), a trace is long (``trace.record``), a thread ends, changes its mode or has run finalizers
-(``trace.threads``), the default dtype changes (``shims``).
+(``trace.threads``), the default dtype changes (``shims``), a setting changes (:mod:`.device_runtime`), a value is
+placed on several devices (``frontend.spmd.placing``).
 """
 
 from __future__ import annotations

@@ -115,7 +115,6 @@ def keep_tensor(runtime: DeviceRuntime, handle: LazyTensor, value: BackendData) 
     made = TensorData(runtime.device, TensorSpec.of(tensor), tensor)
     made.info, made.exported = runtime, True
     value.exported = True
-    runtime.holds_shared_tensors = True
     if handle.value is value:
         handle.value = made
     return made

@@ -21,7 +21,7 @@ from ..core.specs import CompileSpecs, TensorSpec, is_dense
 from ..trace.graph import needed, templates_of
 from ..trace.handle import intern_spec, shown_as, shown_spec
 from ..trace.trie import HostScalar, Leaf, Node, RandomKey, ScalarInput, Value
-from .host_forms import HostForm, as_tensor
+from .host_forms import as_tensor
 from .plans import ExecutionPlan
 from .tier_record import TierRecord
 
@@ -204,7 +204,6 @@ class _Interpreter(Backend):
                 for number in ends:
                     del values[number]
             results = _separate(handle, values, tensors)  # type: ignore[arg-type]
-        self.runtime.holds_shared_tensors = self.runtime.host_form is HostForm.SHARED
         return [TensorData(context.device, spec, one) for spec, one in zip(handle.outputs, results, strict=True)]
 
 

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from ..backend.builder import Refused
 from ..backend.decompositions import DECOMPOSE
 from ..backend.infer import DataDependent, Inferred, NoShapeRule, infer_as_on_cpu, learn, observed
+from ..backend.interpret import refuse_repetition
 from ..backend.lowering import view_form
 from ..backend.random import is_random
 from ..core.errors import UnsupportedOp
@@ -37,7 +38,7 @@ from .trie import HostScalar, Leaf, Node, Value, is_template, single_op
 if TYPE_CHECKING:
     from ..backend.interface import Backend
 
-__all__ = ["OF_STRIDES", "AtOnce", "decide", "draws_on_the_host", "not_taken", "refusal", "refuse_repetition"]
+__all__ = ["AtOnce", "decide", "draws_on_the_host", "not_taken", "refusal"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,8 @@ def decide(runner: Runner, node: Node, args: Sequence[Any], kwargs: Mapping[str,
     kernel = runner.kernels.kernel(node.op)
     if kernel is not None:
         return AtOnce(kernel)
-    if node.op in OF_STRIDES:
-        refuse_repetition(node.op, *args[OF_STRIDES.index(node.op) :][:2])
+    if node.op in _OF_STRIDES:
+        refuse_repetition(node.op, *args[_OF_STRIDES.index(node.op) :][:2])
     if draws_on_the_host(node.op):
         return _boxed_or_host(
             runner, node, "it draws random numbers of a kind the device has no formula for", seeded=True
@@ -145,19 +146,8 @@ def _described(value: Any) -> Any:
     return (value.__class__, repr(value)) if isinstance(value, (int, float, complex)) else value
 
 
-OF_STRIDES = (torch.ops.aten.empty_strided.default, torch.ops.aten.new_empty_strided.default)
+_OF_STRIDES = (torch.ops.aten.empty_strided.default, torch.ops.aten.new_empty_strided.default)
 """Operators whose sizes and strides stand at the place that they have here, and at the next."""
-
-
-def refuse_repetition(op: Any, sizes: Sequence[int], strides: Sequence[int]) -> None:
-    """Elements that share memory are views of something on this device; here there is nothing they could be of."""
-    if any(step == 0 and size > 1 for size, step in zip(sizes, strides, strict=False)):
-        raise UnsupportedOp(
-            "a tensor that shows an element more than once is a view of one that holds it; write "
-            "torch.empty(…).expand(…)",
-            op=str(op),
-            source=user_line(),
-        )
 
 
 def draws_on_the_host(op: Any) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -158,6 +161,27 @@ def test_kernels_of_the_backends_get_its_own_form(boxes: Any) -> None:
     ours = x.to(boxes.device) * 2
     assert type(_value(ours)) is TensorData
     torch.testing.assert_close((ours.sinc() + 1).cpu(), (x * 2).sinc() + 1)
+
+
+@pytest.mark.parametrize("mode", ["lazy", "eager"])
+@pytest.mark.parametrize("engine", ["xla", "openvino"])
+def test_the_first_value_of_a_process(engine: str, mode: str) -> None:
+    """Made, read, and given to the engine, before anything was brought to the device."""
+    if not torchport.get_backend(engine).is_available():
+        pytest.skip(torchport.get_backend(engine).unavailable_reason())
+    code = f"""
+import torch, torchport
+torchport.use({engine!r})
+with torchport.mode({mode!r}):
+    x = torch.ones(3, 40, device="port")
+    print(x.cpu().sum().item(), (x + 1).sum().item())
+torchport.config.tiers = "off"
+print((x * 2).sum().item())
+"""
+    env = {**os.environ, "TORCHPORT_TIERS": "auto"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["120.0", "240.0", "240.0"]
 
 
 def test_views_and_writes_are_the_cpus(boxes: Any) -> None:
