@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import fakes
 import pytest
 import torch
+from tier_training import are_equal, train
 from torch import nn
 
 import torchport
@@ -91,19 +92,8 @@ def _value(tensor: torch.Tensor) -> Any:
     return unwrap(tensor).value  # type: ignore[attr-defined]
 
 
-def _train(device: torch.device, steps: int) -> list[Any]:
-    torch.manual_seed(3)
-    net = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Dropout(0.2), nn.LayerNorm(16), nn.Linear(16, 3)).to(device)
-    opt = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    x, y = torch.randn(5, 6).to(device), torch.randn(5, 3).to(device)
-    losses: list[float] = []
-    for _ in range(steps):
-        loss = nn.functional.mse_loss(net(x), y)
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
-        losses.append(loss.item())
-    return [*losses, *(p.detach().cpu() for p in net.parameters())]
+def _net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Dropout(0.2), nn.LayerNorm(16), nn.Linear(16, 3))
 
 
 def test_how_values_and_cpu_tensors_go_together_is_found_out() -> None:
@@ -124,7 +114,7 @@ def test_what_takes_over_is_given_the_backends_own_form(
 ) -> None:
     monkeypatch.setattr(config, "check_backends", check_backends)
     with config.override(tiers="off"):
-        wanted = _train(boxes.device, 12)
+        wanted = train(_net, 12, boxes.device)
     _forget(boxes)
     runs: list[None] = []
     monkeypatch.setattr(device_runtime, "is_worth_recording", lambda backend, sights: sights.times >= 1)
@@ -135,9 +125,9 @@ def test_what_takes_over_is_given_the_backends_own_form(
 
     monkeypatch.setattr(tiers.costs, "expected", expected)
     before = torchport.metrics.counter("TakenOver")
-    found = _train(boxes.device, 12)
+    found = train(_net, 12, boxes.device)
     assert torchport.metrics.counter("TakenOver") > before
-    assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(found, wanted, strict=True))
+    assert are_equal(found, wanted)
 
 
 def test_a_handle_keeps_the_form_that_was_needed(monkeypatch: pytest.MonkeyPatch, boxes: Any) -> None:
@@ -215,6 +205,6 @@ def test_values_move_to_another_index_and_back(boxes: Any) -> None:
 
 def test_a_swap_is_verified_on_both_forms(capfd: pytest.CaptureFixture[str], boxes: Any) -> None:
     with config.override(verify_swap=2), tiers.costs.ignored():
-        found = _train(boxes.device, 10)
+        found = train(_net, 10, boxes.device)
     assert "the largest difference in 2 runs was 0" in capfd.readouterr().err
     assert len(found) == 16

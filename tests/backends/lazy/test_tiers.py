@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tier_training import are_equal, train
 from torch import nn
 
 import torchport
@@ -59,26 +60,9 @@ def _net() -> nn.Module:
 
 
 def _train(steps: int, before: Callable[[int], object] = lambda step: None) -> list[Any]:
-    torch.manual_seed(3)
-    net = _net().to("port")
-    opt = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    x, y = torch.randn(5, 6).to("port"), torch.randn(5, 3).to("port")
-    losses: list[float] = []
-    for step in range(steps):
-        before(step)
-        loss = nn.functional.mse_loss(net(x), y)
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
-        losses.append(loss.item())
-    return [*losses, *(p.detach().cpu() for p in net.parameters())]
+    return train(_net, steps, before=before)
 
 
-def _equal(one: list[Any], other: list[Any]) -> bool:
-    return all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(one, other, strict=True))
-
-
-# -- values ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 7, 11])
 def test_the_compiled_step_takes_over_at_any_step(monkeypatch: pytest.MonkeyPatch, backend: str, at: int) -> None:
     _record(monkeypatch, after=min(at, 3))
@@ -91,7 +75,7 @@ def test_the_compiled_step_takes_over_at_any_step(monkeypatch: pytest.MonkeyPatc
     found = _train(12, lambda step: now.__setitem__(0, step >= at))
     assert metrics.counter("TakenOver") > taken
     if backend == "reference":
-        assert _equal(found, wanted)
+        assert are_equal(found, wanted)
     else:
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
 
@@ -109,7 +93,7 @@ def test_the_compiled_step_takes_over_at_each_of_fifty_steps(monkeypatch: pytest
         found = _train(53, lambda step, at=at: now.__setitem__(0, step >= at))
         assert metrics.counter("TakenOver") > taken, at
         if backend == "reference":
-            assert _equal(found, wanted), at
+            assert are_equal(found, wanted), at
         else:
             torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
 
@@ -124,7 +108,7 @@ def test_without_compiling_a_run_is_the_compiled_one_bit_by_bit(monkeypatch: pyt
     found = _train(5)
     assert metrics.counter("UncachedCompile") == compiled
     if backend == "reference":
-        assert _equal(found, wanted)
+        assert are_equal(found, wanted)
     else:
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
 
@@ -428,7 +412,7 @@ def test_a_swap_that_is_verified_goes_through_where_the_values_agree(
     assert metrics.counter("VerifiedSwap") >= checked + 3
     assert "the largest difference in 3 runs was" in capfd.readouterr().err
     if backend == "reference":
-        assert _equal(found, wanted)
+        assert are_equal(found, wanted)
     else:
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
 
