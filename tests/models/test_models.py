@@ -106,6 +106,7 @@ def _losses(name: str, device: Any) -> list[torch.Tensor]:
     return [step() for _ in range(STEPS)]
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_a_steady_step_is_one_execution_and_no_compile(device: torch.device, name: str) -> None:
     if device.type == "cpu":
@@ -128,6 +129,7 @@ def test_a_steady_step_is_one_execution_and_no_compile(device: torch.device, nam
     assert _grown(before, "Execute") == 0
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_steady_inference_is_one_execution_and_no_compile(device: torch.device, name: str) -> None:
     if device.type == "cpu":
