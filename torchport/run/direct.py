@@ -9,7 +9,7 @@ is recorded once its runs have cost enough for it to be compiled (:func:`.tiers.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -37,12 +37,18 @@ if TYPE_CHECKING:
     from ..trace.trie import Sights
     from .device_runtime import DeviceRuntime
 
-__all__ = ["begin", "run"]
+__all__ = ["begin", "interpreted", "on_interpreted", "run"]
 
 _CPU: Final = torch.device("cpu")
 _NO_TENSOR: Final = frozenset(
     {int, float, bool, complex, str, type(None), torch.dtype, torch.memory_format, torch.layout}
 )
+
+
+interpreted: Final[dict[Kernel, How]] = {}
+"""Every operator that some device has interpreted, and how."""
+on_interpreted: Final[list[Callable[[Kernel, How], None]]] = []
+"""Called with an operator before it is interpreted for the first time in this process."""
 
 
 class _OtherStrides(Exception):
@@ -77,6 +83,10 @@ def run(trace: Trace, kernel: Kernel, args: Sequence[Any], kwargs: Mapping[str, 
     manner = runtime.manners.get(kernel.serial)
     if manner is None:
         manner = runtime.manners[kernel.serial] = _manner(runtime, kernel)
+        if manner is not False and kernel not in interpreted:
+            interpreted[kernel] = manner
+            for tell in on_interpreted:
+                tell(kernel, manner)
     if manner.__class__ is not How:
         return _recorded(trace, kernel, args, kwargs)
     given = dict(kwargs)

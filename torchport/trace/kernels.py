@@ -11,10 +11,11 @@ from __future__ import annotations
 import functools
 import itertools
 import keyword
+import sys
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 
@@ -24,9 +25,6 @@ from . import keys
 from .handle import IndexedLazyTensor, LazyTensor
 from .record import emit, record
 from .trie import FLOAT, LIMITS
-
-if TYPE_CHECKING:
-    from .trace import Trace
 
 __all__ = ["Kernel", "has_tensor_argument", "key_parts", "letters", "make_kernel", "supported_schema"]
 
@@ -52,7 +50,7 @@ _KEY_PARTS: Final = ("leaf", "foreign", "tensors", "sized", "filler", "scalars",
 
 
 def _kind(argument: Any) -> str:
-    return str(argument.real_type)
+    return sys.intern(str(argument.real_type))
 
 
 _DTYPE_CODES: Final = {4: torch.int64, 6: torch.float32, 7: torch.float64, 11: torch.bool}
@@ -61,6 +59,10 @@ _DTYPE_CODES: Final = {4: torch.int64, 6: torch.float32, 7: torch.float64, 11: t
 
 class KernelArgument:
     """A schema argument: its name (never a Python keyword), kind, default, and place in the trace key, if any."""
+
+    __slots__ = (
+        "default", "has_default", "holds_tensors", "is_device", "is_list", "kind", "kwarg_only", "name", "part",
+    )  # fmt: skip
 
     def __init__(self, argument: Any) -> None:
         self.name: str = argument.name + "_" * keyword.iskeyword(argument.name)
@@ -92,7 +94,7 @@ def key_parts(op: torch._ops.OpOverload, key: Sequence[Any], other: Sequence[Any
     return [(a.name, a.holds_tensors, key[a.part], other[a.part]) for a in arguments if a.part is not None]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Kernel:
     """An operator as the trace sees it: ``fast`` serves device index 0, ``indexed`` takes the trace first."""
 
@@ -102,19 +104,29 @@ class Kernel:
     is_factory: bool
     takes_device: bool
     """Whether a call may ask for another device or bring a generator."""
-    trace_of: Callable[[int], Trace]
-    """The calling thread's trace of a device index."""
+    threads: Any
+    """``of(index)``: the calling thread's trace of a device index; ``trace``: that of index 0."""
     with_generator: Callable[..., Any]
     """Runs a random operator that was given a generator."""
     elsewhere: Callable[..., Any]
     """Runs an operator whose result is wanted on another device."""
+    mark: Callable[[Callable[..., Any]], Any]
+    """Called with each function that is made for the operator, and again once it has its code."""
     fast: Callable[..., Any] = field(init=False)
-    indexed: Callable[..., Any] = field(init=False)
+    _indexed: Callable[..., Any] | None = field(init=False, default=None)
     tensor_parts: tuple[tuple[bool, int], ...] = field(init=False)
     """Of each argument that holds tensors: whether it is a list, and its place in the trace key."""
 
     def __post_init__(self) -> None:
         self.tensor_parts = tuple((a.is_list, a.part) for a in self.arguments if a.holds_tensors and a.part is not None)
+        self.fast = _unwritten(self, True)
+
+    @property
+    def indexed(self) -> Callable[..., Any]:
+        """The function that takes the trace first, made when it is first asked for: most programs have one device."""
+        if self._indexed is None:
+            self._indexed = _unwritten(self, False)
+        return self._indexed
 
     def __hash__(self) -> int:
         return self.serial
@@ -331,14 +343,10 @@ def make_kernel(
     ``with_generator`` takes random ops that were given a generator, ``elsewhere`` ops with a result on another device.
     ``mark`` is called with each function, and again once it has its code.
     """
-    kernel = Kernel(
-        op, next(_serials), _arguments(op), not has_tensor_argument(op), _takes_device(op), threads.of,
-        with_generator, elsewhere,
+    return Kernel(
+        op, next(_serials), _arguments(op), not has_tensor_argument(op), _takes_device(op), threads,
+        with_generator, elsewhere, mark,
     )  # fmt: skip
-    common = {**_HELPERS, "_K": kernel, "_threads": threads, "_with_generator": with_generator, "_elsewhere": elsewhere}
-    kernel.fast = _unwritten(kernel, True, {**common, "_HANDLE": LazyTensor}, mark)
-    kernel.indexed = _unwritten(kernel, False, {**common, "_HANDLE": IndexedLazyTensor}, mark)
-    return kernel
 
 
 _HELPERS: Final = {
@@ -350,11 +358,12 @@ _HELPERS: Final = {
 """What the code of every kernel names."""
 
 
-def _unwritten(kernel: Kernel, fast: bool, namespace: dict[str, Any], mark: Callable[..., Any]) -> Callable[..., Any]:
+def _unwritten(kernel: Kernel, fast: bool) -> Callable[..., Any]:
     """A function whose first call gives it its code: whoever holds it, as PyTorch's dispatcher does, has the kernel."""
+    namespace: dict[str, Any] = {}
     function = types.FunctionType(_first_call.__code__, namespace, "kernel")
-    namespace["_write"] = functools.partial(_write, kernel, fast, function, mark)
-    mark(function)
+    namespace["_write"] = functools.partial(_write, kernel, fast, function)
+    kernel.mark(function)
     return function
 
 
@@ -363,12 +372,16 @@ def _first_call(*args: Any, **kwargs: Any) -> Any:
     return globals()["_write"]()(*args, **kwargs)
 
 
-def _write(kernel: Kernel, fast: bool, function: types.FunctionType, mark: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a kernel's function its code; two threads may do so at once."""
+def _write(kernel: Kernel, fast: bool, function: types.FunctionType) -> Callable[..., Any]:
+    """Give a kernel's function its code, and the names that the code uses; two threads may do so at once."""
     source, names = _source(kernel, fast)
+    function.__globals__.update(
+        _HELPERS, _K=kernel, _threads=kernel.threads, _with_generator=kernel.with_generator,
+        _elsewhere=kernel.elsewhere, _HANDLE=LazyTensor if fast else IndexedLazyTensor,
+    )  # fmt: skip
     exec(compile(source, f"<torchport kernel {kernel.op}>", "exec"), function.__globals__, names)
     written: types.FunctionType = names["kernel"]
-    mark(written)
+    kernel.mark(written)
     # The defaults first: until there is code that has such arguments, nothing looks at them.
     function.__defaults__, function.__kwdefaults__ = written.__defaults__, written.__kwdefaults__
     function.__code__ = written.__code__

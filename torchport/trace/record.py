@@ -59,7 +59,7 @@ def record(trace: Trace, kernel: Kernel, key: tuple[Any, ...], args: Sequence[An
     if trace.index == 0 and (index := _index_of_wrapper(args)):
         # Below functionalization, PyTorch's dispatcher looks for what is on other indices at a key that wrappers lack.
         _Mark(trace, key, is_random(kernel.op)).undo()
-        return kernel.indexed(kernel.trace_of(index), *args, **kwargs)
+        return kernel.indexed(kernel.threads.of(index), *args, **kwargs)
     if not trace.recording and trace.runtime.interprets:
         sights = _sights(trace.cursor, key)
         worth = trace.runtime.is_worth_recording(sights)

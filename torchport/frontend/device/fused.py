@@ -14,7 +14,7 @@ import torch
 
 from ...trace.handle import IndexedLazyTensor, LazyTensor
 from ...trace.threads import threads
-from .inplace import KernelPair, overriding, unwrapped, write_each
+from .inplace import Kernels, overriding, unwrapped, write_each
 from .opaque import opaque
 
 __all__ = ["install"]
@@ -22,7 +22,7 @@ __all__ = ["install"]
 _NAMES = ("_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad")
 
 
-def install(library: torch.library.Library, functional: Mapping[Any, KernelPair]) -> None:
+def install(library: torch.library.Library, functional: Mapping[Any, Kernels]) -> None:
     """Register each fused in-place operator whose functional form has kernels here."""
     with overriding():
         for name in _NAMES:
@@ -36,7 +36,7 @@ def install(library: torch.library.Library, functional: Mapping[Any, KernelPair]
                     library.impl(short, opaque(fn), "Functionalize", with_keyset=True, allow_override=True)
 
 
-def _fused(op: Any, forms: KernelPair, original: Any) -> Callable[..., None]:
+def _fused(op: Any, forms: Kernels, original: Any) -> Callable[..., None]:
     written = [at for at, argument in enumerate(op._schema.arguments) if argument.alias_info is not None]
 
     def inplace(keys: Any, *args: Any, **kwargs: Any) -> None:

@@ -18,13 +18,14 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
 from ...core.errors import UnsupportedOp
 from ...core.frames import user_line
 from ...trace.handle import DEVICE_TYPE, IndexedLazyTensor, LazyTensor
+from ...trace.kernels import Kernel
 from ...trace.threads import threads
 from .expanded import ExactWrites, call_exactly, is_of_expanded, write_back
 from .opaque import opaque
@@ -32,6 +33,7 @@ from .writes import boxable, refuse_as_cpu, share_memory
 
 __all__ = [
     "KernelPair",
+    "Kernels",
     "install",
     "may_share_memory",
     "overriding",
@@ -59,13 +61,17 @@ def overriding() -> Iterator[None]:
 
 
 class KernelPair(NamedTuple):
-    """A functional operator's kernels: ``fast`` for handles of index 0, ``indexed`` for handles of a trace's index."""
+    """The device's own kernels of an operator, in place of a generated :class:`Kernel`, by the same two names."""
 
     fast: Callable[..., Any]
     indexed: Callable[..., Any]
 
 
-def install(library: torch.library.Library, functional: Mapping[Any, KernelPair]) -> dict[Any, Any]:
+Kernels: TypeAlias = Kernel | KernelPair
+"""A functional operator's kernels: ``fast`` for handles of index 0, ``indexed`` for handles of a trace's index."""
+
+
+def install(library: torch.library.Library, functional: Mapping[Any, Kernels]) -> dict[Any, Any]:
     """Register the in-place operators whose functional forms have kernels here; returns them by functional operator."""
     in_place: dict[Any, Any] = {}
     with overriding():
@@ -91,7 +97,7 @@ def install(library: torch.library.Library, functional: Mapping[Any, KernelPair]
     return in_place
 
 
-def _pair(name: str, functional: Mapping[Any, KernelPair]) -> tuple[Any, Any, KernelPair] | None:
+def _pair(name: str, functional: Mapping[Any, Kernels]) -> tuple[Any, Any, Kernels] | None:
     """An in-place operator, its functional form and the form's kernels; ``None`` if more than the write differs."""
     base, _, overload = name.removeprefix("aten::").partition(".")
     if not name.startswith("aten::") or not base.endswith("_") or base.endswith("__") or base == "copy_":
@@ -143,7 +149,7 @@ def unwrapped(value: Any) -> Any:
     return value
 
 
-def _of_tensor(op: Any, forms: KernelPair, original: Any, copy: KernelPair) -> Callable[..., Any]:
+def _of_tensor(op: Any, forms: Kernels, original: Any, copy: Kernels) -> Callable[..., Any]:
     kernel, restride = forms.fast, copy.fast
     scalar_form = getattr(op.overloadpacket, "Scalar", None) if op._overloadname == "Tensor" else None
 
@@ -216,7 +222,7 @@ def _refuse_cast(op: Any, out: torch.Tensor, written: torch.Tensor) -> None:
         )
 
 
-def _of_list(op: Any, forms: KernelPair, original: Any, copy: KernelPair) -> Callable[..., Any]:
+def _of_list(op: Any, forms: Kernels, original: Any, copy: Kernels) -> Callable[..., Any]:
     kernel, restride = forms.fast, copy.fast
 
     # An optimizer's step calls a dozen list operators on all parameters, so the work per tensor is done by ``map``.
@@ -300,7 +306,7 @@ def _inner_list(tensors: Sequence[torch.Tensor]) -> list[Any]:
         return [unwrapped(item) for item in tensors]
 
 
-def _of_copy(op: Any, forms: KernelPair, original: Any) -> Callable[..., Any]:
+def _of_copy(op: Any, forms: Kernels, original: Any) -> Callable[..., Any]:
     copy = forms.fast
 
     # PyTorch's own functionalization runs a copy on meta tensors first. It still does where shapes differ, as it knows

@@ -147,10 +147,10 @@ def _install() -> None:
     native.install(generated, in_place, checked)
 
 
-def _forms(kernel: Kernel, special: Any) -> inplace.KernelPair:
+def _forms(kernel: Kernel, special: Any) -> Kernel | inplace.KernelPair:
     """An operator's kernels on handles; a special one finds the trace itself."""
     if special is None:
-        return inplace.KernelPair(kernel.fast, kernel.indexed)
+        return kernel
     return inplace.KernelPair(special, lambda trace, *args, **kwargs: special(*args, **kwargs))
 
 

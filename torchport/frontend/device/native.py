@@ -12,9 +12,10 @@ import torch
 from ... import native
 from ...backend.infer import observed
 from ...backend.interface import BackendData, TensorData
-from ...backend.interpret import How, how
+from ...backend.interpret import How
 from ...core.specs import TensorSpec
 from ...native.twins import twins
+from ...run import direct
 from ...run.future import Future
 from ...trace import pool, trace, trie
 from ...trace.handle import LazyTensor, make_handle, make_template
@@ -109,25 +110,34 @@ def _use_follow(
 
 
 def _use_direct(library: ctypes.PyDLL, kernels: Sequence[Kernel]) -> None:
-    """Have C++ interpret operators at once, in the plain case."""
+    """Have C++ interpret operators at once, in the plain case: each from the second time that it is interpreted."""
     (start,) = _functions(library, direct_start=6)
     start(TensorData, TensorSpec, trace.Trace, How, _template_of, observed.append)
-    direct = library.torchport_direct
-    direct.argtypes = [
+    register = library.torchport_direct
+    register.argtypes = [
         ctypes.py_object, ctypes.py_object, ctypes.c_char_p, ctypes.c_char_p, ctypes.py_object,
         ctypes.c_int, ctypes.c_int, ctypes.c_char_p,
     ]  # fmt: skip
-    direct.restype = ctypes.py_object
-    for kernel in kernels:
-        manner = how(kernel.op)
-        if letters(kernel) is None or manner.at_once is None:
-            continue
-        schema = manner.at_once._schema
+    register.restype = ctypes.py_object
+    left = {kernel for kernel in kernels if letters(kernel) is not None}
+
+    def interpreted(kernel: Kernel, how: How) -> None:
+        if how.at_once is None:
+            return
+        try:
+            left.remove(kernel)
+        except KeyError:
+            return  # at most once: another thread may be in what is registered
+        schema = how.at_once._schema
         keywords = tuple(a.name if a.kwarg_only else "" for a in kernel.arguments)
         kinds = "".join(_IN_CPP.get(argument.kind, "?") for argument in kernel.arguments)
-        observed_kinds = b"" if manner.rule is None or "?" in kinds else kinds.encode()
+        observed_kinds = b"" if how.rule is None or "?" in kinds else kinds.encode()
         name, overload = schema.name.encode(), schema.overload_name.encode()
-        direct(kernel.serial, manner.rule, name, overload, keywords, manner.shares, manner.varying, observed_kinds)
+        register(kernel.serial, how.rule, name, overload, keywords, how.shares, how.varying, observed_kinds)
+
+    direct.on_interpreted.append(interpreted)
+    for kernel, how in list(direct.interpreted.items()):
+        interpreted(kernel, how)
 
 
 def _template_of(dtype: torch.dtype) -> torch.Tensor:

@@ -142,12 +142,11 @@ def install(library: torch.library.Library) -> list[Checked]:
     for name in torch._C._dispatch_get_all_op_names():
         if not name.startswith("aten::") or not torch._C._dispatch_has_kernel_for_dispatch_key(name, "Functionalize"):
             continue
-        base, _, overload = name.removeprefix("aten::").partition(".")
-        op = getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
-        if op is None:
-            continue
-        outs = [argument.name for argument in op._schema.arguments if argument.is_out]
-        if outs and all(str(a.real_type) == "Tensor" for a in op._schema.arguments if a.is_out):
+        short, _, overload = name.partition(".")
+        # A schema of its own: ``torch.ops`` would keep an object for each of two thousand operators.
+        outs = [argument for argument in torch._C._get_schema(short, overload).arguments if argument.is_out]
+        if outs and all(str(argument.real_type) == "Tensor" for argument in outs):
+            op = getattr(getattr(torch.ops.aten, short.removeprefix("aten::")), overload or "default")
             original = torch.library.get_kernel(name, "Functionalize")
             fn = opaque(_checked(op, outs, original))
             library.impl(name.removeprefix("aten::"), fn, "Functionalize", with_keyset=True, allow_override=True)
