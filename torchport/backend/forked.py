@@ -12,6 +12,7 @@ import ctypes
 import functools
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +21,9 @@ from ..core.errors import ExecutionError
 from .interface import Backend
 from .optional import optional_of
 
-__all__ = ["abandon", "end_openmp_team", "refuse_lost"]
+__all__ = ["abandon", "end_openmp_team", "is_lost", "refuse_lost"]
+
+_lost: Final[weakref.WeakSet[Backend]] = weakref.WeakSet()
 
 _SOFT: Final = 1
 """``omp_pause_soft`` of OpenMP 5.0 (``omp.h``)."""
@@ -87,7 +90,14 @@ def refuse_lost(backends: Iterable[Backend]) -> None:
             )
 
 
+def is_lost(backend: Backend) -> bool:
+    """Whether this is a forked child, and the backend's engine works in the parent only."""
+    return backend in _lost
+
+
 def _refuse(backend: Any, message: str) -> None:
+    _lost.add(backend)
+
     def refuse(*args: object, **options: object) -> None:
         raise ExecutionError(message)
 

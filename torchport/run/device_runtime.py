@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import itertools
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from ..backend.builder import capture_of
+from ..backend.forked import is_lost
 from ..backend.inferences import recall_inferences
 from ..backend.interface import Backend, BackendDevice
 from ..backend.optional import optional_of
@@ -67,6 +69,8 @@ class DeviceRuntime:
         """How operators are interpreted, by kernel."""
         self.holds_shared_tensors = False
         """Whether values may be CPU tensors though the backend has a form of its own (:mod:`.host_forms`)."""
+        self.is_lost = False
+        """Whether this is a forked child, where the backend's engine does not work: everything is interpreted."""
         note_used(backend)
 
     def forget_decisions(self) -> None:
@@ -96,6 +100,8 @@ class DeviceRuntime:
     @property
     def interprets(self) -> bool:
         """Whether operators seen for the first time are interpreted."""
+        if self.is_lost:
+            return self.host_form is not HostForm.NONE
         if not is_tiered(self.backend) or self.capture.kernels or is_partitioned(self.backend):
             return False
         if self.host_form is HostForm.NONE:
@@ -107,7 +113,7 @@ class DeviceRuntime:
 
     def is_worth_recording(self, sights: Sights) -> bool:
         """Whether what was seen so often, without being recorded, is to become part of the trie."""
-        return is_worth_recording(self.backend, sights)
+        return not self.is_lost and is_worth_recording(self.backend, sights)
 
     def begin_direct(self, trace: Trace, sights: Sights) -> None:
         """Compute what is pending, and interpret the operators that follow at once, until the next flush."""
@@ -296,6 +302,16 @@ def _settings_changed() -> None:
             flush(trace, "setting")
             trace.end_direct()
 
+
+def _forked() -> None:
+    """In a forked child: what was compiled for an engine that is lost is forgotten."""
+    for runtime in runtimes.all():
+        if is_lost(runtime.backend):
+            runtime.is_lost = True
+            runtime.forget_decisions()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 for _name in ("fallback", "tiers"):
     watch(_name, _settings_changed)

@@ -158,7 +158,7 @@ def next_plan(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
         plan.record.seconds += computation.seconds
     if plan.ticket is not None:
         return _taken_over(plan, progress) if plan.ticket.done() else plan
-    if plan.stays:
+    if plan.stays or progress.runtime.is_lost:
         return plan
     plan.seconds += computation.seconds
     expected = costs.expected(progress.runtime.backend.name, computation.graph_ops)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..backend.answers import checked_data, checked_tensor
-from ..backend.interface import BackendData
+from ..backend.interface import BackendData, TensorData
 from ..core import metrics
 from ..core.default_state import default_state
 from ..core.errors import ExecutionError
@@ -21,7 +21,7 @@ from ..trace.trace import Runner, Trace, lock, owners
 from ..trace.trie import SPAN
 from .flush import flush, note_fallbacks
 from .future import resolve
-from .host_forms import host_copy, own_value, with_shown_strides
+from .host_forms import host_copy, is_interpreted_only, own_value, with_shown_strides
 from .jobs import Job, on_device_thread
 from .plans import make_plan
 
@@ -159,12 +159,15 @@ def leaf_from_host(runtime: Runner, tensor: torch.Tensor, private: bool = False)
     start = perf_counter()
     if tensor._is_zerotensor():  # what forward-mode differentiation makes of a missing tangent, without memory
         tensor = torch.zeros(tensor.shape, dtype=tensor.dtype)
-    try:
-        data = runtime.backend.to_device(tensor, runtime.device)
-    except Exception as error:
-        raise _transfer_failed(runtime, "to the device", error) from error
     spec = TensorSpec.of(tensor)
-    checked_data(runtime.backend, "to_device", data, spec)
+    if is_interpreted_only(runtime):  # type: ignore[arg-type]
+        data: BackendData = TensorData(runtime.device, spec, tensor)
+    else:
+        try:
+            data = runtime.backend.to_device(tensor, runtime.device)
+        except Exception as error:
+            raise _transfer_failed(runtime, "to the device", error) from error
+        checked_data(runtime.backend, "to_device", data, spec)
     metrics.count("TransferToDevice")
     metrics.metrics.add_time("TransferToDeviceTime", perf_counter() - start)
     handle = make_handle(spec, runtime.index)

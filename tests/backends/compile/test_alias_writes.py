@@ -251,6 +251,7 @@ def test_random_programs(frontend: str, count: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:inputs of a compiled function share memory otherwise")
+@pytest.mark.filterwarnings("ignore:a function given to torch.compile runs operator by operator")
 @pytest.mark.parametrize(("frontend", "count"), [("lazy", 300), ("compile", 40)])
 def test_more_random_programs(frontend: str, count: int) -> None:
     import torchport

@@ -512,7 +512,7 @@ def test_the_process_that_compiles_fills_it_and_reads_it(tmp_path: Path) -> None
     body = """
         from torchport.core.config import config
         from torchport.worker.service import service
-        config.tiers = "auto"
+        config.tiers = "on"
         model = nn.Sequential(nn.Linear(3, 4), nn.Tanh()).to("port")
         from torchport.run import tiers
         tiers.WORTH_A_PROCESS = tiers.WORTH_WAITING = 0.0

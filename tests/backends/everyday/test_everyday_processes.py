@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,8 +28,20 @@ class Rows(torch.utils.data.Dataset):
         return {"row": self.rows[at] * 2, "at": at}
 
 
+@pytest.fixture
+def with_tiers() -> Iterator[None]:
+    if not ON_PORT:
+        yield
+        return
+    from torchport.core.config import config
+
+    with config.override(tiers="auto"):
+        yield
+
+
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_data_set_on_the_device_in_workers(device: torch.device, workers: int) -> None:
+def test_a_data_set_on_the_device_in_workers(device: torch.device, workers: int, with_tiers: None) -> None:
+    """With tiers, as is the default: an engine that a fork leaves behind is interpreted in the workers."""
     torch.set_num_threads(1)
     loader = torch.utils.data.DataLoader(Rows(device), batch_size=4, num_workers=workers, timeout=120 if workers else 0)
     batches = list(loader)

@@ -266,7 +266,7 @@ def test_eager_mode_and_tiers() -> None:
     with torchport.mode("eager"), counted() as counts:
         same(around(x).cpu(), expected, rtol=1e-5)
     assert counts["Fallback"] == 2
-    with torchport.config.override(tiers="auto"):
+    with torchport.config.override(tiers="on"):
         for _ in range(8):
             same(around(x).cpu(), expected, rtol=1e-5)
 
