@@ -75,11 +75,20 @@ class FakeRunner:
         self.flushes: list[str] = []
         self.direct: list[Any] = []
         self.barriers: list[Any] = []
+        self.region: Any = None
         self.keys_drawn = 0
         self.keys_returned: list[int] = []
 
     def is_worth_recording(self, sights: Sights) -> bool:
         return sights.times > 1
+
+    def begins_region(self, kernel: Kernel, args: Sequence[Any], kwargs: Any) -> bool:
+        return self.region is not None and self.region.begins(kernel)
+
+    def enter_region(self, trace: Trace, kernel: Kernel, args: Sequence[Any], kwargs: Any) -> Any:
+        self.flush(trace, "region")
+        trace.recording, trace.region = True, self.region
+        return kernel.fast(*args, **kwargs)
 
     def begin_direct(self, trace: Trace, sights: Sights) -> None:
         sights.times += 1

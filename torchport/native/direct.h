@@ -5,6 +5,7 @@
 #pragma once
 #include "calls.h"
 
+#include <algorithm>
 #include <unordered_map>
 
 #include <ATen/autocast_mode.h>
@@ -181,6 +182,31 @@ struct Direct {
   PyObject* serial; // the kernel's, the key of ``runtime.manners``
   std::vector<std::string> keywords; // per argument: its name if it is keyword-only, else empty
   std::string kinds; // per argument: the letter for ``plain``; empty where calls are not noted for shape inference
+  std::vector<std::vector<int64_t>> anchors; // shapes of the arguments of calls that a region may begin with
+
+  // Whether a region may begin with a call. Twin of ``run.regions.shapes_of``.
+  bool is_anchor(c10::ArrayRef<c10::IValue> given) const {
+    if (anchors.empty()) {
+      return false;
+    }
+    std::vector<int64_t> shapes;
+    const auto add = [&](const at::Tensor& tensor) {
+      if (tensor.defined()) {
+        shapes.push_back(tensor.dim());
+        shapes.insert(shapes.end(), tensor.sizes().begin(), tensor.sizes().end());
+      }
+    };
+    for (const c10::IValue& value : given) {
+      if (value.isTensor()) {
+        add(value.toTensor());
+      } else if (value.isTensorList()) {
+        for (const c10::IValue& item : value.toListRef()) {
+          add(item.toTensor());
+        }
+      }
+    }
+    return std::find(anchors.begin(), anchors.end(), shapes) != anchors.end();
+  }
 };
 
 struct DirectCall {
@@ -360,7 +386,11 @@ bool run_direct(const Direct& direct, const std::string& letters, torch::jit::St
     PyErr_Clear();
     return false;
   }
-  const bool noted = observing_of.of(trace.get()) == Py_True && !direct.kinds.empty();
+  PyObject* observing = observing_of.of(trace.get());
+  if (observing != Py_True && observing != Py_False) { // a log, which Python writes
+    return false;
+  }
+  const bool noted = observing == Py_True && !direct.kinds.empty();
   DirectCall call{direct, trace.get(), runtime, {}, {}, THPObjectPtr(), THPObjectPtr(), noted};
   if (noted) {
     call.args = PyList_New(0);
@@ -372,6 +402,9 @@ bool run_direct(const Direct& direct, const std::string& letters, torch::jit::St
   }
   const size_t count = letters.size();
   const size_t first = stack.size() - count;
+  if (direct.is_anchor(c10::ArrayRef<c10::IValue>(stack.data() + first, count))) {
+    return false;
+  }
   call.stack.reserve(count);
   for (size_t at = 0; at < count; ++at) {
     if (!call.add(stack[first + at], at, letters[at])) {

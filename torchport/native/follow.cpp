@@ -626,8 +626,23 @@ extern "C" PyObject* torchport_direct(
   Py_INCREF(rule);
   Py_INCREF(serial);
   kernel.direct = std::unique_ptr<Direct>(
-      new Direct{callee, shares != 0, varying != 0, rule, serial, std::move(names), kinds});
+      new Direct{callee, shares != 0, varying != 0, rule, serial, std::move(names), kinds, {}});
   Py_RETURN_TRUE;
+  END_HANDLE_TH_ERRORS
+}
+
+// Leave calls of an operator with arguments of these shapes to Python: a region may begin with them. Nothing to do
+// where Python runs the operator in any case.
+extern "C" PyObject* torchport_direct_anchor(PyObject* serial, PyObject* shapes) {
+  HANDLE_TH_ERRORS
+  const auto found = kernels().find(integer(serial));
+  if (found != kernels().end() && found->second->direct) {
+    std::vector<int64_t>& anchor = found->second->direct->anchors.emplace_back();
+    for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(shapes); ++at) {
+      anchor.push_back(integer(PyTuple_GET_ITEM(shapes, at)));
+    }
+  }
+  Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
 

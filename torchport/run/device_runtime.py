@@ -38,8 +38,9 @@ from .flush import flush, is_known
 from .host_forms import HostForm, host_form
 from .jobs import Job
 from .queue import queue_of, queues
+from .regions import Regions
 from .replay import replay
-from .tiers import is_tiered, is_worth_recording
+from .tiers import costs_enough, is_tiered, is_worth_recording
 from .values import settle
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class DeviceRuntime:
         self.kernels.listen(self)
         self.manners: dict[Any, Any] = {}
         """How operators are interpreted, by kernel."""
+        self.regions = Regions()
         self.holds_shared_tensors = False
         """Whether values may be CPU tensors though the backend has a form of its own (:mod:`.host_forms`)."""
         self.is_lost = False
@@ -77,6 +79,7 @@ class DeviceRuntime:
         """The backend's kernels have changed: traces start from an empty trie after what is pending."""
         self.generation = next(_generations)
         self.manners.clear()
+        self.regions.clear()
         for trace in every_trace():
             if trace.runtime is self and trace.cursor.parent is None:
                 trace.restart()
@@ -114,6 +117,20 @@ class DeviceRuntime:
     def is_worth_recording(self, sights: Sights) -> bool:
         """Whether what was seen so often, without being recorded, is to become part of the trie."""
         return not self.is_lost and is_worth_recording(self.backend, sights)
+
+    def is_worth_comparing(self, seconds: float, ops: int) -> bool:
+        """Whether paths that never came back have cost so much that it pays to look for what they have in common."""
+        return not self.is_lost and costs_enough(self.backend, seconds, ops)
+
+    def enter_region(self, trace: Trace, kernel: Kernel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Compute what is pending, and begin a path with an operator that a region begins with; its result."""
+        return direct.enter_region(trace, kernel, args, kwargs)
+
+    def begins_region(self, kernel: Kernel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a part that comes back in paths that do not begins with an operator."""
+        if kernel.serial not in self.regions.serials or not self.interprets:
+            return False
+        return self.regions.anchor(kernel, args, kwargs) is not None
 
     def begin_direct(self, trace: Trace, sights: Sights) -> None:
         """Compute what is pending, and interpret the operators that follow at once, until the next flush."""

@@ -17,6 +17,7 @@ import torch
 from ..backend.infer import observe
 from ..backend.interface import TensorData
 from ..backend.interpret import How, how, interpret, settled
+from ..core import metrics
 from ..core.default_state import default_state, is_default
 from ..core.errors import TorchportError, UnsupportedOp
 from ..core.frames import user_line
@@ -27,17 +28,18 @@ from ..trace.layouts import kind_of, refusal
 from ..trace.record import mismatch
 from ..trace.threads import threads
 from ..trace.trace import Trace
+from ..trace.trie import Sights
 from ..trace.wrapping import call_above, is_below, unwrap, wrap
 from .flush import flush
 from .host_forms import as_tensor, keep_tensor
+from .regions import Anchor, Log
 from .values import any_value_of
 
 if TYPE_CHECKING:
     from ..trace.kernels import Kernel
-    from ..trace.trie import Sights
     from .device_runtime import DeviceRuntime
 
-__all__ = ["begin", "interpreted", "on_interpreted", "run"]
+__all__ = ["begin", "enter_region", "interpreted", "on_interpreted", "run"]
 
 _CPU: Final = torch.device("cpu")
 _NO_TENSOR: Final = frozenset(
@@ -69,11 +71,18 @@ class _OtherIndex(Exception):
 
 def begin(trace: Trace, sights: Sights) -> None:
     """Compute what is pending in a trace of the calling thread, and interpret what follows."""
+    runtime: DeviceRuntime = trace.runtime  # type: ignore[assignment]
+    place, region, node = runtime.regions.place(trace.cursor), trace.region, trace.cursor
     flush(trace, "new operator")
+    if region is not None:
+        region.note(node)
     trace.direct = 1
     sights.times += 1
     sights.ops = 0
     trace.sights, trace.observing, trace.began = sights, sights.observed, time.thread_time()
+    if sights.times == 1:  # else the path may have come back as a whole
+        trace.place = place
+        trace.observing = runtime.regions.begin_round(place, runtime.is_worth_comparing) or sights.observed
     threads.hide(trace)
 
 
@@ -89,6 +98,13 @@ def run(trace: Trace, kernel: Kernel, args: Sequence[Any], kwargs: Mapping[str, 
                 tell(kernel, manner)
     if manner.__class__ is not How:
         return _recorded(trace, kernel, args, kwargs)
+    if kernel.serial in runtime.regions.serials and not trace.eager:
+        region = runtime.regions.anchor(kernel, args, kwargs)
+        if region is not None and region.is_ready():
+            trace.end_direct()
+            return _entered(trace, region, kernel, args, kwargs)
+    if trace.observing.__class__ is Log:
+        trace.observing.add(kernel, args, kwargs)  # type: ignore[union-attr]
     given = dict(kwargs)
     if kernel.takes_device and (moved := _placed(trace, kernel, args, given)) is not None:
         return moved[0]
@@ -121,6 +137,29 @@ def _manner(runtime: DeviceRuntime, kernel: Kernel) -> Any:
     if runtime.kernels.kernel(op) is not None or draws_on_the_host(op) or op in runtime.capture.decompositions:
         return False
     return how(op)
+
+
+def enter_region(trace: Trace, kernel: Kernel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Compute what is pending, and begin a path with an operator that a region begins with; its result.
+
+    While the region is being compiled, its operators are interpreted.
+    """
+    runtime: DeviceRuntime = trace.runtime  # type: ignore[assignment]
+    region = runtime.regions.anchor(kernel, args, kwargs)
+    assert region is not None
+    if not region.is_ready():
+        begin(trace, Sights())
+        return run(trace, kernel, args, kwargs)
+    flush(trace, "region")
+    return _entered(trace, region, kernel, args, kwargs)
+
+
+def _entered(trace: Trace, region: Anchor, kernel: Kernel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Record from here on, as far as a region goes, beginning with this operator."""
+    trace.direct = 0
+    trace.recording, trace.region, trace.spent = True, region, region.seconds
+    metrics.count("RegionEntered")
+    return kernel.fast(*args, **kwargs) if trace.index == 0 else kernel.indexed(trace, *args, **kwargs)
 
 
 def _recorded(trace: Trace, kernel: Kernel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

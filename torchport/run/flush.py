@@ -53,13 +53,13 @@ __all__ = [
     "note_fallbacks",
 ]
 
-NOW: Final = frozenset({"read", "eager", "host", "kernel", "collective"})
+NOW: Final = frozenset({"read", "eager", "host", "kernel", "collective", "new"})
 """Causes of a flush after which the calling thread needs a value at once."""
 
 PLANS_AT_MOST: Final = 256
 """Plans kept at one place of a trie: a program that keeps other values each time would fill it without end."""
 
-WAITING: Final = NOW - {"eager", "collective"}
+WAITING: Final = NOW - {"eager", "collective", "new"}
 """Those that the program could do without."""
 
 

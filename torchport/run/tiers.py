@@ -41,6 +41,7 @@ __all__ = [
     "Progress",
     "claim",
     "costs",
+    "costs_enough",
     "first_plan",
     "is_tiered",
     "is_worth_recording",
@@ -93,6 +94,17 @@ WORTH_A_PROCESS: Final = 0.1
 """The same where another process compiles, at low priority, while the program goes on."""
 
 
+RECORDING: Final = 150e-6
+"""Seconds per operator that recording a path takes, and making runnable what was compiled of it: the program's own."""
+
+
+FEW: Final = 8
+"""Operators that are better interpreted, unless they compute for long: to run a computation takes as much."""
+
+LITTLE: Final = 1e-3
+"""Seconds per operator, with what the program does in between."""
+
+
 class Progress:
     """Where a plan that is interpreted stands on its way to be compiled: what is needed to ask for it."""
 
@@ -126,7 +138,15 @@ def is_worth_recording(backend: Backend, sights: Sights) -> bool:
     """
     if sights.times == 0:
         return False
-    return sights.seconds >= WORTH_A_PROCESS * costs.expected(backend.name, max(sights.ops, 1))
+    if sights.ops < FEW and sights.seconds < sights.times * sights.ops * LITTLE and WORTH_A_PROCESS:
+        return False
+    return costs_enough(backend, sights.seconds, sights.ops)
+
+
+def costs_enough(backend: Backend, seconds: float, ops: int) -> bool:
+    """Whether so many operators have cost so many seconds that the compiler's process is to have them."""
+    compiling = WORTH_A_PROCESS * costs.expected(backend.name, max(ops, 1))
+    return not compiling or seconds >= compiling + RECORDING * ops
 
 
 def first_plan(

@@ -60,9 +60,15 @@ def record(trace: Trace, kernel: Kernel, key: tuple[Any, ...], args: Sequence[An
         # Below functionalization, PyTorch's dispatcher looks for what is on other indices at a key that wrappers lack.
         _Mark(trace, key, is_random(kernel.op)).undo()
         return kernel.indexed(kernel.threads.of(index), *args, **kwargs)
+    region = trace.region
+    if region is None and trace.runtime.begins_region(kernel, args, kwargs):
+        _Mark(trace, key, is_random(kernel.op)).undo()
+        return trace.runtime.enter_region(trace, kernel, args, kwargs)
+    if region is not None and not region.goes_on(trace.cursor, kernel.serial):
+        trace.recording = False  # what comes after it is another path each time
     if not trace.recording and trace.runtime.interprets:
         sights = _sights(trace.cursor, key)
-        worth = trace.runtime.is_worth_recording(sights)
+        worth = region is None and trace.runtime.is_worth_recording(sights)
         if not worth or not sights.observed:
             sights.observed = worth  # computed at once a last time, so that nothing has to be inferred
             _Mark(trace, key, is_random(kernel.op)).undo()

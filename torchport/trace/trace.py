@@ -46,6 +46,25 @@ only the fourth such copy counts as a new batch. Without gradients the first one
 _epochs = itertools.count()
 
 
+class Region(Protocol):
+    """A part of a path that comes back, though what is before and after it never does."""
+
+    def goes_on(self, node: Node, serial: int) -> bool:
+        """Whether an operator that is new after the path to ``node`` is one of the region's, and is to be recorded."""
+        ...
+
+    def note(self, node: Node) -> None:
+        """It has ended at ``node``, and was run."""
+        ...
+
+
+class Round(Protocol):
+    """What operators that are interpreted have cost since they began at one node."""
+
+    seconds: float
+    ops: int
+
+
 class Runner(Protocol):
     """What a trace needs of whoever runs it: one device index, bound to a backend.
 
@@ -66,6 +85,14 @@ class Runner(Protocol):
 
     def is_worth_recording(self, sights: Sights) -> bool:
         """Whether what was seen so often, without being recorded, is to become part of the trie."""
+        ...
+
+    def enter_region(self, trace: Trace, kernel: Kernel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Compute what is pending, and begin a path with an operator that a region begins with; its result."""
+        ...
+
+    def begins_region(self, kernel: Kernel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a part that comes back in paths that do not begins with an operator."""
         ...
 
     def begin_direct(self, trace: Trace, sights: Sights) -> None:
@@ -106,7 +133,9 @@ class Trace:
     order. ``fresh`` tells whether one of the leaves came from the host for this trace, ``copies`` how many copies from
     the host came after that leaf was used. ``direct`` is above 0 while operators are interpreted at once and nothing is
     recorded: one more than how many were; ``sights`` says what is known of those, ``began`` when they did.
-    ``observing``: what they give is noted for when they are recorded. ``bypassed``: a key with :data:`.WRAPPED` was
+    ``observing``: what they give is noted for when they are recorded, or the log that they are noted in. ``place``: what
+    the rounds of such operators that begin at one node have cost. ``region``: the part of a path that is recorded, up
+    to where it ends. ``bypassed``: a key with :data:`.WRAPPED` was
     made. ``recording``: what is new to the trie becomes part of it, until a flush; before, it has cost ``spent``
     seconds.
     """
@@ -132,8 +161,10 @@ class Trace:
         "made",
         "nodes",
         "observing",
+        "place",
         "random_keys",
         "recording",
+        "region",
         "root",
         "runtime",
         "scalar_inputs",
@@ -164,7 +195,9 @@ class Trace:
         self.spent = 0.0
         self.sights: Sights | None = None
         self.began = 0.0
-        self.observing = False
+        self.observing: Any = False
+        self.place: Round | None = None
+        self.region: Region | None = None
         self.bypassed = False
         owners[epoch] = self
 
@@ -189,6 +222,7 @@ class Trace:
         self.fresh = False
         self.copies = 0
         self.recording = False
+        self.region = None
         self.spent = 0.0
         self.made.clear()
 
@@ -200,6 +234,10 @@ class Trace:
             now = time.thread_time()
             self.sights.ops += max(self.direct - 1, 0)
             self.sights.seconds += now - self.began
+            if self.place is not None:
+                self.place.seconds += now - self.began
+                self.place.ops += max(self.direct - 1, 0)
+                self.place = None
             self.began = now
         self.direct = 1 if self.eager and self.runtime.interprets else 0
 

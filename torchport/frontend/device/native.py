@@ -17,6 +17,7 @@ from ...core.specs import TensorSpec
 from ...native.twins import twins
 from ...run import direct
 from ...run.future import Future
+from ...run.regions import on_anchor
 from ...trace import pool, trace, trie
 from ...trace.handle import LazyTensor, make_handle, make_template
 from ...trace.kernels import Kernel, letters
@@ -135,6 +136,8 @@ def _use_direct(library: ctypes.PyDLL, kernels: Sequence[Kernel]) -> None:
         name, overload = schema.name.encode(), schema.overload_name.encode()
         register(kernel.serial, how.rule, name, overload, keywords, how.shares, how.varying, observed_kinds)
 
+    (anchor,) = _functions(library, direct_anchor=2)
+    on_anchor.append(anchor)
     direct.on_interpreted.append(interpreted)
     for kernel, how in list(direct.interpreted.items()):
         interpreted(kernel, how)

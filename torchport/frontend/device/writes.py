@@ -148,7 +148,7 @@ def install(library: torch.library.Library) -> list[Checked]:
         if outs and all(str(argument.real_type) == "Tensor" for argument in outs):
             op = getattr(getattr(torch.ops.aten, short.removeprefix("aten::")), overload or "default")
             original = torch.library.get_kernel(name, "Functionalize")
-            fn = opaque(_checked(op, outs, original))
+            fn = opaque(_checked(op, [argument.name for argument in outs], original))
             library.impl(name.removeprefix("aten::"), fn, "Functionalize", with_keyset=True, allow_override=True)
             installed.append(Checked(op, len(outs), original))
     return installed
