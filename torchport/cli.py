@@ -74,7 +74,10 @@ def _parser() -> argparse.ArgumentParser:
 
     explain = commands.add_parser("explain", help="where an operator goes on a device, and why")
     explain.add_argument("op", metavar="OP", help="an operator such as aten::add.Tensor")
-    explain.add_argument("--device", help="for tensors of this device, such as port")
+    explain.add_argument(
+        "--device",
+        help="for tensors of this device, such as port; or a backend: its name, package.module:Class, or file.py:Class",
+    )
     explain.set_defaults(run=_explain)
 
     new = commands.add_parser("new", help="a package with a backend of your own that already runs, and its tests")
@@ -139,7 +142,13 @@ def _inspect(arguments: argparse.Namespace) -> int:
 def _explain(arguments: argparse.Namespace) -> int:
     from .debug.explain import explain_cli  # on demand: a command pays for what it uses
 
-    print(explain_cli(arguments.op, arguments.device))
+    device = arguments.device
+    place, _, attribute = (device or "").rpartition(":")
+    if place and not attribute.isdecimal():  # file.py:Class; "port:1" is a device
+        from .testing.target import load_backend  # on demand: a command pays for what it uses
+
+        device = load_backend(device).name
+    print(explain_cli(arguments.op, device))
     return 0
 
 

@@ -35,6 +35,7 @@ __all__ = [
     "fake_tensor",
     "infer",
     "infer_as_on_cpu",
+    "infer_example",
     "learn",
     "observe",
     "observed",
@@ -173,6 +174,14 @@ def infer(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     return _recall(_remembered, _infer, op, args, kwargs)
 
 
+def infer_example(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Inferred:
+    """:func:`infer` for arguments that nobody has called the operator with, and that may be wrong for it.
+
+    No kernel runs: few check what they are given, and some crash. Raises what shape inference itself raises.
+    """
+    return _recall(_remembered, functools.partial(_infer, ask=False), op, args, kwargs)
+
+
 def infer_as_on_cpu(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Inferred:
     """:func:`infer` for a call of a program: raises, too, what only the CPU's own kernel refuses."""
     return _recall(_remembered_as_on_cpu, _confirmed, op, args, kwargs)
@@ -254,7 +263,7 @@ _WRONG_RULES: Final = frozenset({torch.ops.aten.multilabel_margin_loss_forward.d
 """torch 2.13 gives the unreduced loss of a vector one dimension there; the CPU's kernel gives it none."""
 
 
-def _infer(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Inferred:
+def _infer(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], ask: bool = True) -> Inferred:
     from torch._subclasses.fake_tensor import UnsupportedOperatorException
 
     if op in _WRONG_RULES:
@@ -265,7 +274,10 @@ def _infer(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
 
     check = _CHECKS.get(op)
     if check is not None and not check(*args, **kwargs):
-        return _ask_the_cpu(op, args, kwargs, RuntimeError(f"{op}: the shapes of its arguments do not fit together"))
+        misfit = RuntimeError(f"{op}: the shapes of its arguments do not fit together")
+        if ask:
+            return _ask_the_cpu(op, args, kwargs, misfit)
+        raise misfit
     fake_args, fake_kwargs = _with_tensors(to_fake, args, kwargs)
     try:
         with fake_mode(), torch.no_grad(), _quiet():
@@ -277,7 +289,9 @@ def _infer(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
     except (RuntimeError, ValueError, TypeError, IndexError, AssertionError, ArithmeticError) as error:
         if depends_on_data(error):
             raise DataDependent("the shape of its result depends on values") from error
-        return _ask_the_cpu(op, args, kwargs, error)
+        if ask:
+            return _ask_the_cpu(op, args, kwargs, error)
+        raise
 
 
 def depends_on_data(error: Exception) -> bool:

@@ -22,6 +22,8 @@ __all__ = ["SCHEMA", "Cell", "Report", "percent", "read_report"]
 
 SCHEMA: Final = 1
 """Version of the JSON. A reader takes this one and says so about others."""
+MOST_HOSTS: Final = 12
+"""Operators that ran on the host which a summary names."""
 _KEPT_PER_CELL: Final = 12
 """Failures of one cell that are kept whole; of the others the number is."""
 
@@ -135,7 +137,26 @@ class Report:
             lines.append(
                 f"{name:<{width}}  {percent(self.rate(counts)):>8}" + "".join(f"  {counts[n]:>11,}" for n in names)
             )
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._not_reached(), *self._on_the_host()])
+
+    def _not_reached(self) -> list[str]:
+        """What a rate of all that was judged does not say: how much of it was there to judge."""
+        total = self.totals()
+        left, every = total["not run"], sum(total.values())
+        if not left:
+            return []
+        reached = (every - left) / every
+        return ["", f"{reached:.0%} of the cases were reached in time; go on with --resume, or give a longer --budget"]
+
+    def _on_the_host(self) -> list[str]:
+        """Which operators ran on the host, those of most cells first."""
+        hosts = Counter(op for cell in self.cells.values() for op in cell.host_ops if "::" in op)
+        if not hosts:
+            return []
+        shown = [f"{op} ({count:,})" for op, count in hosts.most_common(MOST_HOSTS)]
+        left = len(hosts) - len(shown)
+        more = f", and {left:,} more" if left > 0 else ""
+        return ["", f"ran on the host, in so many of an operator's rows: {', '.join(shown)}{more}"]
 
     # -- JSON ------------------------------------------------------------------------------------------------
     def to_json(self) -> dict[str, Any]:

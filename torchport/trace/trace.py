@@ -133,11 +133,10 @@ class Trace:
     order. ``fresh`` tells whether one of the leaves came from the host for this trace, ``copies`` how many copies from
     the host came after that leaf was used. ``direct`` is above 0 while operators are interpreted at once and nothing is
     recorded: one more than how many were; ``sights`` says what is known of those, ``began`` when they did.
-    ``observing``: what they give is noted for when they are recorded, or the log that they are noted in. ``place``: what
-    the rounds of such operators that begin at one node have cost. ``region``: the part of a path that is recorded, up
-    to where it ends. ``bypassed``: a key with :data:`.WRAPPED` was
-    made. ``recording``: what is new to the trie becomes part of it, until a flush; before, it has cost ``spent``
-    seconds.
+    ``observing``: what they give is noted for when they are recorded, or the log that they are noted in. ``place``:
+    what the rounds of such operators that begin at one node have cost. ``region``: the part of a path that is recorded,
+    up to where it ends. ``bypassed``: a key with :data:`.WRAPPED` was made. ``recording``: what is new to the trie
+    becomes part of it, until a flush; before, it has cost ``spent`` seconds.
     """
 
     eager = False

@@ -168,6 +168,17 @@ def test_nothing_judged_is_no_pass() -> None:
     assert "100.00%" not in rows["lazy forward"]
 
 
+def test_a_summary_says_what_ran_on_the_host_and_how_much_was_not_reached() -> None:
+    made = report(("add/forward/float32/0/lazy", "native"))
+    assert "host" not in made.summary()
+    assert "reached" not in made.summary()
+    case = Case("sin", "forward", "float32", 0, "lazy")
+    made.add([Result(case, "fallback", host_ops=("aten::sin",))])
+    made.add([Result(Case("mul", "forward", "float32", at, "lazy"), "not run") for at in range(2)])
+    assert "aten::sin (1)" in made.summary()
+    assert "50% of the cases were reached" in made.summary()
+
+
 # -- the page ----------------------------------------------------------------------------------------------------------
 def test_page_holds_its_data_and_loads_nothing() -> None:
     made = report(("add/forward/float32/0/lazy", "wrong"))
