@@ -92,7 +92,7 @@ def run(trace: Trace, kernel: Kernel, args: Sequence[Any], kwargs: Mapping[str, 
     manner = runtime.manners.get(kernel.serial)
     if manner is None:
         manner = runtime.manners[kernel.serial] = _manner(runtime, kernel)
-        if manner is not False and kernel not in interpreted:
+        if manner.__class__ is How and kernel not in interpreted:
             interpreted[kernel] = manner
             for tell in on_interpreted:
                 tell(kernel, manner)
