@@ -25,6 +25,14 @@ _DECOMPOSED: Final = (aten.grid_sampler_2d.default, aten.col2im.default)
 _RANDOM: Final = {aten.rand.default, aten.randn.default, aten.randperm.default, aten.native_dropout.default}
 _VALUES: Final = {aten.nonzero.default, aten._local_scalar_dense.default}
 _SIZES: Final = "sym_"
+_NO_LDL: Final = "XLA has no factorisation of symmetric indefinite matrices (LAPACK's sytrf)"
+_ON_THE_HOST: Final[Mapping[Any, str]] = {
+    aten.cholesky.default: "it raises where a matrix is not positive definite, which XLA cannot (cholesky_ex is lowered)",
+    aten.linalg_eig.default: "eigenvectors have no definite sign: XLA's LAPACK chooses another than PyTorch's",
+    aten.linalg_ldl_factor_ex.default: _NO_LDL,
+    aten.linalg_ldl_solve.default: _NO_LDL,
+}
+"""Operators without a lowering, and why: what :func:`supports` answers."""
 
 
 def _refused_value(value: Any) -> str | None:
@@ -41,6 +49,8 @@ def _refused_value(value: Any) -> str | None:
 def supports(node: fx.Node) -> Support:
     """Whether a node can be lowered, or why not."""
     answer = TABLE.supports(node)
+    if node.target in _ON_THE_HOST:
+        return Support.no(_ON_THE_HOST[node.target])
     if not answer:
         return answer
     for value in (node.meta.get("val"), *(source.meta.get("val") for source in node.all_input_nodes)):

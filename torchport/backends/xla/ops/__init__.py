@@ -9,6 +9,7 @@ from . import (
     fourier,
     histograms,
     indexing,
+    linalg,
     losses,
     matmul,
     normalization,
@@ -17,6 +18,7 @@ from . import (
     reductions,
     resizing,
     sorting,
+    special,
     views,
 )
 from .support import TABLE
@@ -32,8 +34,9 @@ del (
     fourier,
     histograms,
     indexing,
+    linalg,
     losses,
     matmul,
     normalization,
 )
-del pointwise, pooling, reductions, resizing, sorting, views
+del pointwise, pooling, reductions, resizing, sorting, special, views

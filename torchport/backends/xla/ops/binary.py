@@ -183,7 +183,6 @@ _plain(jnp.gcd, aten.gcd.default)
 _plain(jnp.lcm, aten.lcm.default)
 _plain(special.gammainc, aten.igamma.default)
 _plain(special.gammaincc, aten.igammac.default)
-_plain(special.zeta, aten.special_zeta.default)
 
 
 @lowers(aten.nextafter.default)

@@ -247,23 +247,6 @@ def digamma(call: Call, x: Array) -> Array:
     return lax.select(zero, pole, lax.digamma(value))
 
 
-def _refuse_high_orders(node: Any) -> str | None:
-    order: Any = node.args[0]
-    return None if order in (0, 1) else "XLA's zeta function is wrong for negative numbers, so orders end at 1"
-
-
-@lowers(aten.polygamma.default, refuses=_refuse_high_orders)
-def polygamma(call: Call, order: int, x: Array) -> Array:
-    value = cast(x, compute_dtype(call))
-    if order == 0:
-        return digamma(call, x)
-    # Left of 1/2 by reflection, as PyTorch's trigamma: psi1(1 - x) + psi1(x) = (pi / sin(pi x))^2.
-    left = lax.lt(value, lax.full_like(value, 0.5))
-    mirrored = lax.select(left, 1 - value, value)
-    found = lax.polygamma(*operands(value.dtype, 1, mirrored))
-    return lax.select(left, lax.integer_pow(math.pi / lax.sin(math.pi * value), 2) - found, found)
-
-
 @lowers(aten.real.default, aten.imag.default)
 def real_imag(call: Call, x: Array) -> Array:
     if x.dtype.kind != "c":
