@@ -27,7 +27,7 @@ _VALUES: Final = {aten.nonzero.default, aten._local_scalar_dense.default}
 _SIZES: Final = "sym_"
 _NO_LDL: Final = "XLA has no factorisation of symmetric indefinite matrices (LAPACK's sytrf)"
 _ON_THE_HOST: Final[Mapping[Any, str]] = {
-    aten.cholesky.default: "it raises where a matrix is not positive definite, which XLA cannot (cholesky_ex is lowered)",
+    aten.cholesky.default: "it raises where a matrix is not positive definite: XLA cannot, cholesky_ex can",
     aten.linalg_eig.default: "eigenvectors have no definite sign: XLA's LAPACK chooses another than PyTorch's",
     aten.linalg_ldl_factor_ex.default: _NO_LDL,
     aten.linalg_ldl_solve.default: _NO_LDL,

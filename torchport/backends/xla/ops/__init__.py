@@ -17,6 +17,7 @@ from . import (
     pooling,
     reductions,
     resizing,
+    sampling,
     sorting,
     special,
     views,
@@ -39,4 +40,4 @@ del (
     matmul,
     normalization,
 )
-del pointwise, pooling, reductions, resizing, sorting, special, views
+del pointwise, pooling, reductions, resizing, sampling, sorting, special, views

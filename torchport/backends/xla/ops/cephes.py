@@ -1,8 +1,8 @@
 """Coefficients of rational approximations and Chebyshev series of Bessel and Airy functions, highest power first.
 
 Source: S. L. Moshier, *Methods and Programs for Mathematical Functions* (1989) and its library Cephes (``j0``, ``j1``,
-``i0``, ``i1``, ``k0``, ``k1``, ``airy``, ``ndtr``), which PyTorch's kernels use, too (``aten/src/ATen/native/Math.h``). A series
-has the coefficient of its highest term first, too.
+``i0``, ``i1``, ``k0``, ``k1``, ``airy``, ``ndtr``), which PyTorch's kernels use, too
+(``aten/src/ATen/native/Math.h``). A series has the coefficient of its highest term first, too.
 """
 
 from __future__ import annotations

@@ -114,9 +114,7 @@ def lu_factor(call: Call, a: Array, **kwargs: Any) -> tuple[Array, Array, Array]
 
 
 @lowers(aten.linalg_lu_solve.default, refuses=_refuse_halves)
-def lu_solve(
-    call: Call, factors: Array, pivots: Array, b: Array, *, left: bool = True, adjoint: bool = False
-) -> Array:
+def lu_solve(call: Call, factors: Array, pivots: Array, b: Array, *, left: bool = True, adjoint: bool = False) -> Array:
     return _lu_solve(factors, pivots, b, left, adjoint)
 
 
@@ -233,8 +231,13 @@ def _step_by_step(a: Array) -> tuple[Array, Array]:
         new = below / cast(root, a.dtype)
         diagonal = jnp.where(places == k, cast(root, a.dtype), new)
         written = jnp.where(going & (places >= k), diagonal, rest[..., :, k])
-        rest = rest - jnp.where(going[..., None], new[..., :, None] * lax.conj(new)[..., None, :] if
-                                a.dtype.kind == "c" else new[..., :, None] * new[..., None, :], 0)
+        rest = rest - jnp.where(
+            going[..., None],
+            new[..., :, None] * lax.conj(new)[..., None, :]
+            if a.dtype.kind == "c"
+            else new[..., :, None] * new[..., None, :],
+            0,
+        )
         return rest.at[..., :, k].set(written), info
 
     return lax.fori_loop(0, size, column, (a, jnp.zeros(a.shape[:-2], _INT32)))
@@ -282,7 +285,7 @@ def cholesky_inverse(call: Call, factor: Array, upper: bool = False) -> Array:
 # -- orthogonal --------------------------------------------------------------------------------------
 @lowers(aten.linalg_qr.default, refuses=_refuse_halves)
 def qr(call: Call, a: Array, mode: str = "reduced") -> tuple[Array, Array]:
-    rows, columns = a.shape[-2:]
+    rows = a.shape[-2]
     if not a.size:
         q = _zeros(call, 0, a.dtype)
         # Without columns the complete Q is the identity.

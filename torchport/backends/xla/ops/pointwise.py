@@ -18,7 +18,6 @@ from .support import (
     lowers,
     math,
     np,
-    operands,
     out_dtype,
     out_shape,
     wide,
@@ -152,7 +151,13 @@ def same(call: Call, x: Array, **kwargs: Any) -> Array:
     return x
 
 
-@lowers(aten.conj_physical.default, aten._conj.default, aten.resolve_conj.default, aten.resolve_neg.default)
+@lowers(
+    aten.conj_physical.default,
+    aten._conj_physical.default,
+    aten._conj.default,
+    aten.resolve_conj.default,
+    aten.resolve_neg.default,
+)
 def conjugate(call: Call, x: Array) -> Array:
     resolves = call.node.target in (aten.resolve_conj.default, aten.resolve_neg.default)
     return lax.conj(x) if x.dtype.kind == "c" and not resolves else x
@@ -252,6 +257,13 @@ def real_imag(call: Call, x: Array) -> Array:
     if x.dtype.kind != "c":
         return x
     return lax.real(x) if call.node.target is aten.real.default else lax.imag(x)
+
+
+@lowers(aten.frexp.Tensor)
+def frexp(call: Call, x: Array) -> tuple[Array, Array]:
+    """Mantissas from 1/2 to 1 and exponents (int32); what is not finite is its own mantissa, with exponent 0."""
+    mantissa, exponent = jnp.frexp(wide(x))
+    return mantissa, jnp.where(jnp.isfinite(x), exponent, 0)
 
 
 @lowers(aten.frac.default)

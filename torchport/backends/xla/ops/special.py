@@ -200,9 +200,7 @@ def _erfcx(x: Array) -> Array:
     )
     far = _1_OVER_SQRT_PI * (square * (square + 4.5) + 2) / (distance * (square * (square + 5) + 3.75))
     farthest = _1_OVER_SQRT_PI / distance
-    found = jnp.where(
-        distance < 1, near, jnp.where(distance <= 50, middle, jnp.where(distance <= 5e7, far, farthest))
-    )
+    found = jnp.where(distance < 1, near, jnp.where(distance <= 50, middle, jnp.where(distance <= 5e7, far, farthest)))
     return jnp.where(x < 0, 2 * lax.exp(square) - found, found)
 
 
@@ -260,9 +258,7 @@ def _zeta(s: Array, q: Array) -> Array:
     undefined = (s < 1) | ((q <= 0) & (s != lax.floor(s)))
     outside = pole | undefined | (s == 1) | (s != s) | (q != q)
     start = lax.pow(q, -s)
-    _, a, term, total, done = lax.while_loop(
-        more, add, (jnp.zeros((), _INT64), q, lax.full_like(q, 0), start, outside)
-    )
+    _, a, term, total, done = lax.while_loop(more, add, (jnp.zeros((), _INT64), q, lax.full_like(q, 0), start, outside))
     rest = term * a / (s - 1) - term / 2
     rising = lax.full_like(s, 1)
     for k in range(12):
@@ -363,9 +359,7 @@ def _chebyshev(limit: Sequence[int]) -> dict[str, _Polynomial]:
         "v": _Polynomial(
             lambda x: x + x - 1, _chebyshev_step, lambda n, x: (_ones(n), _alternating(n) * (2 * n + 1)), _third, v
         ),
-        "w": _Polynomial(
-            lambda x: x + x + 1, _chebyshev_step, lambda n, x: (2 * n + 1, _alternating(n)), _fourth, w
-        ),
+        "w": _Polynomial(lambda x: x + x + 1, _chebyshev_step, lambda n, x: (2 * n + 1, _alternating(n)), _fourth, w),
     }
 
 
