@@ -181,6 +181,11 @@ _P, _NEAREST = (
     torch.randn(1, 2, 4, 6, generator=torch.Generator().manual_seed(0)),
     ("upsample_nearest", "_upsample_nearest_exact"),
 )
+_X = torch.linspace(-1.9, 1.9, 20)
+_POLYNOMIALS = [
+    *(f"{shifted}chebyshev_polynomial_{kind}" for shifted in ("", "shifted_") for kind in "tuvw"),
+    *("hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l", "legendre_polynomial_p"),
+]
 _NOT_REACHED: list[tuple[Any, tuple[Any, ...]]] = [
     *((getattr(getattr(aten, f"bitwise_{n}"), o), a) for n in ("and", "or", "xor")
       for o, a in (("Scalar", (_I, 6)), ("Scalar_Tensor", (6, _I)), ("Tensor", (_I, _S)))),
@@ -220,6 +225,21 @@ _NOT_REACHED: list[tuple[Any, tuple[Any, ...]]] = [
     *((getattr(aten, f"{n}3d").vec, (_P[None], None, [1.0, 0.6, 1.7])) for n in _NEAREST),
     (aten.linspace.Tensor_Tensor, (_F[0, 0], _F[1, 2], 7)), (aten.linspace.Tensor_Scalar, (_F[0, 0], 4, 1)),
     (aten.linspace.Scalar_Tensor, (-1.5, _F[0, 2], 6)), (aten.bucketize.Scalar, (1, _S)), (aten.numpy_T.default, (_F,)),
+    *((getattr(aten, f"special_{n}").n_scalar, (_X, d)) for n in _POLYNOMIALS for d in (3, 11)),
+    *((getattr(aten, f"special_{n}").x_scalar, (x, torch.arange(-1.0, 12))) for n in _POLYNOMIALS for x in (0.3, 1)),
+    (aten.special_zeta.default, (torch.tensor([[2.0], [3.0], [2.5], [1.0], [0.5]]), 4 * _X)),
+    *((aten.polygamma.default, (n, 4 * _X)) for n in (0, 1, 2, 3)),
+    *((op, (_F.T @ _F + torch.eye(3),)) for op in (aten.linalg_svdvals.default, aten.linalg_eigvalsh.default)),
+    *((op, (_P[0, 0, :, :4],)) for op in (aten.linalg_eigvals.default, aten._linalg_eigvals.default)),
+    (aten._cholesky_solve_helper.default, (_F[:, :1], torch.eye(2) + _F[:, :2].tril().abs(), False)),
+    *((getattr(aten, f"_upsample_bi{n}2d_aa").vec, (_P, [3, 9], False, None)) for n in ("linear", "cubic")),
+    (aten._upsample_bicubic2d_aa.default, (_P, [2, 3], True)),
+    (aten._upsample_bicubic2d_aa_backward.default, (_P, [4, 6], [1, 2, 9, 4], False)),
+    (aten._batch_norm_with_update_functional.default, (_P, None, None, _F[0, :2], _F[0, :2].abs(), 0.1, 1e-5)),
+    (aten.batch_norm_backward.default,
+     (_P, _P + 1, torch.ones(2), None, None, _F[0, :2], _F[1, :2].abs(), True, 1e-5, [True] * 3, torch.empty(0).byte())),
+    (aten.embedding_renorm.default, (_F, torch.tensor([1, 1]), 2.0, 2.0)), (aten.resize_as.default, (_F, _S)),
+    (aten.resize.default, (_F, [2, 2])),
 ]  # fmt: skip
 _KEYWORDS = {aten.div.Scalar_mode: {"rounding_mode": "floor"}, aten.scatter.value_reduce: {"reduce": "multiply"}}
 

@@ -352,6 +352,18 @@ def eigvals(call: Call, a: Array) -> Array:
     return values
 
 
+@lowers(aten.linalg_eigvalsh.default, refuses=_refuse_halves)
+def eigvalsh(call: Call, a: Array, uplo: str = "L") -> Array:
+    if not a.size:
+        return jnp.zeros(out_shape(call), a.real.dtype)
+    return lax.linalg.eigh(a, lower=uplo.upper() == "L", symmetrize_input=False)[1]
+
+
+@lowers(aten.linalg_svdvals.default, refuses=_refuse_halves)
+def svdvals(call: Call, a: Array, *, driver: str | None = None) -> Array:
+    return lax.linalg.svd(a, compute_uv=False) if a.size else jnp.zeros(out_shape(call), a.real.dtype)
+
+
 def _refuse_singular_vectors(node: fx.Node) -> str | None:
     if _asked(node, "compute_uv", 2):
         return "singular vectors have no definite sign: XLA's LAPACK chooses another than PyTorch's"
