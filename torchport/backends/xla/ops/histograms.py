@@ -34,13 +34,13 @@ def histc(call: Call, x: Array, bins: int = 100, low: Any = 0, high: Any = 0) ->
 
 # -- with edges as a result --------------------------------------------------------------------------
 def _edges(column: Array, bins: int, bounds: Any) -> Array:
-    """``bins + 1`` equal steps between the bounds, or the extremes of the values."""
+    """``bins + 1`` equal steps between the bounds, or the extremes of the values (0 and 1 without any)."""
     if bounds is not None:
         first, last = (jnp.asarray(cast(float(bound), column.dtype)) for bound in bounds)
     elif column.size:
         first, last = jnp.min(column), jnp.max(column)
     else:
-        first = last = jnp.zeros((), column.dtype)
+        first, last = jnp.zeros((), column.dtype), jnp.ones((), column.dtype)
     half = cast(0.5, column.dtype)
     first, last = jnp.where(first == last, first - half, first), jnp.where(first == last, last + half, last)
     number = jnp.arange(bins + 1, dtype=column.dtype)

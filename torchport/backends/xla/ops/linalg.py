@@ -149,7 +149,7 @@ def lu(call: Call, a: Array, **kwargs: Any) -> tuple[Array, Array, Array]:
 
 
 def _transposed(call: Call, a: Array) -> bool:
-    """Whether PyTorch factors the transpose: rows of a contiguous real matrix are LAPACK's columns.
+    """Whether PyTorch factors the transpose for a determinant: rows of a real row-major matrix are LAPACK's columns.
 
     The factors are results that the backward pass goes on with, so they must be the same matrix's.
     """
@@ -164,9 +164,9 @@ def _factored(call: Call, a: Array) -> tuple[Array, Array]:
 def solve(
     call: Call, a: Array, b: Array, *, left: bool = True, check_errors: bool = False
 ) -> tuple[Array, Array, Array, Array]:
-    factors, pivots = _factored(call, a)
+    factors, pivots = _lu(a)
     vector = b.ndim == 1 or (a.ndim - 1 == b.ndim and b.shape == a.shape[:-1])
-    found = _lu_solve(factors, pivots, b[..., None] if vector else b, left or vector, _transposed(call, a))
+    found = _lu_solve(factors, pivots, b[..., None] if vector else b, left or vector)
     return lax.reshape(found, out_shape(call, 0)), factors, pivots, _singular(factors)
 
 

@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from .support import Any, Array, Call, Sequence, cast, jax, jnp, lax, lowers, math, np, wide
+from .support import Any, Array, Call, Sequence, cast, fx, jax, jnp, lax, lowers, math, np, wide
 
 aten = torch.ops.aten
 
@@ -67,12 +67,18 @@ def _sampled(x: Array, grid: Array, mode: int, padding: int, align: bool) -> Arr
     return lax.reshape(found, (n, x.shape[1], *shape))
 
 
-@lowers(aten.grid_sampler_3d.default)
+def _refuse_halves(node: fx.Node) -> str | None:
+    inputs = [source.meta["val"].dtype for source in node.all_input_nodes]
+    half = next((dtype for dtype in inputs if dtype.itemsize < 4), None)
+    return None if half is None else f"the nearest place of coordinates in {half} depends on how every step rounds"
+
+
+@lowers(aten.grid_sampler_3d.default, refuses=_refuse_halves)
 def grid_sampler_3d(call: Call, x: Array, grid: Array, mode: int, padding: int, align: bool) -> Array:
     return _sampled(wide(x), wide(grid), mode, padding, align)
 
 
-@lowers(aten.grid_sampler_3d_backward.default)
+@lowers(aten.grid_sampler_3d_backward.default, refuses=_refuse_halves)
 def grid_sampler_3d_backward(
     call: Call, grad: Array, x: Array, grid: Array, mode: int, padding: int, align: bool, mask: Sequence[bool]
 ) -> tuple[Array | None, Array]:
