@@ -15,6 +15,7 @@ import torch
 from helpers_graphs import CPU, aten, build, normal_form, run
 from torch.nn import functional as F
 
+import torchport
 from torchport.backend.interface import (
     BackendData,
     BackendDevice,
