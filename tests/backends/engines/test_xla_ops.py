@@ -44,12 +44,23 @@ CANCELLING = {"native_layer_norm_backward", "native_group_norm_backward", "nativ
 """Gradients that are differences of large numbers where few elements are normalised: zero up to rounding."""
 CHECKED = {"activations", "binary", "factories", "matmul", "pointwise", "reductions", "sorting", "views"}
 """Topics whose operators check every shape they are given; others' CPU kernels may read what is not there."""
-ROUNDED_OFTEN = {"addbmm", "addr"}
+ROUNDED_OFTEN = {"addbmm", "addr", "segment_reduce"}
 """The CPU adds one product after the other in bfloat16 and rounds each time; XLA rounds once."""
-TIES = {"sort", "topk"}
+TIES = {"sort", "topk", "mode"}
 """Where equal values came from is the engine's choice; ``test_sorted_places`` looks at the places."""
-NOT_IN_HALF = {aten.histc.default}
-"""Refused in half precision, where the CPU rounds each bin's border."""
+NOT_IN_HALF = {
+    aten.histc.default,
+    aten.grid_sampler_3d.default,
+    aten.grid_sampler_3d_backward.default,
+    aten.linalg_matrix_exp.default,
+}
+"""Refused in half precision, where the CPU rounds at every step."""
+VECTORS = {aten._linalg_svd.default, aten._linalg_eigh.default}
+"""Refused with vectors, which OpInfo's samples want; their values are among ``_NOT_REACHED``."""
+LARGE = {"linalg_matrix_exp": 1e-2, "linalg_pinv": 1e-3}
+"""Errors that are small beside the largest element."""
+FACTORS_OF_EITHER = {"_linalg_det": 1, "_linalg_slogdet": 2}
+"""From which result on there are factors, of the matrix or of its transpose: a sample's copy has other strides."""
 UNDEFINED = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted"}
 
 
@@ -109,7 +120,9 @@ def _check(calls: Sequence[xla_samples.Instance]) -> int:
     for got, want, node in zip(actual, expected, graph.graph.output_node().args[0], strict=True):
         call = node if node.target is not getitem else node.args[0]
         shown = f"{call.target}{tree_map(_shown, (call.args, call.kwargs))}"
-        _agree(str(call.target).split(".")[1], got, want, shown)
+        name = str(call.target).split(".")[1]
+        if node is call or node.args[1] < FACTORS_OF_EITHER.get(name, 99):
+            _agree(name, got, want, shown)
     return len(expected)
 
 
@@ -123,6 +136,8 @@ def _agree(name: str, got: torch.Tensor, want: torch.Tensor, shown: str) -> None
         tolerance = {"rtol": 0.1, "atol": 0.5}
     if name in CANCELLING:
         tolerance = {**tolerance, "atol": max(tolerance["atol"], 1e-4)}
+    if name in LARGE and want.numel():
+        tolerance = {**tolerance, "atol": LARGE[name] * float(want.abs().max())}
     torch.testing.assert_close(got, want, equal_nan=True, msg=lambda m: f"{shown}\n{m}", **tolerance)
 
 
@@ -143,6 +158,9 @@ def test_an_overload_equals_cpu_eager(op: Any, dtype: torch.dtype) -> None:
     calls = xla_samples.instances(op, dtype, limit=12)
     if not calls:
         assert dtype is torch.bfloat16, "no sample of OpInfo reaches it any more: write xla_sources.txt again"
+        return
+    if op in VECTORS:
+        assert _check(calls) == 0
         return
     if op in NOT_IN_HALF and dtype is torch.bfloat16:
         assert not any(t.dtype is torch.float32 for call in calls for t in call.inputs)
@@ -181,6 +199,12 @@ _P, _NEAREST = (
     torch.randn(1, 2, 4, 6, generator=torch.Generator().manual_seed(0)),
     ("upsample_nearest", "_upsample_nearest_exact"),
 )
+_M = _P[0, :, :4, :4].contiguous()
+_X = torch.linspace(-1.9, 1.9, 20)
+_POLYNOMIALS = [
+    *(f"{shifted}chebyshev_polynomial_{kind}" for shifted in ("", "shifted_") for kind in "tuvw"),
+    *("hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l", "legendre_polynomial_p"),
+]
 _NOT_REACHED: list[tuple[Any, tuple[Any, ...]]] = [
     *((getattr(getattr(aten, f"bitwise_{n}"), o), a) for n in ("and", "or", "xor")
       for o, a in (("Scalar", (_I, 6)), ("Scalar_Tensor", (6, _I)), ("Tensor", (_I, _S)))),
@@ -220,6 +244,24 @@ _NOT_REACHED: list[tuple[Any, tuple[Any, ...]]] = [
     *((getattr(aten, f"{n}3d").vec, (_P[None], None, [1.0, 0.6, 1.7])) for n in _NEAREST),
     (aten.linspace.Tensor_Tensor, (_F[0, 0], _F[1, 2], 7)), (aten.linspace.Tensor_Scalar, (_F[0, 0], 4, 1)),
     (aten.linspace.Scalar_Tensor, (-1.5, _F[0, 2], 6)), (aten.bucketize.Scalar, (1, _S)), (aten.numpy_T.default, (_F,)),
+    *((getattr(aten, f"special_{n}").n_scalar, (_X, d)) for n in _POLYNOMIALS for d in (3, 11)),
+    *((getattr(aten, f"special_{n}").x_scalar, (x, torch.arange(-1.0, 12))) for n in _POLYNOMIALS for x in (0.3, 1)),
+    (aten.special_zeta.default, (torch.tensor([[2.0], [3.0], [2.5], [1.0], [0.5]]), 4 * _X)),
+    *((aten.polygamma.default, (n, 4 * _X)) for n in (0, 1, 2, 3)),
+    *((op, (_F.T @ _F + torch.eye(3),)) for op in (aten.linalg_svdvals.default, aten.linalg_eigvalsh.default)),
+    *((op, (_P[0, 0, :, :4],)) for op in (aten.linalg_eigvals.default, aten._linalg_eigvals.default)),
+    (aten._linalg_svd.default, (_F, False, False)), (aten._linalg_eigh.default, (_F.T @ _F, "U", False)),
+    *((op, (a,)) for op in (aten._linalg_det.default, aten._linalg_slogdet.default)
+      for a in (_M, _M.mT, _M[:, ::2, ::2])),
+    (aten._cholesky_solve_helper.default, (_F[:, :1], torch.eye(2) + _F[:, :2].tril().abs(), False)),
+    *((getattr(aten, f"_upsample_bi{n}2d_aa").vec, (_P, [3, 9], False, None)) for n in ("linear", "cubic")),
+    (aten._upsample_bicubic2d_aa.default, (_P, [2, 3], True)),
+    (aten._upsample_bicubic2d_aa_backward.default, (_P, [4, 6], [1, 2, 9, 4], False)),
+    (aten._batch_norm_with_update_functional.default, (_P, None, None, _F[0, :2], _F[0, :2].abs(), 0.1, 1e-5)),
+    (aten.batch_norm_backward.default,
+     (_P, _P + 1, torch.ones(2), None, None, _F[0, :2], _F[1, :2].abs(), True, 1e-5, [True] * 3, _I.byte())),
+    (aten.embedding_renorm.default, (_F, torch.tensor([1, 1]), 2.0, 2.0)), (aten.resize_as.default, (_F, _S)),
+    (aten.resize.default, (_F, [2, 2])),
 ]  # fmt: skip
 _KEYWORDS = {aten.div.Scalar_mode: {"rounding_mode": "floor"}, aten.scatter.value_reduce: {"reduce": "multiply"}}
 

@@ -106,7 +106,9 @@ def record(info: Any, dtype: torch.dtype, wanted: set[Any], samples: int = 24) -
     if not info.supports_dtype(dtype, "cpu"):
         return []
     torch.manual_seed(SEED)
-    given = list(info.sample_inputs("cpu", dtype, requires_grad=False))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        given = list(info.sample_inputs("cpu", dtype, requires_grad=False))
     if len(given) > samples:
         given = random.Random(SEED).sample(given, samples)
     with warnings.catch_warnings(), Recorder(wanted) as recorder:

@@ -18,8 +18,9 @@ from typing import Any
 
 import jax
 import jaxlib
+import numpy as np
 
-__all__ = ["fits", "here", "load", "serialise"]
+__all__ = ["fits", "here", "load", "prepare_lapack", "serialise"]
 
 Shape = tuple[tuple[int, ...], Any]
 
@@ -54,6 +55,17 @@ def fits(made_for: Mapping[str, Any], device: Any) -> bool:
     return dict(made_for) == here(device)
 
 
+def prepare_lapack(code: bytes) -> None:
+    """Find LAPACK's functions if an executable or a module calls them.
+
+    JAX does when it lowers such a call; what another process lowered would call a null pointer.
+    """
+    if b"lapack_" in code:
+        from jaxlib import lapack  # on demand: it imports SciPy's LAPACK
+
+        lapack.prepare_lapack_call("getrf_ffi", np.dtype(np.float32))
+
+
 def serialise(compiled: Any) -> bytes:
     """XLA's own bytes of a compiled function; empty where the platform cannot serialise."""
     try:
@@ -72,6 +84,7 @@ def load(data: bytes, inputs: Sequence[Shape], outputs: Sequence[Shape], device:
         from jax._src.interpreters import pxla
         from jax._src.lib import xla_client
 
+        prepare_lapack(data)
         devices = xla_client.DeviceList((device,))
         place = jax.sharding.SingleDeviceSharding(device)
         takes = [core.ShapedArray(shape, dtype) for shape, dtype in inputs]

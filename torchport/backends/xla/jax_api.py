@@ -17,6 +17,7 @@ from jax import export
 from torchport.core.errors import CompileError
 
 from .container import XlaArtifact
+from .executables import prepare_lapack
 from .settings import Settings
 from .sharding import Placement
 
@@ -83,6 +84,7 @@ def compile_module(
     """
     settings = Settings.from_json(artifact.settings)
     exported = _deserialised(artifact.module)
+    prepare_lapack(exported.mlir_module_serialized)
     if device.platform not in exported.platforms:
         raise CompileError(
             f"this was compiled for {', '.join(exported.platforms)}, but the device is {device}; compile again"

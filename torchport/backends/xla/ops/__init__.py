@@ -9,6 +9,7 @@ from . import (
     fourier,
     histograms,
     indexing,
+    linalg,
     losses,
     matmul,
     normalization,
@@ -16,7 +17,9 @@ from . import (
     pooling,
     reductions,
     resizing,
+    sampling,
     sorting,
+    special,
     views,
 )
 from .support import TABLE
@@ -32,8 +35,9 @@ del (
     fourier,
     histograms,
     indexing,
+    linalg,
     losses,
     matmul,
     normalization,
 )
-del pointwise, pooling, reductions, resizing, sorting, views
+del pointwise, pooling, reductions, resizing, sampling, sorting, special, views

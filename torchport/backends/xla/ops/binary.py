@@ -183,7 +183,6 @@ _plain(jnp.gcd, aten.gcd.default)
 _plain(jnp.lcm, aten.lcm.default)
 _plain(special.gammainc, aten.igamma.default)
 _plain(special.gammaincc, aten.igammac.default)
-_plain(special.zeta, aten.special_zeta.default)
 
 
 @lowers(aten.nextafter.default)
@@ -319,3 +318,20 @@ def lerp(call: Call, x: Array, end: Array, weight: Any) -> Array:
     if isinstance(weight, (int, float)):
         return a + w * difference if abs(weight) < 0.5 else b - difference * (1 - w)
     return jnp.where(abs(w) < 0.5, a + w * difference, b - difference * (1 - w))
+
+
+@lowers(aten.complex.default)
+def complex_(call: Call, real: Array, imaginary: Array) -> Array:
+    return lax.complex(*operands(np.dtype(real.dtype), real, imaginary))
+
+
+@lowers(aten.polar.default)
+def polar(call: Call, size: Array, angle: Array) -> Array:
+    size, angle = operands(np.dtype(size.dtype), size, angle)
+    return lax.complex(size * lax.cos(angle), size * lax.sin(angle))
+
+
+@lowers(aten.ldexp.Tensor)
+def ldexp(call: Call, x: Array, exponent: Array) -> Array:
+    x, exponent = operands(compute_dtype(call), x, exponent)
+    return x * lax.pow(lax.full_like(exponent, 2), exponent)

@@ -19,6 +19,7 @@ from .support import (
     lax,
     literal,
     lowers,
+    math,
     normalise_dim,
     np,
     out_shape,
@@ -93,13 +94,10 @@ def _refuse_masks(node: fx.Node) -> str | None:
     return "indexing with a mask: the shape of the result depends on values" if _masks(node) else None
 
 
-def _refuse_masks_unless_fill(node: fx.Node) -> str | None:
-    value: Any = node.args[2]
-    if not _masks(node):
-        return None
+def _refuse_mixed_masks(node: fx.Node) -> str | None:
     indices: Any = node.args[1]
-    fills = value.meta["val"].numel() == 1 and len([i for i in indices if i is not None]) == 1
-    return None if fills else "writing several values where a mask is set: which goes where depends on values"
+    alone = len([i for i in indices if i is not None]) == 1
+    return None if alone or not _masks(node) else "a mask beside another index: its places depend on values"
 
 
 def _index(x: Array, indices: Sequence[Any]) -> tuple[Any, ...]:
@@ -124,20 +122,34 @@ def index(call: Call, x: Array, indices: Sequence[Any]) -> Array:
     return x.at[_index(x, indices)].get(mode="fill", fill_value=_fill(x.dtype), wrap_negative_indices=False)
 
 
-@lowers(aten.index_put.default, aten._unsafe_index_put.default, refuses=_refuse_masks_unless_fill)
+@lowers(aten.index_put.default, aten._unsafe_index_put.default, refuses=_refuse_mixed_masks)
 def index_put(call: Call, x: Array, indices: Sequence[Any], values: Array, accumulate: bool = False) -> Array:
     masks = [one for one in indices if one is not None and one.dtype.kind in "bu"]
     source = cast(values, x.dtype)
     if masks:
         axis = next(position for position, one in enumerate(indices) if one is not None)
-        mask = cast(masks[0], np.dtype(np.bool_))
-        mask = lax.reshape(mask, ([1] * axis) + [*mask.shape] + [1] * (x.ndim - axis - mask.ndim))
-        new = lax.reshape(source, ())
-        return jnp.where(mask, x + new if accumulate else new, x)
+        return _put_where(x, axis, cast(masks[0], np.dtype(np.bool_)), source, accumulate)
     places = _index(x, indices)
     if not accumulate:
         return x.at[places].set(source, mode="drop", wrap_negative_indices=False)
     return wide(x).at[places].add(wide(source), mode="drop", wrap_negative_indices=False)
+
+
+def _put_where(x: Array, axis: int, mask: Array, source: Array, accumulate: bool) -> Array:
+    """``source`` written where a mask over some dimensions is set: as many slices as it has, or one for all."""
+    if not source.size or not x.size:
+        return x
+    lead, after = x.shape[:axis], x.shape[axis + mask.ndim :]
+    count = source.shape[source.ndim - len(after) - 1] if source.ndim > len(after) else 1
+    rows, trail = math.prod(lead), math.prod(after)
+    values = lax.reshape(broadcast(source, (*lead, count, *after)), (rows, count, trail))
+    if count > 1:
+        order = jnp.cumsum(lax.reshape(mask, (mask.size,)).astype(np.int64)) - 1
+        values = jnp.take(values, jnp.clip(order, 0, count - 1), axis=1)
+    whole = lax.reshape(x, (rows, mask.size, trail))
+    new = wide(whole) + wide(values) if accumulate else values
+    chosen = jnp.where(lax.reshape(mask, (1, mask.size, 1)), cast(new, x.dtype), whole)
+    return lax.reshape(chosen, x.shape)
 
 
 # -- gather and scatter ----------------------------------------------------------------------------
@@ -257,6 +269,26 @@ def index_add(call: Call, x: Array, dim: int, index: Array, source: Array, *, al
     return lax.reshape(value.at[places].add(added, mode="drop"), x.shape)
 
 
+@lowers(aten.index_reduce.default)
+def index_reduce(
+    call: Call, x: Array, dim: int, index: Array, source: Array, reduce: str, *, include_self: bool = True
+) -> Array:
+    value, places = _slices(wide(x), dim, index)
+    given = wide(source)
+    given = lax.reshape(given, (1,)) if not given.ndim else given
+    if not include_self:
+        value = value.at[places].set(literal(_neutral(reduce, value.dtype), value.dtype), mode="drop")
+    method = {"mean": "add", "prod": "multiply", "amax": "max", "amin": "min"}[reduce]
+    found = getattr(value.at[places], method)(given, mode="drop")
+    if reduce == "mean":
+        axis = normalise_dim(dim, value.ndim)
+        counts = jnp.full((value.shape[axis],), int(include_self), value.dtype).at[places[-1]].add(1, mode="drop")
+        shape = [size if d == axis else 1 for d, size in enumerate(value.shape)]
+        counts = lax.reshape(jnp.maximum(counts, 1), shape)
+        found = jnp.floor_divide(found, counts) if found.dtype.kind in "iu" else found / counts
+    return lax.reshape(found, x.shape)
+
+
 @lowers(aten.index_copy.default)
 def index_copy(call: Call, x: Array, dim: int, index: Array, source: Array) -> Array:
     value, places = _slices(x, dim, index)
@@ -299,6 +331,132 @@ def masked_scatter(call: Call, x: Array, mask: Array, source: Array) -> Array:
 @lowers(aten.repeat_interleave.self_int)
 def repeat_interleave(call: Call, x: Array, repeats: int, dim: int | None = None, **kwargs: Any) -> Array:
     return jnp.repeat(x, repeats, axis=dim)
+
+
+def _refuse_unknown_size(node: fx.Node) -> str | None:
+    return "the result's shape depends on values" if node.kwargs.get("output_size") is None else None
+
+
+@lowers(aten.repeat_interleave.Tensor, refuses=_refuse_unknown_size)
+def repeated_places(call: Call, repeats: Array, *, output_size: int) -> Array:
+    places = lax.iota(np.dtype(repeats.dtype), repeats.size)
+    return jnp.repeat(places, repeats, total_repeat_length=output_size)
+
+
+@lowers(aten.nonzero_static.default)
+def nonzero_static(call: Call, x: Array, *, size: int, fill_value: int = -1) -> Array:
+    """The first ``size`` places that are not zero, ``fill_value`` where there are fewer."""
+    if not x.size or not x.ndim or not size:
+        there = 1 if not x.ndim and x.size else 0
+        filled = jnp.full(out_shape(call), fill_value, np.int64)
+        return filled if not there else filled[:, :0]
+    found = jnp.nonzero(lax.reshape(x, (x.size,)), size=size, fill_value=x.size)[0]
+    places = jnp.stack(jnp.unravel_index(found, x.shape), axis=1)
+    return jnp.where((found < x.size)[:, None], places, fill_value)
+
+
+@lowers(aten.embedding_renorm.default)
+def embedding_renorm(call: Call, weight: Array, indices: Array, max_norm: float, norm_type: float) -> Array:
+    """The rows that are looked up, made shorter where their norm is above ``max_norm``."""
+    rows = wide(weight)
+    size = jnp.linalg.norm(rows, ord=norm_type, axis=1)
+    seen = jnp.zeros((rows.shape[0],), np.bool_).at[lax.reshape(indices, (indices.size,))].set(True, mode="drop")
+    factor = jnp.where(seen & (size > max_norm), max_norm / (size + 1e-7), 1)
+    return rows * cast(factor, rows.dtype)[:, None]
+
+
+# -- segments --------------------------------------------------------------------------------------
+def _segments(data: Array, lengths: Array | None, offsets: Array | None, axis: int) -> tuple[Array, Array]:
+    """Which segment each element of ``data`` along ``axis`` is in, as ``[rows, elements]``, and their lengths."""
+    if offsets is None:
+        assert lengths is not None
+        ends = jnp.cumsum(cast(lengths, np.dtype(np.int64)), axis=-1)
+        starts = ends - lengths
+    else:
+        starts, ends = cast(offsets[..., :-1], np.dtype(np.int64)), cast(offsets[..., 1:], np.dtype(np.int64))
+    rows, count = math.prod(starts.shape[:-1]), starts.shape[-1]
+    starts, ends = lax.reshape(starts, (rows, 1, count)), lax.reshape(ends, (rows, 1, count))
+    place = lax.iota(np.dtype(np.int64), data.shape[axis])[None, :, None]
+    inside = (place >= starts) & (place < ends)
+    segment = jnp.argmax(inside, axis=-1) if count else jnp.zeros((rows, data.shape[axis]), np.int64)
+    return jnp.where(jnp.any(inside, axis=-1), segment, count), (ends - starts)[:, 0]
+
+
+_SEGMENT_METHODS = {"sum": "add", "mean": "add", "prod": "multiply", "max": "max", "min": "min"}
+_SEGMENT_STARTS = {"sum": 0.0, "mean": 0.0, "prod": 1.0, "max": -np.inf, "min": np.inf}
+
+
+@lowers(aten.segment_reduce.default)
+def segment_reduce(
+    call: Call,
+    data: Array,
+    reduce: str,
+    *,
+    lengths: Array | None = None,
+    indices: Array | None = None,
+    offsets: Array | None = None,
+    axis: int = 0,
+    unsafe: bool = False,
+    initial: Any = None,
+) -> Array:
+    """One reduction per run of elements; a mean that begins with nothing is NaN where the run is empty."""
+    segment, sizes = _segments(data, lengths, offsets, axis)
+    rows, count = sizes.shape
+    inner = math.prod(data.shape[axis + 1 :])
+    values = lax.reshape(wide(data), (rows, data.shape[axis], inner))
+    start = literal(_SEGMENT_STARTS[reduce] if initial is None else initial, values.dtype)
+    at = jnp.full((rows, count, inner), start, values.dtype).at[np.arange(rows)[:, None], segment]
+    found = getattr(at, _SEGMENT_METHODS[reduce])(values, mode="drop")
+    if reduce == "mean":
+        empty = (sizes == 0)[..., None]
+        found = jnp.where(empty, found if initial is not None else np.nan, found / cast(sizes, found.dtype)[..., None])
+    return lax.reshape(found, out_shape(call))
+
+
+@lowers(aten._segment_reduce_backward.default)
+def segment_reduce_backward(
+    call: Call,
+    grad: Array,
+    output: Array,
+    data: Array,
+    reduce: str,
+    *,
+    lengths: Array | None = None,
+    offsets: Array | None = None,
+    axis: int = 0,
+    initial: Any = None,
+) -> Array:
+    """Extremes share the gradient among equals; a factor that is zero or NaN gets the product of the others."""
+    segment, sizes = _segments(data, lengths, offsets, axis)
+    rows, count = sizes.shape
+    inner = math.prod(data.shape[axis + 1 :])
+    if not data.size or not grad.size:
+        return jnp.zeros(data.shape, data.dtype)
+    values = lax.reshape(wide(data), (rows, data.shape[axis], inner))
+    row, place = np.arange(rows)[:, None], jnp.minimum(segment, count - 1)
+
+    def spread(per_segment: Array) -> Array:
+        return lax.reshape(per_segment, (rows, count, per_segment.size // (rows * count)))[row, place]
+
+    def counted(flags: Array) -> Array:
+        zeros = jnp.zeros((rows, count, inner), values.dtype)
+        return spread(zeros.at[row, segment].add(cast(flags, values.dtype), mode="drop"))
+
+    g, result = spread(wide(grad)), spread(wide(output))
+    if reduce == "mean":
+        g = g / cast(spread(jnp.maximum(sizes, 1)), g.dtype)
+    elif reduce in ("max", "min"):
+        equal = (values == result) | (values != values)
+        g = jnp.where(equal, g / jnp.maximum(counted(equal), 1), 0)
+    elif reduce == "prod":
+        zero, missing = values == 0, values != values
+        start = literal(1 if initial is None else initial, values.dtype)
+        rest = jnp.full((rows, count, inner), start, values.dtype)
+        rest = spread(rest.at[row, segment].multiply(jnp.where(zero | missing, 1, values), mode="drop"))
+        zeros, missings = counted(zero) - cast(zero, g.dtype), counted(missing) - cast(missing, g.dtype)
+        others = jnp.where(missings > 0, np.nan, jnp.where(zeros > 0, 0, rest))
+        g = g * jnp.where(zero | missing, others, result / values)
+    return lax.reshape(jnp.where((segment < count)[..., None], g, 0), data.shape)
 
 
 # -- bags ------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from .support import (
     Any,
     Array,
     Call,
+    Sequence,
     cast,
     compute_dtype,
     jnp,
@@ -130,3 +131,24 @@ def pdist(call: Call, x: Array, p: float = 2) -> Array:
     if not len(rows) or not x.shape[1]:
         return lax.full(out_shape(call), literal(0, x.dtype))
     return _norm(abs(x[rows] - x[columns]), p)
+
+
+@lowers(aten._trilinear.default)
+def trilinear(
+    call: Call,
+    first: Array,
+    second: Array,
+    third: Array,
+    expand1: Sequence[int],
+    expand2: Sequence[int],
+    expand3: Sequence[int],
+    sumdim: Sequence[int],
+    unroll_dim: int = 1,
+) -> Array:
+    """The product of three tensors, each expanded in its own dimensions, summed over ``sumdim``."""
+    rank = first.ndim + len(expand1)
+    dtype = compute_dtype(call)
+    given: list[Any] = []
+    for x, expand in ((first, expand1), (second, expand2), (third, expand3)):
+        given += [cast(x, dtype), [d for d in range(rank) if d not in expand]]
+    return jnp.einsum(*given, [d for d in range(rank) if d not in sumdim])

@@ -20,6 +20,7 @@ from .support import (
     math,
     normalise_dim,
     np,
+    out_shape,
     wide,
 )
 
@@ -236,6 +237,22 @@ def batch_norm_functional(
         return (*_evaluate(x, weight, bias, mean, var, eps), mean, var)
     result, average, inverse, spread = _train(x, weight, bias, eps)
     return result, average, inverse, _updated(mean, average, momentum), _updated(var, _unbiased(x, spread), momentum)
+
+
+@lowers(aten._batch_norm_with_update_functional.default)
+def batch_norm_with_update(
+    call: Call, x: Array, weight: Any, bias: Any, mean: Array, var: Array, momentum: float, eps: float
+) -> tuple[Array, ...]:
+    """Training, with the statistics that follow; what cuDNN would reserve is an empty tensor of bytes."""
+    result, average, inverse, spread = _train(x, weight, bias, eps)
+    reserve = jnp.zeros(out_shape(call, 3), np.uint8)
+    news = _updated(mean, average, momentum), _updated(var, _unbiased(x, spread), momentum)
+    return result, average, inverse, reserve, *news
+
+
+@lowers(aten.batch_norm_backward.default)
+def batch_norm_backward_with_reserve(call: Call, *args: Any) -> tuple[Array | None, Array | None, Array | None]:
+    return batch_norm_backward(call, *args[:-1])
 
 
 @lowers(aten.native_batch_norm_backward.default)

@@ -18,7 +18,6 @@ from .support import (
     lowers,
     math,
     np,
-    operands,
     out_dtype,
     out_shape,
     wide,
@@ -152,7 +151,13 @@ def same(call: Call, x: Array, **kwargs: Any) -> Array:
     return x
 
 
-@lowers(aten.conj_physical.default, aten._conj.default, aten.resolve_conj.default, aten.resolve_neg.default)
+@lowers(
+    aten.conj_physical.default,
+    aten._conj_physical.default,
+    aten._conj.default,
+    aten.resolve_conj.default,
+    aten.resolve_neg.default,
+)
 def conjugate(call: Call, x: Array) -> Array:
     resolves = call.node.target in (aten.resolve_conj.default, aten.resolve_neg.default)
     return lax.conj(x) if x.dtype.kind == "c" and not resolves else x
@@ -247,28 +252,18 @@ def digamma(call: Call, x: Array) -> Array:
     return lax.select(zero, pole, lax.digamma(value))
 
 
-def _refuse_high_orders(node: Any) -> str | None:
-    order: Any = node.args[0]
-    return None if order in (0, 1) else "XLA's zeta function is wrong for negative numbers, so orders end at 1"
-
-
-@lowers(aten.polygamma.default, refuses=_refuse_high_orders)
-def polygamma(call: Call, order: int, x: Array) -> Array:
-    value = cast(x, compute_dtype(call))
-    if order == 0:
-        return digamma(call, x)
-    # Left of 1/2 by reflection, as PyTorch's trigamma: psi1(1 - x) + psi1(x) = (pi / sin(pi x))^2.
-    left = lax.lt(value, lax.full_like(value, 0.5))
-    mirrored = lax.select(left, 1 - value, value)
-    found = lax.polygamma(*operands(value.dtype, 1, mirrored))
-    return lax.select(left, lax.integer_pow(math.pi / lax.sin(math.pi * value), 2) - found, found)
-
-
 @lowers(aten.real.default, aten.imag.default)
 def real_imag(call: Call, x: Array) -> Array:
     if x.dtype.kind != "c":
         return x
     return lax.real(x) if call.node.target is aten.real.default else lax.imag(x)
+
+
+@lowers(aten.frexp.Tensor)
+def frexp(call: Call, x: Array) -> tuple[Array, Array]:
+    """Mantissas from 1/2 to 1 and exponents (int32); what is not finite is its own mantissa, with exponent 0."""
+    mantissa, exponent = jnp.frexp(wide(x))
+    return mantissa, jnp.where(jnp.isfinite(x), exponent, 0)
 
 
 @lowers(aten.frac.default)

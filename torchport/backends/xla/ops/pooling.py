@@ -115,10 +115,20 @@ def _inside(offsets: Any, values: Array, plane: Any, stride: Any, padding: Any, 
     return np.broadcast_to(inside, values.shape[values.ndim - rank :])
 
 
-@lowers(aten.max_pool2d_with_indices_backward.default, aten.max_pool3d_with_indices_backward.default)
+_BACKWARD: dict[Any, int] = {
+    aten.max_pool2d_with_indices_backward.default: 2,
+    aten.max_pool3d_with_indices_backward.default: 3,
+    aten.adaptive_max_pool2d_backward.default: 2,
+    aten.adaptive_max_pool3d_backward.default: 3,
+    aten.fractional_max_pool2d_backward.default: 2,
+    aten.fractional_max_pool3d_backward.default: 3,
+}
+
+
+@lowers(*_BACKWARD)
 def max_pool_backward(call: Call, grad: Array, x: Array, *rest: Any) -> Array:
     indices: Array = rest[-1]
-    rank = 3 if call.node.target is aten.max_pool3d_with_indices_backward.default else 2
+    rank = _BACKWARD[call.node.target]
     if not x.size or not grad.size:
         return jnp.zeros_like(x)
     lead, plane = x.shape[: x.ndim - rank], math.prod(x.shape[x.ndim - rank :])
@@ -128,6 +138,81 @@ def max_pool_backward(call: Call, grad: Array, x: Array, *rest: Any) -> Array:
     flat = jnp.zeros((rows, plane), values.dtype)
     flat = flat.at[np.arange(rows)[:, None], places].add(values, mode="drop")
     return lax.reshape(flat, x.shape)
+
+
+def _max_at(x: Array, windows: Array, outs: Sequence[int]) -> tuple[Array, Array]:
+    """The largest of each window and its place in the plane: the first of equals, the last NaN.
+
+    ``x`` is ``[rows, plane]``, ``windows`` the places as ``[rows or 1, windows, elements]``.
+    """
+    rows, shape = x.shape[0], windows.shape[1:]
+    places = jnp.broadcast_to(windows, (rows, *shape))
+    values = jnp.take_along_axis(x, lax.reshape(places, (rows, math.prod(shape))), axis=1).reshape(rows, *shape)
+    largest = jnp.max(values, axis=-1, keepdims=True)
+    missing = values != values
+    first = jnp.argmax(values == largest, axis=-1, keepdims=True)
+    last = shape[-1] - 1 - jnp.argmax(lax.rev(missing, (2,)), axis=-1, keepdims=True)
+    chosen = jnp.where(jnp.any(missing, axis=-1, keepdims=True), last, first)
+    return largest.reshape(rows, *outs), jnp.take_along_axis(places, chosen, axis=-1).reshape(rows, *outs)
+
+
+def _places(along: Sequence[Array], plane: Sequence[int]) -> Array:
+    """Places in the plane from places per dimension, each ``[rows or 1, windows, elements]``."""
+    rank, total = len(along), jnp.zeros((1,) * (2 * len(along) + 1), np.int64)
+    for d, place in enumerate(along):
+        shape = [place.shape[0], *([1] * (2 * rank))]
+        shape[1 + d], shape[1 + rank + d] = place.shape[1:]
+        total = total * plane[d] + lax.reshape(cast(place, np.dtype(np.int64)), shape)
+    return lax.reshape(
+        total, (total.shape[0], math.prod(total.shape[1 : rank + 1]), math.prod(total.shape[rank + 1 :]))
+    )
+
+
+def _planes(call: Call, x: Array, rank: int, along: Sequence[Array]) -> tuple[Array, Array]:
+    plane, shape = x.shape[x.ndim - rank :], out_shape(call, 0)
+    rows = math.prod(x.shape[: x.ndim - rank])
+    flat = lax.reshape(x, (rows, math.prod(plane)))
+    values, places = _max_at(flat, _places(along, plane), shape[len(shape) - rank :])
+    return lax.reshape(values, shape), lax.reshape(places, shape)
+
+
+@lowers(aten.adaptive_max_pool2d.default, aten.adaptive_max_pool3d.default)
+def adaptive_max_pool(call: Call, x: Array, out: Sequence[int]) -> tuple[Array, Array]:
+    """Window *i* has elements ``floor(i·size/out)`` to ``ceil((i+1)·size/out)``; shorter ones repeat their last."""
+    rank, shape = len(out), out_shape(call, 0)
+    if not math.prod(shape) or not x.size:
+        return jnp.zeros(shape, x.dtype), jnp.zeros(shape, np.int64)
+    along: list[Array] = []
+    for d in range(rank):
+        size = x.shape[x.ndim - rank + d]
+        first = np.arange(out[d]) * size // out[d]
+        last = -(-(np.arange(out[d]) + 1) * size // out[d])
+        steps = np.arange((last - first).max())
+        along.append(jnp.asarray(np.minimum(first[:, None] + steps, last[:, None] - 1)[None]))
+    return _planes(call, x, rank, along)
+
+
+@lowers(aten.fractional_max_pool2d.default, aten.fractional_max_pool3d.default)
+def fractional_max_pool(
+    call: Call, x: Array, kernel: Sequence[int], out: Sequence[int], samples: Array
+) -> tuple[Array, Array]:
+    """Windows at pseudo-random steps (Graham 2014), one sample per plane and dimension: in 2-d the last one first."""
+    rank, shape = len(out), out_shape(call, 0)
+    if not math.prod(shape):
+        return jnp.zeros(shape, x.dtype), jnp.zeros(shape, np.int64)
+    drawn = lax.reshape(samples, (samples.size // rank, rank))
+    along: list[Array] = []
+    for d in range(rank):
+        size = x.shape[x.ndim - rank + d]
+        sample = drawn[:, rank - 1 - d if rank == 2 else d, None]
+        last = jnp.full((drawn.shape[0], 1), size - kernel[d], np.int64)
+        if out[d] > 1:
+            step = literal((size - kernel[d]) / (out[d] - 1), np.dtype(samples.dtype))
+            number = jnp.arange(out[d] - 1, dtype=samples.dtype)
+            first = cast(jnp.trunc((number + sample) * step) - jnp.trunc(sample * step), np.dtype(np.int64))
+            last = jnp.concatenate([first, last], axis=1)
+        along.append(last[:, :, None] + jnp.arange(kernel[d]))
+    return _planes(call, x, rank, along)
 
 
 # -- average ---------------------------------------------------------------------------------------

@@ -19,8 +19,10 @@ from .support import (
     normalise_dim,
     normalise_dims,
     np,
+    operands,
     out_dtype,
     out_shape,
+    promoted,
     wide,
     wide_dtype,
 )
@@ -238,3 +240,22 @@ def logsumexp(call: Call, x: Array, dim: Dims, keepdim: bool = False) -> Array:
         top, [s for d, s in enumerate(top.shape) if d not in axes]
     )
     return lax.reshape(total, out_shape(call))
+
+
+@lowers(aten.dist.default)
+def dist(call: Call, x: Array, y: Array, p: Any = 2) -> Array:
+    """The ``p``-norm of a difference."""
+    dtype = promoted(call, 0, 1)
+    sizes = lax.abs(lax.sub(*operands(wide_dtype(dtype), x, y)))
+    return (
+        jnp.linalg.norm(lax.reshape(sizes, (sizes.size,)), ord=float(p)) if sizes.size else jnp.zeros((), sizes.dtype)
+    )
+
+
+@lowers(aten.hash_tensor.default)
+def hash_tensor(call: Call, x: Array, dim: Any = (), *, keepdim: bool = False, mode: int = 0) -> Array:
+    """The exclusive or of all elements' bits, as float64 or int64."""
+    word = cast(x, np.dtype(np.int64 if x.dtype.kind in "iub" else np.float64))
+    bits = lax.bitcast_convert_type(word, np.dtype(np.uint64))
+    axes = normalise_dims(dim, x.ndim)
+    return lax.reshape(lax.reduce(bits, np.uint64(0), lax.bitwise_xor, axes), out_shape(call))

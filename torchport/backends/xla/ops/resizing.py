@@ -15,6 +15,7 @@ from .support import Any, Array, Call, Sequence, cast, compute_dtype, jax, jnp, 
 
 aten = torch.ops.aten
 Weights = np.ndarray[Any, Any]
+Plan = Callable[[int, int, bool, "float | None"], Weights]
 
 
 # -- where each element of the result comes from -----------------------------------------------------
@@ -58,6 +59,38 @@ def _cubic(size: int, out: int, align: bool, scale: float | None) -> Weights:
     return weights
 
 
+def _antialiased(kernel: Callable[[Weights], Weights], reach: float) -> Plan:
+    """``[out, size]``: a kernel that is as wide as the step where the result is the smaller one, each row summing to 1.
+
+    Follows ``HelperInterpBase::_compute_indices_min_size_weights_aa`` of ``UpSampleKernel.cpp``.
+    """
+
+    def weights(size: int, out: int, align: bool, scale: float | None) -> Weights:
+        step = _step(size, out, align, scale)
+        wide_step = max(step, 1.0)
+        centre = step * (np.arange(out) + 0.5)
+        first = np.maximum((centre - reach * wide_step + 0.5).astype(np.int64), 0)[:, None]
+        last = np.minimum((centre + reach * wide_step + 0.5).astype(np.int64), size)[:, None]
+        places = np.arange(size)[None]
+        found = kernel(np.abs((places - centre[:, None] + 0.5) / wide_step))
+        found = np.where((places >= first) & (places < last), found, 0)
+        total = found.sum(1, keepdims=True)
+        return found / np.where(total == 0, 1, total)
+
+    return weights
+
+
+def _hat(distance: Weights) -> Weights:
+    return np.maximum(1 - distance, 0)
+
+
+def _keys(distance: Weights) -> Weights:
+    """Keys 1981 with a = -0.5."""
+    near = (1.5 * distance - 2.5) * distance * distance + 1
+    far = -0.5 * (((distance - 5) * distance + 8) * distance - 4)
+    return np.where(distance < 1, near, np.where(distance < 2, far, 0))
+
+
 def _nearest(size: int, out: int, exact: bool, scale: float | None) -> Weights:
     """``[out]``: the index of each element."""
     step = np.float32(_step(size, out, False, scale))
@@ -85,9 +118,6 @@ def _scales(given: Sequence[Any], rank: int) -> list[float | None]:
     """Scale factors per dimension: ``None``, a list (the ``vec`` overloads) or one argument each."""
     listed = list(given[0]) if given and isinstance(given[0], (list, tuple)) else list(given)
     return [*listed, *([None] * rank)][:rank]
-
-
-Plan = Callable[[int, int, bool, "float | None"], Weights]
 
 
 def _plans(plan: Plan, sizes: Sequence[int], outs: Sequence[int], flag: bool, given: Sequence[Any]) -> list[Weights]:
@@ -130,6 +160,8 @@ for _name, _rank, _plan in (
     ("upsample_bilinear2d", 2, _linear),
     ("upsample_trilinear3d", 3, _linear),
     ("upsample_bicubic2d", 2, _cubic),
+    ("_upsample_bilinear2d_aa", 2, _antialiased(_hat, 1)),
+    ("_upsample_bicubic2d_aa", 2, _antialiased(_keys, 2)),
 ):
     _enter_weighted(_name, _rank, _plan)
 for _rank in (1, 2, 3):

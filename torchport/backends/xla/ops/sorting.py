@@ -123,6 +123,21 @@ def nanmedian(call: Call, x: Array) -> Array:
     return flat[jnp.maximum(jnp.sum((flat == flat).astype(_INT64)) - 1, 0) // 2]
 
 
+@lowers(aten.mode.default)
+def mode(call: Call, x: Array, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
+    """The most frequent value, the smallest of those as frequent, and the last place where it is."""
+    shape = out_shape(call, 0)
+    if not x.ndim or not x.size:
+        return lax.reshape(x, shape) if x.size else jnp.zeros(shape, x.dtype), jnp.zeros(shape, _INT64)
+    axis = normalise_dim(dim, x.ndim)
+    values, order = sort_with_positions(x, axis, False)
+    places = _iota(x.shape, axis)
+    before = jnp.roll(values, 1, axis)
+    start = lax.cummax(jnp.where((values != before) | (places == 0), places, 0), axis)
+    best = jnp.argmax(places - start, axis=axis, keepdims=True)
+    return tuple(lax.reshape(jnp.take_along_axis(v, best, axis), shape) for v in (values, order))  # type: ignore[return-value]
+
+
 # -- scans -----------------------------------------------------------------------------------------
 @lowers(aten.cumsum.default)
 def cumsum(call: Call, x: Array, dim: int, *, dtype: Any = None) -> Array:
@@ -178,11 +193,7 @@ def _search(sorted_values: Array, values: Any, right: bool, dtype: np.dtype[Any]
     return cast(jnp.sum(below, axis=-1).reshape(jnp.shape(wanted)), dtype)
 
 
-def _refuse_sorter(node: Any) -> str | None:
-    return "searchsorted with a sorter" if node.kwargs.get("sorter") is not None else None
-
-
-@lowers(aten.searchsorted.Tensor, aten.searchsorted.Scalar, refuses=_refuse_sorter)
+@lowers(aten.searchsorted.Tensor, aten.searchsorted.Scalar)
 def searchsorted(
     call: Call,
     boundaries: Array,
@@ -193,6 +204,8 @@ def searchsorted(
     side: str | None = None,
     sorter: Any = None,
 ) -> Array:
+    if sorter is not None:
+        boundaries = jnp.take_along_axis(boundaries, sorter, axis=-1)
     return lax.reshape(_search(boundaries, values, right or side == "right", out_dtype(call)), out_shape(call))
 
 

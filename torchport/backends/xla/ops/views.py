@@ -17,6 +17,7 @@ from .support import (
     lax,
     literal,
     lowers,
+    math,
     merged,
     normalise_dim,
     normalise_dims,
@@ -315,3 +316,27 @@ def as_strided_scatter(
     start = val.storage_offset() if offset is None else offset
     written = lax.reshape(turned, (x.size,)).at[_positions(size, stride, start)].set(cast(src, x.dtype))
     return lax.transpose(lax.reshape(written, turned.shape), [order.index(d) for d in range(len(order))])
+
+
+@lowers(aten.narrow_copy.default)
+def narrow_copy(call: Call, x: Array, dim: int, start: int, length: int) -> Array:
+    axis = normalise_dim(dim, x.ndim)
+    first = start + x.shape[axis] if start < 0 else start
+    return lax.slice_in_dim(x, first, first + length, axis=axis)
+
+
+def _refuse_other_layouts(node: fx.Node) -> str | None:
+    kept = (None, torch.contiguous_format, torch.preserve_format)
+    value: Any = node.args[0]
+    if node.kwargs.get("memory_format") not in kept or not value.meta["val"].is_contiguous():
+        return "resizing memory that is not row-major"
+    return None
+
+
+@lowers(aten.resize.default, aten.resize_as.default, refuses=_refuse_other_layouts)
+def resize(call: Call, x: Array, size: Any, **kwargs: Any) -> Array:
+    """The first elements in memory, in another shape; zeros where there are none."""
+    shape = out_shape(call)
+    flat, count = lax.reshape(x, (x.size,)), math.prod(shape)
+    flat = jnp.concatenate([flat, jnp.zeros((max(count - x.size, 0),), x.dtype)])
+    return lax.reshape(flat[:count], shape)
