@@ -83,8 +83,10 @@ class ExecuTorchBackend(Backend):
         if getattr(node.target, "__name__", "") == "getitem":
             return Support.yes()
         reason = _why_not_xnnpack(node) if node.target in _OPS else "neither XNNPACK nor ExecuTorch's runtime has it"
-        if reason and (node.target in PORTABLE or node.target in _OPS):
+        if reason and (node.target in PORTABLE or (node.target in _OPS and node.target is not aten.gelu.default)):
             reason = why_not_portable(node)
+        if reason and _is_nothing(node):
+            return Support.yes()
         if not reason and node.target is aten.permute.default and not node.args[1]:
             reason = "ExecuTorch does not permute scalars"
         return Support.no(reason) if reason else Support.yes()
@@ -96,6 +98,8 @@ class ExecuTorchBackend(Backend):
         if specs:
             raise ConfigError(f"executorch has no compile specs, but got {', '.join(specs)}")
         module, inputs = _with_constants(graph)
+        if module is None:
+            return Processed(b"")
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # ExecuTorch 1.5 and torch 2.13 warn about their own code
@@ -133,6 +137,8 @@ class ExecuTorchBackend(Backend):
             runtime: Any = importlib.import_module("executorch.runtime")
         data = bytes(processed.data)
         processed.free()
+        if not data:  # all results are without elements
+            return None, None, data
         try:
             program = runtime.Runtime.get().load_program(data)
             # The program reads its weights from these bytes for as long as it lives.
@@ -142,17 +148,32 @@ class ExecuTorchBackend(Backend):
 
     def execute(self, handle: Any, args: Sequence[BackendData], context: ExecutionContext) -> Sequence[BackendData]:
         # Detached, since the engine knows plain tensors only, and a lent one may be a parameter.
-        tensors = [_plain(arg.tensor) for arg in args if isinstance(arg, TensorData) and arg.tensor is not None]
+        tensors = [arg.tensor for arg in args if isinstance(arg, TensorData) and arg.tensor is not None]
+        tensors = [_plain(tensor) for tensor in tensors if tensor.numel()]
         try:
-            results = handle[0].execute(tensors)
+            results = iter(handle[0].execute(tensors) if handle[0] is not None else ())
         except RuntimeError as error:
             found = _CODE.search(str(error))
             code = int(found[1], 16) if found else int(ErrorCode.INTERNAL)
             raise DelegateError(f"ExecuTorch failed: {error}", code=code) from error
         return [
-            TensorData(context.device, spec, _with_strides(result, spec))
-            for result, spec in zip(results, context.outputs, strict=True)
+            TensorData(context.device, spec, _nothing(spec) if 0 in spec.shape else _with_strides(next(results), spec))
+            for spec in context.outputs
         ]
+
+
+def _is_nothing(node: fx.Node) -> bool:
+    """Whether all that an operator gives is without elements: made when it is run, whatever the operator is."""
+    found = node.meta["val"]
+    return all(
+        tensor is None or (isinstance(tensor, torch.Tensor) and not tensor.numel())
+        for tensor in (found if isinstance(found, (list, tuple)) else [found])
+    )
+
+
+def _nothing(spec: TensorSpec) -> torch.Tensor:
+    """A result without elements. ExecuTorch's orders of dimensions have no room for such."""
+    return torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype)
 
 
 def _why_not_xnnpack(node: fx.Node) -> str:
@@ -210,13 +231,23 @@ def _export_patterns() -> None:
         resizing.torch, attention.export = torch, original
 
 
-def _with_constants(graph: fx.GraphModule) -> tuple[fx.GraphModule, tuple[torch.Tensor, ...]]:
-    """The graph with constants as buffers, and example tensors for the inputs that remain."""
+def _with_constants(graph: fx.GraphModule) -> tuple[fx.GraphModule | None, tuple[torch.Tensor, ...]]:
+    """The graph with constants as buffers, and example tensors for the inputs that remain.
+
+    What is without elements is left out; ``None`` if that are all results.
+    """
     root = torch.nn.Module()
     made = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     inputs: list[torch.Tensor] = []
     for node in graph.graph.nodes:
+        if node.op == "output":
+            results = [values[value] for value in node.args[0] if value in values]
+            made.output(tuple(results))
+            made.eliminate_dead_code()
+            return (fx.GraphModule(root, made) if results else None), tuple(inputs)
+        if _is_nothing(node):
+            continue
         constant = node.meta.get("constant") if node.op == "placeholder" else None
         if isinstance(constant, torch.Tensor):
             name = f"constant_{len(values)}"
@@ -230,7 +261,7 @@ def _with_constants(graph: fx.GraphModule) -> tuple[fx.GraphModule, tuple[torch.
         if node.op == "placeholder":
             fake = node.meta["val"]
             inputs.append(torch.zeros(tuple(fake.shape), dtype=fake.dtype))
-    return fx.GraphModule(root, made), tuple(inputs)
+    raise AssertionError("a graph has an output")
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
