@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -74,13 +76,30 @@ def test_what_xnnpack_has_not_is_left() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.cumsum(torch.relu(x), 0) + 1.0
 
-    x = torch.randn(3, 4)
+    x = torch.randn(80, 80)
     lowered = aot.lower(Model(), (x,), backend="executorch")
     (left,) = lowered.left["forward"]
     assert (left.op, "XNNPACK does not have it" in left.reason) == ("aten.cumsum.default", True)
     torch.testing.assert_close(lowered(x), Model()(x))
     whole = aot.lower(Model(), (x.double(),), backend="executorch")
     assert not whole.program.meta().delegates, "float64 is not for it"
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.where(x > 0, x.cumsum(0), x.cos()), lambda x: x.var(1), lambda x: (x.flip(0), x.argmax(1)),
+        lambda x: x.log_softmax(1).gather(1, torch.zeros(3, 2, dtype=torch.long).to(x.device)),
+        lambda x: torch.linalg.norm(x, dim=1), lambda x: (x[:0] + 1, x.sum()), lambda x: x[:, :0].sin(),
+        lambda x: nn.functional.gelu(x, approximate="tanh"), lambda x: x.round(decimals=1),
+    ],
+)  # fmt: skip
+def test_small_tensors_are_the_portable_kernels(function: Callable[[torch.Tensor], Any]) -> None:
+    x = torch.randn(3, 4)
+    with torchport.config.override(fallback="error"):
+        found = function(x.to(torchport.device("executorch")))
+        found = tuple(one.cpu() for one in found) if isinstance(found, tuple) else found.cpu()
+    torch.testing.assert_close(found, function(x), rtol=1e-4, atol=1e-5)
 
 
 def test_other_bytes_and_options() -> None:
@@ -109,9 +128,9 @@ def test_views_of_values_with_other_strides() -> None:
     class Attention(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             heads = nn.functional.scaled_dot_product_attention(x, x, x)
-            return torch.relu(heads.transpose(1, 2).reshape(2, 6, 16))
+            return torch.relu(heads.transpose(1, 2).reshape(2, 96, 128))
 
-    x = torch.randn(2, 2, 6, 8)
+    x = torch.randn(2, 2, 96, 64)
     lowered = aot.lower(Attention(), (x,), backend="executorch")
     assert lowered.left["forward"]
     assert lowered.program.meta().delegates

@@ -162,6 +162,45 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
         (A,),
     ),
     "nothing": (lambda a: (a[:0].sin(), *a[:0].max(1), a[:0] @ a[0].t(), a + 1), (A,)),
+    "special functions": (
+        lambda a: (
+            a.i0(), torch.special.i1e(a), torch.special.bessel_j0(a * 9), torch.special.bessel_y1(a.abs() + 0.1),
+            torch.special.modified_bessel_k0(a.abs() + 0.1), torch.special.erfcx(a), torch.special.log_ndtr(a * 4),
+            a.tanh().erfinv(), a.lgamma(), a.digamma(), torch.polygamma(2, a), torch.mvlgamma(a.abs() + 2, 2),
+        ),
+        (A,),
+    ),
+    "running": (lambda a: (a.cumprod(1), *a.cummax(2), *a.cummin(0), a.logcumsumexp(1)), (A,)),
+    "puts": (
+        lambda a, b, i: (
+            a.index_add(1, i, b[:, :2], alpha=2), a.put(i, b[0, 0, :2]),
+            a.scatter_reduce(1, i.view(1, 2, 1).expand(2, 2, 4), b, "mean", include_self=False),
+            a.index_put((i % 2, i), b[0, 0], accumulate=True),
+        ),
+        (A, B, torch.tensor([2, 2])),
+    ),
+    "ranks": (lambda a: (*a.kthvalue(2, 1), *a.median(-1), a.nanmedian(), *a.sort(1, descending=True)), (A,)),
+    "pairs": (
+        lambda a, b: (
+            a.hypot(b), a.atan2(b), a.fmax(b), a.heaviside(b), a.signbit(), a.angle(), a.lerp(b, 0.3),
+            torch.linalg.cross(a[..., :3], b[..., :3]), F.pdist(a[0]), a.round(decimals=1), a.narrow_copy(1, 1, 2),
+        ),
+        (A, B),
+    ),
+    "casts": (lambda a: ((a * 1e10).long(), a.int(), a.half(), a.to(torch.int16), (a > 0).int()), (A,)),
+    "training": (lambda x: F.batch_norm(x, None, None, torch.ones(4), None, training=True), (IMAGE,)),
+    "averages": (
+        lambda x: (
+            F.avg_pool2d(x, 2, 2, 1, ceil_mode=True), F.avg_pool2d(x, 3, 2, 1, divisor_override=5),
+            F.avg_pool2d(x[0], 4, 3, 1, ceil_mode=True, count_include_pad=False),
+        ),
+        (IMAGE,),
+    ),
+    "linear resizing": (
+        lambda x: (F.interpolate(x[0], 5, mode="linear"), F.interpolate(x[None], (3, 5, 12), mode="trilinear")),
+        (IMAGE,),
+    ),
+    "of nothing": (lambda a: (a[:0].t() @ a[:0], a[:0].norm(), torch.cat([a[:0], a])), (M,)),
     "ceil pooling": (lambda x: F.max_pool2d(x, 2, 2, ceil_mode=True), (IMAGE,)),
 }  # fmt: skip
 
@@ -188,7 +227,7 @@ def test_operators(name: str) -> None:
     [
         (lambda a: a * 2, (torch.arange(4),), "torch.int64 in fewer bits"),
         (lambda a: a.sin(), (torch.rand(4, dtype=torch.float64),), "torch.float64 in fewer bits"),
-        (lambda a: a.cumprod(0), (torch.rand(4),), "no translation"),
+        (lambda a: torch.nextafter(a, a), (torch.rand(4),), "does not look at the bits"),
         (lambda a: a.sum(0), (torch.rand(0, 4),), "empty"),
     ],
 )
@@ -206,6 +245,11 @@ def test_what_openvino_computes_otherwise_is_left(function: Any, args: Any, reas
         lambda x: x.argmin(), lambda x: x.logsumexp(0), lambda x: torch.logaddexp(x, x.flip(0)),
         lambda x: F.softplus(x), lambda x: x.log_softmax(0),
         lambda x: torch.bucketize(x, torch.tensor([0.0, 1.0, 2.0]).to(x.device)),
+        lambda x: x > 0, lambda x: x >= x.flip(0), lambda x: x.sort()[0], lambda x: x.topk(2)[1], lambda x: x.median(),
+        lambda x: x.cummax(0)[1], lambda x: x.digamma(), lambda x: x.i0(), lambda x: torch.special.log_ndtr(x),
+        lambda x: torch.hypot(x, x.flip(0)), lambda x: torch.atan2(x, x.flip(0)), lambda x: x.long(),
+        lambda x: x.scatter_reduce(0, torch.tensor([0, 0, 1]).to(x.device), x.flip(0), "amin"),
+        lambda x: F.avg_pool1d(x[None], 2, ceil_mode=True),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("values", [(1.0, torch.nan, -2.0), (torch.inf, 1.0, -torch.inf), (-torch.inf,) * 3])

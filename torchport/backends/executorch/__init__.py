@@ -1,8 +1,8 @@
 """``executorch``: ExecuTorch with the XNNPACK partitioner; a delegate's bytes are a ``.pte`` file.
 
 ``runtime.load(path).delegate_data(method, index)`` takes the ``.pte`` out, for a phone: its inputs are the delegate's,
-its weights are inside. Operators that XNNPACK does not take run on ExecuTorch's portable kernels, so only float32
-operators that XNNPACK has, and shapes between them, are supported here.
+its weights are inside. Operators that XNNPACK does not take run on ExecuTorch's portable kernels, which are plain
+loops: those are supported up to a number of elements (:mod:`.portable`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -37,6 +37,8 @@ from torchport.backend.interface import (
 from torchport.core.errors import CompileError, ConfigError, DelegateError, ErrorCode
 from torchport.core.specs import CompileSpecs, TensorSpec
 
+from .portable import PORTABLE, decompositions, why_not_portable
+
 __all__ = ["ExecuTorchBackend"]
 
 aten = torch.ops.aten
@@ -54,6 +56,12 @@ _OPS: Final = {
     aten.slice.Tensor, aten.select.int, aten.clone.default, aten.dropout.default, aten.flatten.using_ints,
     aten.adaptive_avg_pool2d.default, aten.layer_norm.default,
 }  # fmt: skip
+_SHAPES: Final = {
+    aten.view.default, aten.reshape.default, aten.permute.default, aten.transpose.int, aten.t.default,
+    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default, aten.cat.default,
+    aten.slice.Tensor, aten.select.int, aten.clone.default, aten.dropout.default, aten.flatten.using_ints,
+}  # fmt: skip
+"""Those of them for which alone XNNPACK is not worth its partitioner, which takes most of the time of lowering."""
 _FIRST_RESULT: Final = {aten._native_batch_norm_legit_no_training.default}
 _CODE: Final = re.compile(r"error:? (?:code )?(0x[0-9a-fA-F]+)")
 
@@ -74,31 +82,30 @@ class ExecuTorchBackend(Backend):
     def supports(self, node: fx.Node) -> Support:
         if getattr(node.target, "__name__", "") == "getitem":
             return Support.yes()
-        if node.target not in _OPS:
-            return Support.no("XNNPACK does not have it, and the portable kernels are slow")
-        if node.kwargs.get("approximate", "none") != "none":
-            return Support.no("XNNPACK's gelu is the exact one")
-        if node.target is aten.permute.default and not node.args[1]:
-            return Support.no("ExecuTorch does not permute scalars")
-        for value in (node, *node.all_input_nodes):
-            found = value.meta["val"]
-            # Batch norm's further results are empty, and nobody uses them.
-            tensors = found[:1] if node.target in _FIRST_RESULT and value is node else found
-            for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
-                if tensor is not None and tensor.dtype is not torch.float32:
-                    return Support.no(f"XNNPACK computes float32, not {tensor.dtype}")
-                if tensor is not None and not tensor.numel():
-                    return Support.no("ExecuTorch's orders of dimensions have no room for tensors without elements")
-        return Support.yes()
+        reason = _why_not_xnnpack(node) if node.target in _OPS else "neither XNNPACK nor ExecuTorch's runtime has it"
+        if reason and (node.target in PORTABLE or (node.target in _OPS and node.target is not aten.gelu.default)):
+            reason = why_not_portable(node)
+        if reason and _is_nothing(node):
+            return Support.yes()
+        if not reason and node.target is aten.permute.default and not node.args[1]:
+            reason = "ExecuTorch does not permute scalars"
+        return Support.no(reason) if reason else Support.yes()
+
+    def decompositions(self) -> Mapping[torch._ops.OpOverload, Callable[..., Any]]:
+        return decompositions()
 
     def preprocess(self, graph: fx.GraphModule, specs: CompileSpecs) -> Processed:
         if specs:
             raise ConfigError(f"executorch has no compile specs, but got {', '.join(specs)}")
         module, inputs = _with_constants(graph)
+        if module is None:
+            return Processed(b"")
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # ExecuTorch 1.5 and torch 2.13 warn about their own code
                 _export_patterns()
+                if not any(node.target in _OPS - _SHAPES for node in graph.graph.nodes):
+                    return Processed(_lowered(torch.export.export(module, inputs), xnnpack=False))
                 try:
                     return Processed(_lowered(torch.export.export(module, inputs), xnnpack=True))
                 except RuntimeError as error:
@@ -130,6 +137,8 @@ class ExecuTorchBackend(Backend):
             runtime: Any = importlib.import_module("executorch.runtime")
         data = bytes(processed.data)
         processed.free()
+        if not data:  # all results are without elements
+            return None, None, data
         try:
             program = runtime.Runtime.get().load_program(data)
             # The program reads its weights from these bytes for as long as it lives.
@@ -139,28 +148,60 @@ class ExecuTorchBackend(Backend):
 
     def execute(self, handle: Any, args: Sequence[BackendData], context: ExecutionContext) -> Sequence[BackendData]:
         # Detached, since the engine knows plain tensors only, and a lent one may be a parameter.
-        tensors = [_plain(arg.tensor) for arg in args if isinstance(arg, TensorData) and arg.tensor is not None]
+        tensors = [arg.tensor for arg in args if isinstance(arg, TensorData) and arg.tensor is not None]
+        tensors = [_plain(tensor) for tensor in tensors if tensor.numel()]
         try:
-            results = handle[0].execute(tensors)
+            results = iter(handle[0].execute(tensors) if handle[0] is not None else ())
         except RuntimeError as error:
             found = _CODE.search(str(error))
             code = int(found[1], 16) if found else int(ErrorCode.INTERNAL)
             raise DelegateError(f"ExecuTorch failed: {error}", code=code) from error
         return [
-            TensorData(context.device, spec, _with_strides(result, spec))
-            for result, spec in zip(results, context.outputs, strict=True)
+            TensorData(context.device, spec, _nothing(spec) if 0 in spec.shape else _with_strides(next(results), spec))
+            for spec in context.outputs
         ]
+
+
+def _is_nothing(node: fx.Node) -> bool:
+    """Whether all that an operator gives is without elements: made when it is run, whatever the operator is."""
+    found = node.meta["val"]
+    return all(
+        tensor is None or (isinstance(tensor, torch.Tensor) and not tensor.numel())
+        for tensor in (found if isinstance(found, (list, tuple)) else [found])
+    )
+
+
+def _nothing(spec: TensorSpec) -> torch.Tensor:
+    """A result without elements. ExecuTorch's orders of dimensions have no room for such."""
+    return torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype)
+
+
+def _why_not_xnnpack(node: fx.Node) -> str:
+    """What keeps XNNPACK from one of its operators, in words, or nothing."""
+    if node.kwargs.get("approximate", "none") != "none":
+        return "XNNPACK's gelu is the exact one"
+    for value in (node, *node.all_input_nodes):
+        found = value.meta["val"]
+        # Batch norm's further results are empty, and nobody uses them.
+        tensors = found[:1] if node.target in _FIRST_RESULT and value is node else found
+        for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
+            if tensor is not None and tensor.dtype is not torch.float32:
+                return f"XNNPACK computes float32, not {tensor.dtype}"
+            if tensor is not None and not tensor.numel():
+                return "ExecuTorch's orders of dimensions have no room for tensors without elements"
+    return ""
 
 
 def _lowered(exported: torch.export.ExportedProgram, xnnpack: bool) -> bytes:
     """The ``.pte`` file, with XNNPACK for what it takes, or with portable kernels alone."""
     exir: Any = importlib.import_module("executorch.exir")
-    partitioners: list[Any] = []
+    config = exir.EdgeCompileConfig(_check_ir_validity=False)
     if xnnpack:
         partition: Any = importlib.import_module("executorch.backends.xnnpack.partition.xnnpack_partitioner")
-        partitioners.append(partition.XnnpackPartitioner())
-    config = exir.EdgeCompileConfig(_check_ir_validity=False)
-    edge = exir.to_edge_transform_and_lower(exported, partitioner=partitioners, compile_config=config)
+        partitioners = [partition.XnnpackPartitioner()]
+        edge = exir.to_edge_transform_and_lower(exported, partitioner=partitioners, compile_config=config)
+    else:
+        edge = exir.to_edge(exported, compile_config=config)
     return bytes(edge.to_executorch().buffer)
 
 
@@ -190,13 +231,23 @@ def _export_patterns() -> None:
         resizing.torch, attention.export = torch, original
 
 
-def _with_constants(graph: fx.GraphModule) -> tuple[fx.GraphModule, tuple[torch.Tensor, ...]]:
-    """The graph with constants as buffers, and example tensors for the inputs that remain."""
+def _with_constants(graph: fx.GraphModule) -> tuple[fx.GraphModule | None, tuple[torch.Tensor, ...]]:
+    """The graph with constants as buffers, and example tensors for the inputs that remain.
+
+    What is without elements is left out; ``None`` if that are all results.
+    """
     root = torch.nn.Module()
     made = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     inputs: list[torch.Tensor] = []
     for node in graph.graph.nodes:
+        if node.op == "output":
+            results = [values[value] for value in node.args[0] if value in values]
+            made.output(tuple(results))
+            made.eliminate_dead_code()
+            return (fx.GraphModule(root, made) if results else None), tuple(inputs)
+        if _is_nothing(node):
+            continue
         constant = node.meta.get("constant") if node.op == "placeholder" else None
         if isinstance(constant, torch.Tensor):
             name = f"constant_{len(values)}"
@@ -210,7 +261,7 @@ def _with_constants(graph: fx.GraphModule) -> tuple[fx.GraphModule, tuple[torch.
         if node.op == "placeholder":
             fake = node.meta["val"]
             inputs.append(torch.zeros(tuple(fake.shape), dtype=fake.dtype))
-    return fx.GraphModule(root, made), tuple(inputs)
+    raise AssertionError("a graph has an output")
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

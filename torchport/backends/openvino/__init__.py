@@ -18,7 +18,7 @@ import importlib.util
 import struct
 import weakref
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -139,6 +139,11 @@ class OpenVinoBackend(Backend):
         from .translate import supports  # on demand: compiling needs it, running does not
 
         return supports(node)
+
+    def decompositions(self) -> Mapping[torch._ops.OpOverload, Callable[..., Any]]:
+        from .decomposed import decompositions  # on demand: compiling needs it, running does not
+
+        return decompositions()
 
     def preprocess(self, graph: fx.GraphModule, specs: CompileSpecs) -> Processed:
         from .translate import to_ir  # on demand: compiling needs it, running does not

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Final
 
 import numpy
 import torch
@@ -27,6 +27,96 @@ for _targets, _name in (
     @rule(*_targets, check=float_result, numbers=True)
     def _binary(w: Writer, node: fx.Node, name: str = _name) -> Any:
         return getattr(w.ops, name)(w.numeric(node.args[0]), _times(w, w.numeric(node.args[1]), node, "alpha"))
+
+
+@rule(aten.fmax.default, aten.fmin.default, check=float_result, numbers=True)
+def _extreme_number(w: Writer, node: fx.Node) -> Any:
+    """The other one for NaN."""
+    left, right = w.numeric(node.args[0]), w.numeric(node.args[1])
+    made = (w.ops.maximum if node.target is aten.fmax.default else w.ops.minimum)(left, right)
+    return w.ops.select(w.ops.is_nan(left), right, w.ops.select(w.ops.is_nan(right), left, made))
+
+
+@rule(aten.hypot.default, check=float_result)
+def _hypot(w: Writer, node: fx.Node) -> Any:
+    """The larger one, times the length of what the smaller one is of it: squares alone would overflow."""
+    sides = [w.ops.abs(w.numeric(arg)).output(0) for arg in node.args[:2]]
+    most, least = w.ops.maximum(*sides), w.ops.minimum(*sides)
+    share = w.ops.divide(least, most)
+    made = w.ops.multiply(most, w.ops.sqrt(w.ops.add(w.ops.multiply(share, share), w.value(1.0))))
+    made = w.ops.select(w.ops.equal(most, w.value(0.0)), w.value(0.0), made)
+    nan = w.ops.logical_or(*(w.ops.is_nan(side) for side in sides))
+    endless = w.ops.logical_or(*(w.ops.equal(side, w.value(math.inf)) for side in sides))
+    return w.ops.select(endless, w.value(math.inf), w.ops.select(nan, w.value(math.nan), made))
+
+
+@rule(aten.heaviside.default, check=float_result)
+def _heaviside(w: Writer, node: fx.Node) -> Any:
+    value, at_zero = w.numeric(node.args[0]), w.numeric(node.args[1])
+    step = w.ops.convert(w.ops.less(w.value(0.0), value), "f32")  # 0 for NaN
+    return w.ops.select(w.ops.equal(value, w.value(0.0)), at_zero, step)
+
+
+def _below_zero(w: Writer, value: Any) -> Any:
+    """Whether the sign is negative, of -0 too: its reciprocal is below 0."""
+    zero = w.value(0.0)
+    return w.ops.logical_or(w.ops.less(value, zero), w.ops.less(w.ops.divide(w.value(1.0), value), zero)).output(0)
+
+
+@rule(aten.atan2.default, check=float_result)
+def _atan2(w: Writer, node: fx.Node) -> Any:
+    """By the arc tangent of the smaller of both sides over the larger one."""
+    y, x = w.numeric(node.args[0]), w.numeric(node.args[1])
+    rise, run = w.ops.abs(y), w.ops.abs(x)
+    steep = w.ops.greater(rise, run)
+    most, least = w.ops.maximum(rise, run), w.ops.minimum(rise, run)
+    same = w.ops.equal(most, least)
+    share = w.ops.select(same, w.value(1.0), w.ops.divide(least, most))
+    share = w.ops.select(w.ops.equal(most, w.value(0.0)), w.value(0.0), share)
+    angle = w.ops.atan(share)
+    angle = w.ops.select(steep, w.ops.subtract(w.value(math.pi / 2), angle), angle)
+    angle = w.ops.select(_below_zero(w, x), w.ops.subtract(w.value(math.pi), angle), angle)
+    angle = w.ops.select(_below_zero(w, y), w.ops.negative(angle), angle)
+    nan = w.ops.logical_or(w.ops.is_nan(x), w.ops.is_nan(y))
+    return w.ops.select(nan, w.value(math.nan), angle)
+
+
+@rule(aten.ldexp.Tensor, check=float_result, numbers=True)
+def _ldexp(w: Writer, node: fx.Node) -> Any:
+    return w.ops.multiply(w.numeric(node.args[0]), w.ops.power(w.value(2.0), w.numeric(node.args[1])))
+
+
+@rule(aten.signbit.default, check=lambda n: _of_floats(n))
+def _signbit(w: Writer, node: fx.Node) -> Any:
+    """The sign of NaN is lost in comparisons: such a one counts as positive, as PyTorch's own are."""
+    return _below_zero(w, w.value(node.args[0]))
+
+
+@rule(aten.angle.default, check=float_result)
+def _angle(w: Writer, node: fx.Node) -> Any:
+    value = w.numeric(node.args[0])
+    made = w.ops.select(w.ops.less(value, w.value(0.0)), w.value(math.pi), w.value(0.0))
+    return w.ops.select(w.ops.is_nan(value), value, made)
+
+
+@rule(aten.round.decimals, check=float_result)
+def _round_decimals(w: Writer, node: fx.Node) -> Any:
+    value, decimals = w.numeric(node.args[0]), int(node.kwargs.get("decimals", 0))  # type: ignore[arg-type]
+    if decimals == 0:
+        return w.ops.round(value, "half_to_even")
+    scale = w.value(10.0 ** abs(decimals))
+    up, down = (w.ops.multiply, w.ops.divide) if decimals > 0 else (w.ops.divide, w.ops.multiply)
+    return down(w.ops.round(up(value, scale), "half_to_even"), scale)
+
+
+@rule(aten.lerp.Tensor, aten.lerp.Scalar, check=float_result)
+def _lerp(w: Writer, node: fx.Node) -> Any:
+    """From the nearer end, as PyTorch does it."""
+    start, end, weight = (w.numeric(arg) for arg in node.args[:3])
+    apart = w.ops.subtract(end, start)
+    near = w.ops.add(start, w.ops.multiply(weight, apart))
+    far = w.ops.subtract(end, w.ops.multiply(apart, w.ops.subtract(w.value(1.0), weight)))
+    return w.ops.select(w.ops.less(w.ops.abs(weight), w.value(0.5)), near, far)
 
 
 def _times(w: Writer, value: Any, node: fx.Node, name: str) -> Any:
@@ -63,6 +153,10 @@ def _only_equality(node: fx.Node) -> str:
     return "" if all(isinstance(arg, int) for arg in others) else "of int64 and another dtype"
 
 
+_TURNED: Final = {aten.gt.Tensor, aten.gt.Scalar, aten.ge.Tensor, aten.ge.Scalar}
+"""Comparisons by the opposite one of the operands turned round: the engine's own hold for NaN."""
+
+
 def _as_words(w: Writer, node: fx.Node) -> list[Any]:
     made: list[Any] = []
     for arg in node.args[:2]:
@@ -75,8 +169,8 @@ for _targets, _name in (
     ((aten.ne.Tensor, aten.ne.Scalar), "not_equal"),
     ((aten.lt.Tensor, aten.lt.Scalar), "less"),
     ((aten.le.Tensor, aten.le.Scalar), "less_equal"),
-    ((aten.gt.Tensor, aten.gt.Scalar), "greater"),
-    ((aten.ge.Tensor, aten.ge.Scalar), "greater_equal"),
+    ((aten.gt.Tensor, aten.gt.Scalar), "less"),
+    ((aten.ge.Tensor, aten.ge.Scalar), "less_equal"),
 ):
 
     @rule(*_targets, check=_only_equality, numbers=True)
@@ -84,7 +178,8 @@ for _targets, _name in (
         if any(val(arg).dtype in WORDS for arg in node.all_input_nodes):
             same = w.ops.reduce_logical_and(w.ops.equal(*_as_words(w, node)), w.ints([-1]), False)
             return same if name == "equal" else w.ops.logical_not(same)
-        return getattr(w.ops, name)(w.numeric(node.args[0]), w.numeric(node.args[1]))
+        pair = [w.numeric(node.args[0]), w.numeric(node.args[1])]
+        return getattr(w.ops, name)(*(pair[::-1] if node.target in _TURNED else pair))
 
 
 for _target, _name in (
@@ -248,11 +343,8 @@ def _logaddexp(w: Writer, node: fx.Node) -> Any:
 
 @rule(aten.copysign.Tensor, aten.copysign.Scalar, check=_of_floats)
 def _copysign(w: Writer, node: fx.Node) -> Any:
-    """The sign of -0 counts: its reciprocal is below 0."""
-    size, other = w.ops.abs(w.numeric(node.args[0])), w.numeric(node.args[1])
-    zero = w.value(0.0)
-    below = w.ops.logical_or(w.ops.less(other, zero), w.ops.less(w.ops.divide(w.value(1.0), other), zero))
-    return w.ops.select(below, w.ops.negative(size), size)
+    size = w.ops.abs(w.numeric(node.args[0]))
+    return w.ops.select(_below_zero(w, w.numeric(node.args[1])), w.ops.negative(size), size)
 
 
 @rule(aten.div.Tensor_mode, aten.floor_divide.default, check=float_result)
@@ -314,7 +406,9 @@ def _hardtanh(w: Writer, node: fx.Node) -> Any:
 
 
 def _same_dtypes(node: fx.Node) -> str:
-    return "of mixed dtypes" if any(val(arg).dtype is not val(node).dtype for arg in node.args[1:]) else ""
+    """float32 may come with int64, which is read as float32."""
+    mixed = {val(arg).dtype for arg in node.args[1:]} - {val(node).dtype}
+    return "of mixed dtypes" if mixed - ({torch.int64} if val(node).dtype is torch.float32 else set()) else ""
 
 
 @rule(aten.where.self, check=_same_dtypes, moves=True)
@@ -322,7 +416,9 @@ def _where(w: Writer, node: fx.Node) -> Any:
     chosen = w.value(node.args[0])
     if val(node).dtype in WORDS:
         chosen = w.ops.unsqueeze(chosen, w.ints(-1))
-    return w.ops.select(chosen, w.value(node.args[1]), w.value(node.args[2]))
+        return w.ops.select(chosen, w.value(node.args[1]), w.value(node.args[2]))
+    read = w.numeric if val(node).dtype is torch.float32 else w.value
+    return w.ops.select(chosen, read(node.args[1]), read(node.args[2]))
 
 
 @rule(aten.masked_fill.Scalar, check=float_result)
@@ -345,13 +441,20 @@ def _no_dropout(w: Writer, node: fx.Node) -> Any:
     return w.value(node.args[0])
 
 
+_SMALL_INTEGERS: Final = {torch.int32: "i32", torch.int16: "i16", torch.uint8: "u8", torch.int8: "i8"}
+
+
 def _cast_check(node: fx.Node) -> str:
     source, wanted = val(node.args[0]).dtype, val(node).dtype
     if source is wanted or wanted is torch.bool:
         return "" if source is not torch.float64 else "from float64"
     if wanted is torch.float32:
-        return "" if source in (torch.int64, torch.int32, torch.bool, torch.uint8, torch.int8) else f"from {source}"
-    return "" if wanted is torch.int64 and source is torch.bool else f"from {source} to {wanted}"
+        return "" if source in (torch.int64, torch.bool, torch.float16, *_SMALL_INTEGERS) else f"from {source}"
+    if wanted is torch.int64:
+        return "" if source in (torch.float32, torch.bool, *_SMALL_INTEGERS) else f"from {source}"
+    if wanted in _SMALL_INTEGERS or wanted is torch.float16:
+        return "" if source in (torch.float32, torch.bool) else f"from {source} to {wanted}"
+    return f"from {source} to {wanted}"
 
 
 @rule(aten._to_copy.default, check=_cast_check, moves=True)
@@ -360,12 +463,34 @@ def _to_copy(w: Writer, node: fx.Node) -> Any:
     if source is wanted:
         return value
     if wanted is torch.int64:
-        return w.wide(value)
+        return _whole_words(w, value) if source is torch.float32 else w.wide(value)
     if wanted is torch.bool and source in WORDS:
         return w.ops.reduce_logical_or(w.ops.not_equal(value, w.word_of(0)), w.ints([-1]), False)
     if wanted is torch.bool:
         return w.ops.not_equal(w.numeric(node.args[0]), w.value(0.0))
+    if wanted in _SMALL_INTEGERS or wanted is torch.float16:
+        return w.ops.convert(value, _SMALL_INTEGERS.get(wanted, "f16"))
     return w.numeric(node.args[0])
+
+
+def _whole_words(w: Writer, value: Any) -> Any:
+    """float32 as int64. Beyond 32 bits, both words are parts of the number that float32 holds exactly.
+
+    What is no int64 becomes the smallest one, as it does on processors that PyTorch runs on.
+    """
+    whole = w.ops.select(w.ops.less(value, w.value(0.0)), w.ops.ceiling(value), w.ops.floor(value))
+    high = w.ops.floor(w.ops.multiply(whole, w.value(2.0**-32)))
+    low = w.ops.subtract(whole, w.ops.multiply(high, w.value(2.0**32)))
+    low = w.ops.select(w.ops.less(low, w.value(2.0**31)), low, w.ops.subtract(low, w.value(2.0**32)))
+    near = w.ops.convert(whole, "i32")
+    sign = w.ops.select(w.ops.less(near, w.word_of(0)), w.word_of(-1), w.word_of(0))
+    is_near = w.ops.less(w.ops.abs(whole), w.value(2.0**31))
+    inside = w.ops.less(w.ops.abs(value), w.value(2.0**63))  # not NaN
+    low = w.ops.select(is_near, near, w.ops.convert(low, "i32"))
+    high = w.ops.select(is_near, sign, w.ops.convert(high, "i32"))
+    low = w.ops.select(inside, low, w.word_of(0))
+    high = w.ops.select(inside, high, w.word_of(-(1 << 31)))
+    return w.ops.concat([w.ops.unsqueeze(one, w.ints(-1)).output(0) for one in (low, high)], -1).output(0)
 
 
 def _filled(w: Writer, node: fx.Node, number: Any) -> Any:

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from .modules import openvino_module
-from .writer import CHECKS, WORDS, Takes, Writer, val
+from .writer import WORDS, Takes, Writer, val
 
 __all__ = ["FRONT_END", "converted", "why_not"]
 
@@ -27,8 +27,8 @@ _PLAIN: Final = Takes()
 FRONT_END: Final[dict[Any, Takes]] = dict.fromkeys(
     (
         aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default, aten.acos.default, aten.acosh.default,
-        aten.asin.default, aten.asinh.default, aten.atan.default, aten.atanh.default, aten.avg_pool2d.default,
-        aten.avg_pool3d.default, aten.constant_pad_nd.default, aten.cosh.default, aten.cumsum.default,
+        aten.asin.default, aten.asinh.default, aten.atan.default, aten.atanh.default,
+        aten.constant_pad_nd.default, aten.cosh.default, aten.cumsum.default,
         aten.elu.default, aten.erfc.default, aten.glu.default, aten.hardswish.default, aten.isfinite.default,
         aten.isinf.default, aten.isnan.default, aten.leaky_relu.default, aten.log10.default,
         aten.log1p.default, aten.log2.default, aten.mish.default, aten.prod.default,
@@ -47,19 +47,8 @@ FRONT_END: Final[dict[Any, Takes]] = dict.fromkeys(
     aten.masked_scatter.default: _PLAIN,
     aten.scatter.src: Takes(reads=frozenset({2})),
     aten.scatter.value: Takes(reads=frozenset({2})),
-    aten.scatter_add.default: Takes(reads=frozenset({2})),
-    aten.sort.default: Takes(gives=frozenset({1})),
-    aten.sort.stable: Takes(gives=frozenset({1})),
-    aten.topk.default: Takes(gives=frozenset({1})),
 }  # fmt: skip
 """Operators that are given to the front end, and what they take."""
-
-
-def _rounding_check(node: fx.Node) -> str:
-    return "with rounding up: the front end's divides by other counts" if node.args[4:5] == (True,) else ""
-
-
-CHECKS[aten.avg_pool2d.default] = CHECKS[aten.avg_pool3d.default] = _rounding_check
 
 
 @functools.cache

@@ -139,6 +139,91 @@ def _pooled(w: Writer, node: fx.Node, rank: int) -> list[Any]:
     return [found, w.wide(places)]
 
 
+def _rounded_up(node: fx.Node, rank: int) -> list[list[int]]:
+    """Kernel, strides and padding before and after, with which rounding down gives as many windows as PyTorch's."""
+    kernel = _pair(node.args[1], rank)
+    strides, pads = _pair(arg_of(node, 2, "stride") or kernel, rank), _pair(arg_of(node, 3, "padding", 0), rank)
+    sizes, wanted = val(node.args[0]).shape[-rank:], val(node).shape[-rank:]
+    after = [
+        max((count - 1) * step + window - size - before, 0)
+        for count, step, window, size, before in zip(wanted, strides, kernel, sizes, pads, strict=True)
+    ]
+    return [kernel, strides, pads, after]
+
+
+@rule(aten.avg_pool2d.default, aten.avg_pool3d.default)
+def _average(w: Writer, node: fx.Node) -> Any:
+    """By hand: the front end divides by other counts where it rounds up, and by no number of one's own.
+
+    Windows are averaged over all of their elements, with zeros around the image. What PyTorch divides by is known
+    when the graph is compiled: it is asked for the averages of ones.
+    """
+    rank = 2 if node.target is aten.avg_pool2d.default else 3
+    source, target = val(node.args[0]), node.target
+    kernel, strides, before, after = _rounded_up(node, rank)
+    shape = list(source.shape)
+    value = w.value(node.args[0])
+    if len(shape) == rank + 1:  # without a batch
+        value = w.reshape(value, [1, *shape])
+    if any(before) or any(after):
+        around = [w.ints([0, 0, *pads]) for pads in (before, after)]
+        value = w.ops.pad(value, *around, "constant", w.value(0.0)).output(0)
+    extent = [size + low + high for size, low, high in zip(shape[-rank:], before, after, strict=True)]
+    used = [
+        (count - 1) * step + window
+        for count, step, window in zip(val(node).shape[-rank:], strides, kernel, strict=True)
+    ]
+    if used != extent:  # what no window reaches
+        where = w.ints(list(range(2, rank + 2)))
+        value = w.ops.slice(value, w.ints([0] * rank), w.ints(used), w.ints([1] * rank), where).output(0)
+    made = w.ops.avg_pool(value, strides, [0] * rank, [0] * rank, kernel, False).output(0)
+    ones = torch.ones([1, 1, *shape[-rank:]])
+    averages: Any = target(ones, *node.args[1:], **node.kwargs)  # type: ignore[operator]
+    padding = [side for low, high in zip(before[::-1], after[::-1], strict=True) for side in (low, high)]
+    pool = torch.nn.functional.avg_pool2d if rank == 2 else torch.nn.functional.avg_pool3d
+    share = averages / pool(torch.nn.functional.pad(ones, padding), kernel, strides).clamp(min=1e-30)
+    share = share[tuple(slice(size) for size in averages.shape)]
+    if not bool((share == 1).all()):
+        made = w.ops.multiply(made, w.ops.constant(share.numpy().copy())).output(0)
+    return w.reshape(made, list(val(node).shape)) if len(shape) == rank + 1 else made
+
+
+def _linear_ways(target: Any, size: int, wanted: int, corners: bool, scale: Any) -> tuple[Any, Any]:
+    """Of each element along an axis, the two that it lies between and their weights: [wanted, 2] each.
+
+    PyTorch says which, on the columns of a unit matrix.
+    """
+    columns = target(torch.eye(size)[None], [wanted], corners, scale)[0].t()  # [wanted, size]
+    weights, places = columns.topk(min(2, size), 1)
+    return places, weights
+
+
+def _resized_check(node: fx.Node) -> str:
+    return "" if val(node).numel() <= 1 << 24 else "of so many elements"
+
+
+@rule(aten.upsample_linear1d.default, aten.upsample_trilinear3d.default, check=_resized_check)
+def _linear_resize(w: Writer, node: fx.Node) -> Any:
+    """One axis after the other. By hand: the front end has them for scales only."""
+    rank, args = val(node).dim() - 2, node.args
+    sizes: Any = args[1]
+    value = w.value(args[0])
+    for at in range(rank):
+        scale = args[3 + at] if len(args) > 3 + at else None
+        places, weights = _linear_ways(
+            aten.upsample_linear1d.default, val(args[0]).shape[2 + at], sizes[at], bool(args[2]), scale
+        )
+        shape = [1] * (rank + 2)
+        shape[2 + at] = -1
+        total: Any = None
+        for column in range(places.shape[1]):
+            found = w.ops.gather(value, w.ints(places[:, column].tolist()), w.ints(2 + at))
+            part = w.ops.multiply(found, w.ops.constant(weights[:, column].reshape(shape).numpy().copy()))
+            total = part if total is None else w.ops.add(total, part)
+        value = total.output(0)
+    return value
+
+
 @rule(
     aten.adaptive_avg_pool2d.default,
     check=lambda n: "" if list(val(n).shape[-2:]) == [1, 1] else "to other than one value",

@@ -47,10 +47,13 @@ def _gather(w: Writer, node: fx.Node) -> Any:
 
 
 def _cut(w: Writer, node: fx.Node, value: Any, axis: int) -> Any:
-    """PyTorch lets the places be fewer in the other dimensions; OpenVINO wants as many."""
+    """PyTorch lets the places be fewer in the other dimensions; OpenVINO wants as many.
+
+    By a split: OpenVINO 2026.4 takes a slice away again before it gathers, and then refuses the shapes.
+    """
     for at, (size, wanted) in enumerate(zip(val(node.args[0]).shape, val(node.args[2]).shape, strict=True)):
         if at != axis and size != wanted:
-            value = w.ops.slice(value, w.ints([0]), w.ints([wanted]), w.ints([1]), w.ints([at])).output(0)
+            value = w.ops.variadic_split(value, w.ints(at), w.ints([wanted, size - wanted])).output(0)
     return value
 
 

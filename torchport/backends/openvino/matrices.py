@@ -14,9 +14,16 @@ from .writer import Writer, arg_of, rule, val
 aten = torch.ops.aten
 
 
-@rule(aten.mm.default, aten.bmm.default, aten.matmul.default)
+@rule(aten.mm.default, aten.bmm.default, aten.matmul.default, empty=True)
 def _matmul(w: Writer, node: fx.Node) -> Any:
-    return w.ops.matmul(w.value(node.args[0]), w.value(node.args[1]), False, False)
+    return _product(w, node, node.args[0], node.args[1])
+
+
+def _product(w: Writer, node: fx.Node, left: Any, right: Any) -> Any:
+    """A product of matrices; 0 where it is a sum of nothing, which the engine does not take."""
+    if 0 in val(left).shape:
+        return w.ops.constant(numpy.zeros(tuple(val(node).shape), numpy.float32)).output(0)
+    return w.ops.matmul(w.value(left), w.value(right), False, False).output(0)
 
 
 def _scaled_sum(w: Writer, node: fx.Node, product: Any) -> Any:
@@ -30,9 +37,9 @@ def _scaled_sum(w: Writer, node: fx.Node, product: Any) -> Any:
     return w.ops.add(product, bias if beta == 1 else w.ops.multiply(bias, w.value(beta)))
 
 
-@rule(aten.addmm.default, aten.baddbmm.default)
+@rule(aten.addmm.default, aten.baddbmm.default, empty=True)
 def _addmm(w: Writer, node: fx.Node) -> Any:
-    return _scaled_sum(w, node, w.ops.matmul(w.value(node.args[1]), w.value(node.args[2]), False, False))
+    return _scaled_sum(w, node, _product(w, node, node.args[1], node.args[2]))
 
 
 @rule(aten.addbmm.default)
@@ -73,6 +80,20 @@ def _linear(w: Writer, node: fx.Node) -> Any:
     made = w.ops.matmul(w.value(node.args[0]), w.value(node.args[1]), False, True)
     bias = arg_of(node, 2, "bias")
     return made if bias is None else w.ops.add(made, w.value(bias))
+
+
+@rule(aten.linalg_cross.default)
+def _cross(w: Writer, node: fx.Node) -> Any:
+    axis = int(node.kwargs.get("dim", -1)) % val(node).dim()  # type: ignore[call-overload]
+    left, right = (w.value(arg) for arg in node.args[:2])
+    where = w.ints(axis)
+
+    def turned(value: Any, order: list[int]) -> Any:
+        return w.ops.gather(value, w.ints(order), where)
+
+    up, down = [1, 2, 0], [2, 0, 1]
+    first = w.ops.multiply(turned(left, up), turned(right, down))
+    return w.ops.subtract(first, w.ops.multiply(turned(left, down), turned(right, up)))
 
 
 def _attention_check(node: fx.Node) -> str:

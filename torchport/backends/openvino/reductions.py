@@ -70,6 +70,10 @@ def _few(node: fx.Node) -> str:
     return float_result(node.args[0]) or ("of so many elements" if val(node.args[0]).numel() >= 1 << 24 else "")  # type: ignore[arg-type]
 
 
+def _of_float(node: fx.Node) -> str:
+    return float_result(node.args[0])  # type: ignore[arg-type]
+
+
 def _first(w: Writer, value: Any, shape: list[int], axis: int, name: str) -> tuple[Any, Any]:
     """The extreme along an axis, and the place of the first element that is it; both keep the axis."""
     where = w.ints([axis])
@@ -108,11 +112,16 @@ for _target, _name in ((aten.argmax.default, "reduce_max"), (aten.argmin.default
 
 @rule(
     aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction,
-    check=lambda n: "" if val(n.args[0]).dtype is torch.float32 else f"of {val(n.args[0]).dtype}",
+    check=lambda n: "" if val(n.args[0]).dtype is torch.float32 else f"of {val(n.args[0]).dtype}", empty=True,
 )  # fmt: skip
 def _variance(w: Writer, node: fx.Node) -> Any:
-    """By hand: the front end's divides by at least one."""
-    source = val(node.args[0])
+    """By hand: the front end's divides by at least one. Of no elements, all is NaN."""
+    source, found = val(node.args[0]), node.meta["val"]
+    if not source.numel():
+        several = isinstance(found, (list, tuple))
+        nothing = [numpy.full(tuple(one.shape), math.nan, numpy.float32) for one in (found if several else [found])]
+        made = [w.array(one) for one in nothing]
+        return made if several else made[0]
     axes = w.axes(arg_of(node, 1, "dim"), source.dim())
     value = w.value(node.args[0])
     if not axes:  # of a 0-dim tensor
@@ -253,6 +262,97 @@ def _group_norm(w: Writer, node: fx.Node) -> Any:
     return [made, *(w.reshape(one.output(0), rows[:2]) for one in (mean, scale))]
 
 
+def _sorted(
+    w: Writer, value: Any, count: int, axis: int, descending: bool = False, stable: bool = True
+) -> tuple[Any, Any]:
+    """The first ``count`` values along an axis in order, NaN as the largest, and their places, of 32 bits.
+
+    By hand: the engine's order is wrong where NaN is among the values. So NaN is taken for infinity, and infinity for
+    the largest finite number: the order is kept, but where a row has that number and infinity.
+    """
+    is_nan = w.ops.is_nan(value)
+    keys = w.ops.select(w.ops.equal(value, w.value(math.inf)), w.value(float(numpy.finfo(numpy.float32).max)), value)
+    keys = w.ops.select(is_nan, w.value(math.inf), keys)
+    mode = "max" if descending else "min"
+    places = w.ops.topk(keys, w.ints(count), axis, mode, "value", stable=stable).output(1)
+    return w.ops.gather_elements(value, places, axis).output(0), places
+
+
+@rule(aten.sort.default, aten.sort.stable, aten.topk.default, check=_of_float, gives=[1])
+def _in_order(w: Writer, node: fx.Node) -> Any:
+    value, shape = w.value(node.args[0]), list(val(node.args[0]).shape)
+    if not shape:
+        return [value, w.wide(w.value(0.0))]
+    if node.target is aten.topk.default:
+        axis, descending = int(arg_of(node, 2, "dim", -1)) % len(shape), bool(arg_of(node, 3, "largest", True))
+        count = int(node.args[1])  # type: ignore[call-overload]
+    else:
+        at = 2 if node.target is aten.sort.stable else 1
+        axis, descending = (
+            int(arg_of(node, at, "dim", -1)) % len(shape),
+            bool(arg_of(node, at + 1, "descending", False)),
+        )
+        count = shape[axis]
+    found, places = _sorted(w, value, count, axis, descending, stable=node.target is not aten.topk.default)
+    return [found, w.wide(places)]
+
+
+@rule(aten.kthvalue.default, aten.median.dim, aten.nanmedian.dim, check=_few, gives=[1])
+def _ranked(w: Writer, node: fx.Node) -> Any:
+    shape, value = list(val(node.args[0]).shape), w.value(node.args[0])
+    at = 2 if node.target is aten.kthvalue.default else 1
+    axis, rank = int(arg_of(node, at, "dim", -1)) % max(len(shape), 1), 0
+    if not shape:
+        return [value, w.wide(w.value(0.0))]
+    found, places = _sorted(w, value, shape[axis], axis)
+    if node.target is aten.kthvalue.default:
+        rank = int(node.args[1]) - 1  # type: ignore[call-overload]
+        return _picked_rank(w, node, found, places, w.word_of(rank), axis)
+    return _picked_rank(w, node, found, places, _middle(w, node, value, shape, axis), axis)
+
+
+def _middle(w: Writer, node: fx.Node, value: Any, shape: list[int], axis: int) -> Any:
+    """Which rank the lower median has, as 32-bit integers; of a median that keeps NaN, that of the first NaN."""
+    marked = w.ops.convert(w.ops.is_nan(value), "f32")
+    nans = w.ops.reduce_sum(marked, w.ints([axis]), True)
+    left = w.ops.subtract(w.value(float(shape[axis])), nans)
+    if node.target in (aten.nanmedian.dim, aten.nanmedian.default):
+        middle = w.ops.floor(w.ops.multiply(w.ops.subtract(left, w.value(1.0)), w.value(0.5)))
+        middle = w.ops.maximum(middle, w.value(0.0))
+    else:
+        middle = w.ops.select(w.ops.greater(nans, w.value(0.0)), left, w.value(float((shape[axis] - 1) // 2)))
+    return w.ops.convert(middle, "i32").output(0)
+
+
+def _picked_rank(w: Writer, node: fx.Node, found: Any, places: Any, rank: Any, axis: int) -> list[Any]:
+    wanted = list(node.meta["val"][0].shape)
+    if not rank.get_partial_shape().to_shape():
+        shape = list(found.get_partial_shape().to_shape())
+        rank = w.ops.broadcast(rank, w.ints([1 if at == axis else size for at, size in enumerate(shape)])).output(0)
+    made = [w.ops.gather_elements(one, rank, axis).output(0) for one in (found, places)]
+    return [w.reshape(made[0], wanted), w.wide(w.reshape(made[1], wanted))]
+
+
+@rule(aten.median.default, aten.nanmedian.default, check=_few)
+def _median_of_all(w: Writer, node: fx.Node) -> Any:
+    count = val(node.args[0]).numel()
+    value = w.reshape(w.value(node.args[0]), [count])
+    found, _ = _sorted(w, value, count, 0)
+    rank = _middle(w, node, value, [count], 0)
+    return w.reshape(w.ops.gather_elements(found, rank, 0).output(0), [])
+
+
+@rule(aten._pdist_forward.default)
+def _pdist(w: Writer, node: fx.Node) -> Any:
+    """Distances of the rows above the diagonal; the places are made when the graph is compiled."""
+    rows = val(node.args[0]).shape[0]
+    first, second = numpy.triu_indices(rows, 1)
+    value = w.value(node.args[0])
+    one, two = (w.ops.gather(value, w.ints(places.tolist()), w.ints(0)) for places in (first, second))
+    apart = w.ops.abs(w.ops.subtract(one, two)).output(0)
+    return _norm(w, apart, w.ints([1]), float(arg_of(node, 1, "p", 2.0)))
+
+
 @rule(aten._cdist_forward.default)
 def _cdist(w: Writer, node: fx.Node) -> Any:
     """By hand: the front end's are other norms for 0, 1 and infinity."""
@@ -267,10 +367,13 @@ def _cdist(w: Writer, node: fx.Node) -> Any:
 @rule(
     aten.linalg_vector_norm.default,
     check=lambda n: "" if val(n.args[0]).dtype is val(n).dtype is torch.float32 else f"in {val(n).dtype}",
+    empty=True,
 )
 def _vector_norm(w: Writer, node: fx.Node) -> Any:
-    """By hand: the front end takes no list of no axes, and no axes below 0 of a 0-dim tensor."""
+    """By hand: the front end takes no list of no axes, and no axes below 0 of a 0-dim tensor. Of nothing it is 0."""
     source = val(node.args[0])
+    if not source.numel():
+        return w.array(numpy.zeros(tuple(val(node).shape), numpy.float32))
     axes = w.axes(arg_of(node, 2, "dim"), source.dim())
     apart = w.ops.abs(w.value(node.args[0])).output(0)
     if not axes:

@@ -63,6 +63,14 @@ def _slice(w: Writer, node: fx.Node) -> Any:
     return w.ops.slice(value, *(w.ints([number]) for number in (begin, end, step, axis % val(node).dim())))
 
 
+@rule(aten.narrow.default, aten.narrow_copy.default, moves=True)
+def _narrow(w: Writer, node: fx.Node) -> Any:
+    axis, start, count = (int(number) for number in node.args[1:4])  # type: ignore[call-overload]
+    axis, begin = axis % val(node).dim(), start % max(val(node.args[0]).shape[axis], 1)
+    numbers = (begin, begin + count, 1, axis)
+    return w.ops.slice(w.value(node.args[0]), *(w.ints([number]) for number in numbers))
+
+
 @rule(aten.select.int, moves=True)
 def _select(w: Writer, node: fx.Node) -> Any:
     axis, index = int(node.args[1]), int(node.args[2])  # type: ignore[arg-type]
@@ -71,19 +79,22 @@ def _select(w: Writer, node: fx.Node) -> Any:
 
 
 def _parts(node: fx.Node) -> list[fx.Node]:
-    """The operands of ``cat`` that are more than an empty vector."""
+    """The operands of ``cat`` and ``stack`` that have elements."""
     given: Any = node.args[0]
-    return list(given)
+    return [part for part in given if val(part).numel()]
 
 
 @rule(
     aten.cat.default,
     check=lambda n: "of mixed dtypes" if len({val(x).dtype for x in n.all_input_nodes}) > 1 else "",
     moves=True,
+    empty=True,
 )
 def _cat(w: Writer, node: fx.Node) -> Any:
     parts, rank = _parts(node), val(node).dim()
     values, axis = [w.value(part) for part in parts], int(arg_of(node, 1, "dim", 0)) % rank
+    if len(values) == 1:
+        return values[0]
     if rank > 1 or val(node).dtype in WORDS:
         return w.ops.concat(values, axis)
     # In rows: OpenVINO 2026.4 gives abs(c) for both where c, joined from vectors, and abs(c) are results.

@@ -18,8 +18,20 @@ from torch import fx
 from torchport.backend.interface import Support
 from torchport.core.errors import CompileError
 
-from . import elementwise, images, indices, losses, matrices, reductions, shapes  # noqa: F401 - their rules
+from . import (  # noqa: F401 - their rules
+    elementwise,
+    images,
+    indices,
+    losses,
+    matrices,
+    reductions,
+    scans,
+    scatters,
+    shapes,
+    special,
+)
 from .front_end import FRONT_END, converted, why_not
+from .left import why_left
 from .modules import openvino_module
 from .writer import CHECKS, COMPUTED, KINDS, MOVED, RULES, TAKES, WORDS, Takes, Writer, held_shape, val
 
@@ -77,7 +89,7 @@ def supports(node: fx.Node) -> Support:
     if op is _getitem:
         return Support.yes()
     if op not in RULES and op not in FRONT_END:
-        return Support.no("there is no translation to OpenVINO")
+        return Support.no(why_left(op))
     if _is_nothing(node):
         return Support.yes()
     takes = TAKES[op] if op in RULES else FRONT_END[op]

@@ -25,11 +25,12 @@ __all__ = [
 COMPUTED: Final = frozenset({torch.float32, torch.bool})
 WORDS: Final = frozenset({torch.int64, torch.float64, torch.complex64})
 """Dtypes that are held as words."""
-MOVED: Final = COMPUTED | WORDS | {torch.int32, torch.uint8, torch.int8}
+MOVED: Final = COMPUTED | WORDS | {torch.int32, torch.int16, torch.uint8, torch.int8, torch.float16}
 
 KINDS: Final = {
     torch.float32: numpy.float32, torch.bool: numpy.bool_, torch.int64: numpy.int64, torch.float64: numpy.float64,
     torch.int32: numpy.int32, torch.uint8: numpy.uint8, torch.int8: numpy.int8, torch.complex64: numpy.complex64,
+    torch.int16: numpy.int16, torch.float16: numpy.float16,
 }  # fmt: skip
 """Dtypes of constants, as NumPy has them."""
 
