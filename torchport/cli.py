@@ -99,8 +99,9 @@ def _parser() -> argparse.ArgumentParser:
     warm.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
     warm.set_defaults(run=_warm)
 
-    from .testing.command import add_commands  # on demand: a command pays for what it uses
+    from .testing.command import add_commands, load_backend  # on demand: a command pays for what it uses
 
+    explain.set_defaults(load_backend=load_backend)
     cache.add_commands(commands)
     add_commands(commands)
     return parser
@@ -145,9 +146,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     device = arguments.device
     place, _, attribute = (device or "").rpartition(":")
     if place and not attribute.isdecimal():  # file.py:Class; "port:1" is a device
-        from .testing.target import load_backend  # on demand: a command pays for what it uses
-
-        device = load_backend(device).name
+        device = arguments.load_backend(device).name
     print(explain_cli(arguments.op, device))
     return 0
 

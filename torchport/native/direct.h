@@ -390,7 +390,10 @@ bool run_direct(const Direct& direct, const std::string& letters, torch::jit::St
   if (observing != Py_True && observing != Py_False) { // a log, which Python writes
     return false;
   }
-  const bool noted = observing == Py_True && !direct.kinds.empty();
+  const bool noted = observing == Py_True;
+  if (noted && direct.kinds.empty()) { // Python notes kinds of arguments that are not known here
+    return false;
+  }
   DirectCall call{direct, trace.get(), runtime, {}, {}, THPObjectPtr(), THPObjectPtr(), noted};
   if (noted) {
     call.args = PyList_New(0);

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..trace.kernels import Kernel
     from ..trace.trie import Node
 
-__all__ = ["Anchor", "Log", "Place", "Regions", "common_runs", "on_anchor", "shapes_of"]
+__all__ = ["Anchor", "Log", "Regions", "Rounds", "common_runs", "on_anchor", "shapes_of"]
 
 SHORTEST: Final = 24
 """Operators that a region has at least: to run a computation costs as much as to interpret about a dozen."""
@@ -173,7 +173,7 @@ class Anchor:
         return tree
 
 
-class Place:
+class Rounds:
     """Rounds of operators that are interpreted and never were before, which begin at one place of a trie."""
 
     __slots__ = ("logs", "next_look", "ops", "rounds", "seconds")
@@ -195,7 +195,7 @@ class Regions:
         self.serials: set[int] = set()
         """Of the operators that regions begin with."""
         self._anchors: dict[tuple[Any, ...], Anchor] = {}
-        self._places: dict[Node, Place] = {}
+        self._places: dict[Node, Rounds] = {}
 
     def clear(self) -> None:
         """Forget everything."""
@@ -203,16 +203,16 @@ class Regions:
         self._anchors.clear()
         self._places.clear()
 
-    def place(self, node: Node) -> Place:
+    def place(self, node: Node) -> Rounds:
         """What is known of the rounds that begin after a node."""
         place = self._places.get(node)
         if place is None:
             if len(self._places) >= self.MOST_PLACES:
                 self._places.clear()
-            place = self._places[node] = Place()
+            place = self._places[node] = Rounds()
         return place
 
-    def begin_round(self, place: Place, is_worth: Callable[[float, int], bool]) -> Log | None:
+    def begin_round(self, place: Rounds, is_worth: Callable[[float, int], bool]) -> Log | None:
         """What to note the operators of a round in that begins; ``None``: they are not to be noted.
 
         ``is_worth``: whether so many seconds would pay to have so many operators compiled.
@@ -235,7 +235,7 @@ class Regions:
         except TypeError:
             return None
 
-    def _compare(self, place: Place) -> None:
+    def _compare(self, place: Rounds) -> None:
         logs, seconds = list(place.logs), place.seconds
         place.logs.clear()
         place.seconds, place.ops, place.next_look = 0.0, 0, 2 * place.rounds

@@ -138,7 +138,8 @@ def is_worth_recording(backend: Backend, sights: Sights) -> bool:
     """
     if sights.times == 0:
         return False
-    if sights.ops < FEW and sights.seconds < sights.times * sights.ops * LITTLE and WORTH_A_PROCESS:
+    is_short = sights.ops < FEW and sights.seconds < sights.times * sights.ops * LITTLE
+    if is_short and WORTH_A_PROCESS * costs.expected(backend.name, 1):
         return False
     return costs_enough(backend, sights.seconds, sights.ops)
 

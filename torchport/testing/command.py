@@ -16,8 +16,9 @@ from .difference import changes, difference_text
 from .page import write_page
 from .plan import DEFAULT_SEED, DTYPES, FAILED, PASSED, VARIANTS, Case, Plan
 from .report import Report, failures_by_kind, read_report
+from .target import load_backend
 
-__all__ = ["add_commands"]
+__all__ = ["add_commands", "load_backend"]
 
 _QUICK_SECONDS = 165.0
 """Three minutes, less loading PyTorch's databases and writing the report."""

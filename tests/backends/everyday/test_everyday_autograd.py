@@ -394,3 +394,25 @@ def test_as_strided_keeps_the_tangent(device: torch.device) -> None:
             return result.primal.clone(), result.tangent.clone()
 
     agree(use, device)
+
+
+@everywhere
+@pytest.mark.parametrize("computed", [False, True])
+def test_gradients_of_determinants_and_solutions_of_a_view(device: torch.device, computed: bool) -> None:
+    """Their derivatives ask how the matrix lies in memory, and a view that was computed by itself lies otherwise."""
+
+    def use(d: torch.device) -> Any:
+        found = []
+        for view in (lambda x: x[..., :3], lambda x: x[..., :3].mT, lambda x: x[..., :3].contiguous()):
+            for fn in (
+                torch.linalg.det,
+                lambda m: torch.linalg.slogdet(m)[1],
+                lambda m: torch.linalg.solve(m, m[..., :1]),
+            ):
+                matrix = view(randn(2, 3, 5, device=d, seed=3).requires_grad_())
+                if computed:
+                    matrix.detach().cpu()
+                found += torch.autograd.grad(fn(matrix).sum(), matrix)
+        return found
+
+    agree(use, device, rtol=1e-3, atol=1e-4)

@@ -263,7 +263,10 @@ def test_a_path_is_recorded_once_its_runs_have_cost_enough(monkeypatch: pytest.M
     monkeypatch.setattr(tiers.costs, "expected", lambda backend, operators: 0.002 * operators)
     x = torch.rand(16, 16)
     for _ in range(200):
-        torch.testing.assert_close((x.to("port").tan() @ x.to("port")).cpu(), x.tan() @ x)
+        found, right = x.to("port").tan() @ x.to("port"), x.tan() @ x
+        for _ in range(8):  # a shorter path is better interpreted
+            found, right = found.sin(), right.sin()
+        torch.testing.assert_close(found.cpu(), right)
         if wanted and wanted[-1]:
             break
     assert wanted[0] is False  # not at first sight

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchport.run import regions
-from torchport.run.regions import LOGS, SHORTEST, Anchor, Log, Place, Regions, common_runs, described, shapes_of
+from torchport.run.regions import LOGS, SHORTEST, Anchor, Log, Regions, Rounds, common_runs, described, shapes_of
 from torchport.trace.trie import Node
 
 
@@ -37,7 +37,7 @@ def a_round(size: int, length: int = 40) -> list[tuple[int, torch.Tensor]]:
 
 
 def compared(rounds: Sequence[Sequence[tuple[int, torch.Tensor]]]) -> Regions:
-    found, place = Regions(), Place()
+    found, place = Regions(), Rounds()
     place.rounds = LOGS
     for calls in rounds:
         log = found.begin_round(place, lambda seconds, ops: True)
@@ -120,7 +120,7 @@ def test_who_looks_for_anchors_hears_of_each_once(monkeypatch: pytest.MonkeyPatc
 
 
 def test_rounds_are_noted_when_they_have_cost_enough_and_later_less_often() -> None:
-    found, place = Regions(), Place()
+    found, place = Regions(), Rounds()
     worth = False
     asked: list[bool] = []
 

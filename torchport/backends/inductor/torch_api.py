@@ -22,6 +22,7 @@ torch._inductor.dtype_propagation (its one handler)             __init__ is made
 torch._inductor.fx_passes.post_grad.view_to_reshape             as compile_fx does before lowering
 torch._inductor.graph.GraphLowering                             FX graph → C++; its placeholder is extended
 torch._inductor.ir.DonatedBuffer                                an input that results may be written over
+torch._inductor.lowering.constrain_to_fx_strides                a matrix as the graph says that it lies in memory
 torch._inductor.runtime.cache_dir_utils.cache_dir               where Inductor keeps its files
 torch._inductor.virtualized.V                                   graph, fake mode and AOT mode of one compilation
 torch._subclasses.FakeTensorMode, symbolic_shapes.ShapeEnv      shapes without data while lowering
@@ -389,6 +390,12 @@ def _constant_bytes(lowering: Any) -> bytes:
     return bytes(blob)
 
 
+_BY_LAYOUT: Final = frozenset(
+    getattr(torch.ops.aten, name).default for name in ("_linalg_det", "_linalg_slogdet", "_linalg_solve_ex")
+)
+"""Operators that factor a contiguous matrix as its transpose; Inductor would give them a matrix of any layout."""
+
+
 def _lowering_class(donated: Set[int]) -> Any:
     """Inductor's lowering, told which inputs are donated: it writes results over them where they are read last.
 
@@ -396,6 +403,7 @@ def _lowering_class(donated: Set[int]) -> Any:
     """
     from torch._inductor import ir
     from torch._inductor.graph import GraphLowering
+    from torch._inductor.lowering import constrain_to_fx_strides
 
     class DonatingLowering(GraphLowering):
         def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -407,6 +415,8 @@ def _lowering_class(donated: Set[int]) -> Any:
             return made
 
         def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+            if target in _BY_LAYOUT:  # how its gradient goes on depends on how the matrix lay in memory
+                args, kwargs = constrain_to_fx_strides(self.current_node, *args, **kwargs)
             made: Any = onednn.lower(target, args, kwargs) if by_onednn else None
             return made if made is not None else super().call_function(target, args, kwargs)
 

@@ -110,6 +110,13 @@ class _Lent(ArrayData):
     __slots__ = ()
 
 
+def _translation() -> Any:
+    """The module that writes graphs as the engine's files."""
+    from . import translate  # on demand: compiling needs it, running does not
+
+    return translate
+
+
 class OpenVinoBackend(Backend):
     """OpenVINO on CPU (or the device of compile spec ``openvino.device``)."""
 
@@ -136,22 +143,16 @@ class OpenVinoBackend(Backend):
         return {}
 
     def supports(self, node: fx.Node) -> Support:
-        from .translate import supports  # on demand: compiling needs it, running does not
-
-        return supports(node)
+        return _translation().supports(node)
 
     def decompositions(self) -> Mapping[torch._ops.OpOverload, Callable[..., Any]]:
-        from .decomposed import decompositions  # on demand: compiling needs it, running does not
-
-        return decompositions()
+        return _translation().decompositions()
 
     def preprocess(self, graph: fx.GraphModule, specs: CompileSpecs) -> Processed:
-        from .translate import to_ir  # on demand: compiling needs it, running does not
-
         unknown = sorted(set(specs) - {"openvino.device"})
         if unknown:
             raise ConfigError(f"openvino has no compile spec {unknown[0]!r}; it has: openvino.device")
-        xml, weights = to_ir(graph)
+        xml, weights = _translation().to_ir(graph)
         return Processed(_HEADER.pack(_MAGIC, len(xml), len(weights), zlib.crc32(xml + weights)) + xml + weights)
 
     def init(self, processed: FreeableBuffer, specs: CompileSpecs, context: InitContext) -> _Compiled:

@@ -27,89 +27,89 @@ _SHIFT: Final = 8
 """How far the gamma function's kin move an argument up, to where their expansions for large ones hold."""
 
 
-class Value:
+class Made:
     """An output of the graph that is being written, with Python's operators."""
 
     def __init__(self, w: Writer, made: Any) -> None:
         self.w, self.made = w, made
 
-    def _with(self, name: str, other: Any, swapped: bool = False) -> Value:
-        pair = [self.made, other.made if isinstance(other, Value) else self.w.value(float(other))]
-        return Value(self.w, getattr(self.w.ops, name)(*(pair[::-1] if swapped else pair)).output(0))
+    def _with(self, name: str, other: Any, swapped: bool = False) -> Made:
+        pair = [self.made, other.made if isinstance(other, Made) else self.w.value(float(other))]
+        return Made(self.w, getattr(self.w.ops, name)(*(pair[::-1] if swapped else pair)).output(0))
 
-    def __add__(self, other: Any) -> Value:
+    def __add__(self, other: Any) -> Made:
         return self._with("add", other)
 
-    def __sub__(self, other: Any) -> Value:
+    def __sub__(self, other: Any) -> Made:
         return self._with("subtract", other)
 
-    def __mul__(self, other: Any) -> Value:
+    def __mul__(self, other: Any) -> Made:
         return self._with("multiply", other)
 
-    def __truediv__(self, other: Any) -> Value:
+    def __truediv__(self, other: Any) -> Made:
         return self._with("divide", other)
 
-    def __rsub__(self, other: Any) -> Value:
+    def __rsub__(self, other: Any) -> Made:
         return self._with("subtract", other, swapped=True)
 
-    def __rtruediv__(self, other: Any) -> Value:
+    def __rtruediv__(self, other: Any) -> Made:
         return self._with("divide", other, swapped=True)
 
     __radd__, __rmul__ = __add__, __mul__
 
-    def __neg__(self) -> Value:
+    def __neg__(self) -> Made:
         return self._one("negative")
 
-    def __lt__(self, other: Any) -> Value:
+    def __lt__(self, other: Any) -> Made:
         return self._with("less", other)
 
-    def __gt__(self, other: Any) -> Value:
+    def __gt__(self, other: Any) -> Made:
         return self._with("greater", other)
 
-    def same(self, other: Any) -> Value:
+    def same(self, other: Any) -> Made:
         """Where both are equal, as bools."""
         return self._with("equal", other)
 
-    def _one(self, name: str) -> Value:
-        return Value(self.w, getattr(self.w.ops, name)(self.made).output(0))
+    def _one(self, name: str) -> Made:
+        return Made(self.w, getattr(self.w.ops, name)(self.made).output(0))
 
-    def exp(self) -> Value:
+    def exp(self) -> Made:
         return self._one("exp")
 
-    def log(self) -> Value:
+    def log(self) -> Made:
         return self._one("log")
 
-    def sqrt(self) -> Value:
+    def sqrt(self) -> Made:
         return self._one("sqrt")
 
-    def sin(self) -> Value:
+    def sin(self) -> Made:
         return self._one("sin")
 
-    def cos(self) -> Value:
+    def cos(self) -> Made:
         return self._one("cos")
 
-    def tan(self) -> Value:
+    def tan(self) -> Made:
         return self._one("tan")
 
-    def floor(self) -> Value:
+    def floor(self) -> Made:
         return self._one("floor")
 
-    def size(self) -> Value:
+    def size(self) -> Made:
         """The absolute value."""
         return self._one("abs")
 
-    def at_least(self, bound: float) -> Value:
+    def at_least(self, bound: float) -> Made:
         """The larger of the value and a number."""
         return self._with("maximum", bound)
 
-    def at_most(self, bound: float) -> Value:
+    def at_most(self, bound: float) -> Made:
         """The smaller of the value and a number."""
         return self._with("minimum", bound)
 
-    def choose(self, yes: Any, no: Any) -> Value:
+    def choose(self, yes: Any, no: Any) -> Made:
         """``yes`` where this bool holds, else ``no``."""
-        pair = [one.made if isinstance(one, Value) else self.w.value(float(one)) for one in (yes, no)]
-        return Value(self.w, self.w.ops.select(self.made, *pair).output(0))
+        pair = [one.made if isinstance(one, Made) else self.w.value(float(one)) for one in (yes, no)]
+        return Made(self.w, self.w.ops.select(self.made, *pair).output(0))
 
 
 def _nodes(degree: int) -> Any:
@@ -126,7 +126,7 @@ def _series(function: Callable[[Any], Any], low: float, high: float, degree: int
     return tuple(float(c) for c in numpy.polynomial.chebyshev.chebfit(points, values, degree))
 
 
-def _summed(x: Value, function: Callable[[Any], Any], low: float, high: float, degree: int) -> Value:
+def _summed(x: Made, function: Callable[[Any], Any], low: float, high: float, degree: int) -> Made:
     """A series of a function at ``x``, by Clenshaw's recurrence. ``x`` is brought within [low, high] first."""
     coefficients = _series(function, low, high, degree)
     t = (x.at_least(low).at_most(high) - low) * (2 / (high - low)) - 1.0
@@ -164,7 +164,7 @@ def _i1e_far(u: Any) -> Any:
     return _i1e(1 / u) / numpy.sqrt(u)
 
 
-def _scaled_i(x: Value, order: int) -> Value:
+def _scaled_i(x: Made, order: int) -> Made:
     """``exp(-|x|)`` times the modified function of the first kind."""
     size = x.size()
     inverse = 1.0 / size.at_least(8.0)
@@ -177,7 +177,7 @@ def _scaled_i(x: Value, order: int) -> Value:
     return (size > 8.0).choose(far, _summed(size, _i1e_near, 1e-9, 8.0, 20) * x)
 
 
-def _plain_i(x: Value, order: int) -> Value:
+def _plain_i(x: Made, order: int) -> Made:
     """Without the factor. In two halves: the exponential alone is infinite sooner than the function."""
     half = (x.size() * 0.5).exp()
     return _scaled_i(x, order) * half * half
@@ -201,7 +201,7 @@ def _k1_far(u: Any) -> Any:
     return _k1e(1 / u) / numpy.sqrt(u)
 
 
-def _modified_k(x: Value, order: int, scaled: bool) -> Value:
+def _modified_k(x: Made, order: int, scaled: bool) -> Made:
     """The modified function of the second kind; infinite at 0 and NaN below."""
     near_x, far_x = x.at_most(2.0), x.at_least(2.0)
     square, log = near_x * near_x, (near_x * 0.5).log()
@@ -245,7 +245,7 @@ def _y1_near(x: Any) -> Any:
     return x * (_y1(x) - 2 / math.pi * numpy.log(x) * _j1(x))
 
 
-def _bessel(x: Value, order: int, second: bool) -> Value:
+def _bessel(x: Made, order: int, second: bool) -> Made:
     """The functions of the first kind, which are even or odd, and of the second, which are for positive arguments."""
     size = x.size()
     far_x, near_x = size.at_least(5.0), size.at_most(5.0)
@@ -272,19 +272,19 @@ def _erfcx_of(u: Any) -> Any:
     return _torch(torch.special.erfcx)(x) / u
 
 
-def _erfcx(x: Value) -> Value:
+def _erfcx(x: Made) -> Made:
     size = x.size()
     u = 4.0 / (size + 4.0)
     right = _summed(u, _erfcx_of, 1e-12, 1.0, 18) * u
     return (x < 0.0).choose((x * x).exp() * 2.0 - right, right)
 
 
-def _log_ndtr(x: Value) -> Value:
+def _log_ndtr(x: Made) -> Made:
     """Left of -1 by ``erfcx``, where the distribution itself would vanish."""
     down = x.at_most(-1.0) * (1 / _ROOT_OF_2)
     left = (_erfcx(-down) * 0.5).log() - down * down
     up = x.at_least(-1.0) * (1 / _ROOT_OF_2)
-    beyond = Value(x.w, x.w.ops.subtract(x.w.value(1.0), x.w.ops.erf(up.made)).output(0)) * 0.5
+    beyond = Made(x.w, x.w.ops.subtract(x.w.value(1.0), x.w.ops.erf(up.made)).output(0)) * 0.5
     # Far right the complement of the error function is lost in 1: by ``erfcx`` there, too.
     tail = _erfcx(up.at_least(1.0)) * (-(up * up)).exp() * 0.5
     beyond = (up > 1.0).choose(tail, beyond)
@@ -306,7 +306,7 @@ def _ndtri_of_root(root: Any) -> Any:
     return -_torch(torch.special.ndtri)(beyond) / _ROOT_OF_2 / numpy.sqrt(share)
 
 
-def _inverse_error(x: Value, rest: Value) -> Value:
+def _inverse_error(x: Made, rest: Made) -> Made:
     """The inverse error function of ``x``, where ``rest`` is ``1 - x²``."""
     log = -rest.log()
     near = _summed(log, _erfinv_near, 1e-9, 5.0, 12)
@@ -314,30 +314,30 @@ def _inverse_error(x: Value, rest: Value) -> Value:
     return (log > 5.0).choose(far, near) * x
 
 
-def _erfinv(x: Value) -> Value:
+def _erfinv(x: Made) -> Made:
     made = _inverse_error(x, (1.0 - x) * (1.0 + x))
     made = x.same(1.0).choose(math.inf, x.same(-1.0).choose(-math.inf, made))
     return (x.size() > 1.0).choose(math.nan, made)
 
 
-def _ndtri(p: Value) -> Value:
+def _ndtri(p: Made) -> Made:
     made = _inverse_error(p * 2.0 - 1.0, p * (1.0 - p) * 4.0) * _ROOT_OF_2
     made = p.same(1.0).choose(math.inf, p.same(0.0).choose(-math.inf, made))
     return (p < 0.0).choose(math.nan, (p > 1.0).choose(math.nan, made))
 
 
 # -- the gamma function ----------------------------------------------------------------------------------------------
-def _rest(x: Value) -> Value:
+def _rest(x: Made) -> Made:
     """What is left of the nearest integer, which is exact: for periodic functions of π x."""
     return x - (x + 0.5).floor()
 
 
-def _is_pole(x: Value) -> Value:
+def _is_pole(x: Made) -> Made:
     """Where 0 or a negative integer is, as bools."""
     return ((x > 0.0).choose(1.0, (x - x.floor()).size())).same(0.0)
 
 
-def _lgamma(x: Value) -> Value:
+def _lgamma(x: Made) -> Made:
     """The logarithm of the gamma function's size; by reflection below a half."""
     left = x < 0.5
     y = left.choose(1.0 - x, x)
@@ -358,7 +358,7 @@ def _lgamma(x: Value) -> Value:
     return _is_pole(x).choose(math.inf, x.same(-math.inf).choose(math.inf, made))
 
 
-def _poly_digamma(order: int, x: Value) -> Value:
+def _poly_digamma(order: int, x: Made) -> Made:
     """The derivative of ``order`` of the digamma function, for positive arguments."""
     sign = -1.0 if order % 2 == 0 else 1.0
     power = order + 1
@@ -386,7 +386,7 @@ def _poly_digamma(order: int, x: Value) -> Value:
     return (terms * math.factorial(order) + tail) * sign
 
 
-def _cotangent_derivative(order: int, cotangent: Value) -> Value:
+def _cotangent_derivative(order: int, cotangent: Made) -> Made:
     """π times the derivative of ``order`` of ``cot(π x)``, as a polynomial of the cotangent."""
     polynomial = numpy.polynomial.Polynomial([0.0, 1.0])
     for _ in range(order):
@@ -398,7 +398,7 @@ def _cotangent_derivative(order: int, cotangent: Value) -> Value:
     return made
 
 
-def _cotangent(x: Value) -> Value:
+def _cotangent(x: Made) -> Made:
     """``cot(π x)``. By the tangent of what is left to a half where that is nearer: there it is 0, exactly."""
     rest = _rest(x)
     size = rest.size()
@@ -407,7 +407,7 @@ def _cotangent(x: Value) -> Value:
     return (size > 0.25).choose((rest < 0.0).choose(-far, far), near)
 
 
-def _polygamma(order: int, x: Value) -> Value:
+def _polygamma(order: int, x: Made) -> Made:
     """By reflection below a half; infinite, or NaN for the digamma function, at 0 and the integers below."""
     left = x < 0.5
     made = _poly_digamma(order, left.choose(1.0 - x, x))
@@ -423,7 +423,7 @@ def _polygamma(order: int, x: Value) -> Value:
 
 
 # -- the rules -------------------------------------------------------------------------------------------------------
-_FUNCTIONS: Final[dict[Any, Callable[[Value], Value]]] = {
+_FUNCTIONS: Final[dict[Any, Callable[[Made], Made]]] = {
     aten.i0.default: lambda x: _plain_i(x, 0),
     aten.special_i0e.default: lambda x: _scaled_i(x, 0),
     aten.special_i1.default: lambda x: _plain_i(x, 1),
@@ -447,10 +447,10 @@ _FUNCTIONS: Final[dict[Any, Callable[[Value], Value]]] = {
 }
 
 
-def _kept(w: Writer, node: Any, function: Callable[[Value], Value]) -> Any:
+def _kept(w: Writer, node: Any, function: Callable[[Made], Made]) -> Any:
     """A function of an argument, and NaN for NaN: the engine's exponential gives infinity, and its bounds drop it."""
     value = w.numeric(node)
-    made = function(Value(w, value)).made
+    made = function(Made(w, value)).made
     return w.ops.select(w.ops.is_nan(value), value, made)
 
 

@@ -30,12 +30,13 @@ from . import (  # noqa: F401 - their rules
     shapes,
     special,
 )
+from .decomposed import decompositions
 from .front_end import FRONT_END, converted, why_not
 from .left import why_left
 from .modules import openvino_module
 from .writer import CHECKS, COMPUTED, KINDS, MOVED, RULES, TAKES, WORDS, Takes, Writer, held_shape, val
 
-__all__ = ["supports", "to_ir"]
+__all__ = ["decompositions", "supports", "to_ir"]
 
 _getitem: Any = operator.getitem
 

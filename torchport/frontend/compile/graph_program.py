@@ -99,7 +99,8 @@ class _Planner:
             return made
 
         def move(slots: list[Any]) -> None:
-            slots[made] = place.from_host(slots[source])
+            value = slots[source]  # nothing where an operator of the host's left a result undefined, as a gradient
+            slots[made] = None if value is None else place.from_host(value)
 
         self.steps.append(move)
         return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -112,6 +113,9 @@ def _install() -> None:
     library.impl("embedding_sparse_backward", opaque(_embedding_sparse_backward), "AutogradPrivateUse1")
     strided.install(library)
     library.impl("native_batch_norm", opaque(_native_batch_norm), "AutogradPrivateUse1", with_keyset=True)
+    for name in ("_linalg_det", "_linalg_slogdet", "_linalg_solve_ex"):
+        op = getattr(torch.ops.aten, name).default
+        library.impl(name, opaque(_of_contiguous(op)), "AutogradPrivateUse1", with_keyset=True)
     fake.install_lift(library)
     anything = torch.library.Library("_", "IMPL")
     _libraries.append(anything)
@@ -181,6 +185,19 @@ def _native_batch_norm(keys: Any, *args: Any) -> Any:
     if training and running_mean is not None and running_var is not None:
         return torch.ops.aten._native_batch_norm_legit.default(*args)
     return torch.ops.aten.native_batch_norm.default.redispatch(routes.to_stock_autograd(keys), *args)
+
+
+def _of_contiguous(op: Any) -> Callable[..., Any]:
+    """An operator whose kernel factors a contiguous matrix as its transpose, and whose derivative asks which it was.
+
+    The derivative looks at the strides that the program sees. The kernel is given a value, and that of a view has other
+    strides once it was computed by itself. A contiguous matrix is one in both.
+    """
+
+    def call(keys: Any, matrix: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return op.redispatch(routes.to_stock_autograd(keys), matrix.contiguous(), *args, **kwargs)
+
+    return call
 
 
 def _assert_async(self: torch.Tensor, message: str = "Expected Tensor with single nonzero value, but got zero") -> None:
