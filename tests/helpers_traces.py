@@ -70,7 +70,7 @@ class FakeRunner:
         self.capture = capture_of(self.backend)
         self.kernels = BackendRegistrar(self.backend)
         self.interprets = interprets
-        self.holds_shared_tensors = False
+        self.holds_shared_tensors = self.is_lost = False
         self.queue = Queue()
         self.flushes: list[str] = []
         self.direct: list[Any] = []

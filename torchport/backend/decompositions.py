@@ -2,12 +2,13 @@
 
 Each is written on tensors, as in ``torch._decomp``; shape inference runs it on fake tensors and the graph gets its ops.
 Formulas follow ``aten/src/ATen/native/cuda/RNN.cu``. ``OTHERWISE`` are operators of the CPU, for backends that do not
-have them: attention, of which PyTorch's own decomposition has no backward and another second result.
+have them: attention, of which PyTorch's own decomposition has no backward and another second result, and products of
+three tensors, of which it has none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -205,8 +206,29 @@ def _attention_backward(
     return first, second, third
 
 
+def _trilinear(
+    one: Tensor,
+    two: Tensor,
+    three: Tensor,
+    expand_one: Sequence[int],
+    expand_two: Sequence[int],
+    expand_three: Sequence[int],
+    summed: Sequence[int],
+    unroll: int = 1,
+) -> Tensor:
+    """The sum, over some dimensions, of the product of three tensors that get dimensions of 1 where they lack them."""
+    parts: list[Tensor] = []
+    for tensor, places in zip((one, two, three), (expand_one, expand_two, expand_three), strict=True):
+        part = tensor
+        for place in sorted(places):
+            part = part.unsqueeze(place)
+        parts.append(part)
+    return (parts[0] * parts[1] * parts[2]).sum(list(summed))
+
+
 OTHERWISE: Final[dict[Any, Callable[..., Any]]] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
+    aten._trilinear.default: _trilinear,
 }
 """Instead of PyTorch's core ATen decompositions, for what a backend does not support."""

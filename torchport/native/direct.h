@@ -191,7 +191,7 @@ struct Direct {
     }
     std::vector<int64_t> shapes;
     const auto add = [&](const at::Tensor& tensor) {
-      if (tensor.defined()) {
+      if (tensor.defined() && !tensor.unsafeGetTensorImpl()->is_wrapped_number()) { // a Python number there
         shapes.push_back(tensor.dim());
         shapes.insert(shapes.end(), tensor.sizes().begin(), tensor.sizes().end());
       }

@@ -32,7 +32,7 @@ from ..trace.trie import Sights
 from ..trace.wrapping import call_above, is_below, unwrap, wrap
 from .flush import flush
 from .host_forms import as_tensor, keep_tensor
-from .regions import Anchor, Log
+from .regions import Anchor, Log, Rounds
 from .values import any_value_of
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class _OtherIndex(Exception):
 def begin(trace: Trace, sights: Sights) -> None:
     """Compute what is pending in a trace of the calling thread, and interpret what follows."""
     runtime: DeviceRuntime = trace.runtime  # type: ignore[assignment]
-    place, region, node = runtime.regions.place(trace.cursor), trace.region, trace.cursor
+    region, node = trace.region, trace.cursor
     flush(trace, "new operator")
     if region is not None:
         region.note(node)
@@ -81,8 +81,10 @@ def begin(trace: Trace, sights: Sights) -> None:
     sights.ops = 0
     trace.sights, trace.observing, trace.began = sights, sights.observed, time.thread_time()
     if sights.times == 1:  # else the path may have come back as a whole
-        trace.place = place
-        trace.observing = runtime.regions.begin_round(place, runtime.is_worth_comparing) or sights.observed
+        if node.rounds is None:
+            node.rounds = Rounds()
+        trace.rounds = node.rounds
+        trace.observing = runtime.regions.begin_round(node.rounds, runtime.is_worth_comparing) or sights.observed
     threads.hide(trace)
 
 

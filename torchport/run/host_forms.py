@@ -25,7 +25,6 @@ __all__ = [
     "as_tensor",
     "host_copy",
     "host_form",
-    "is_interpreted_only",
     "keep_tensor",
     "own_form",
     "own_value",
@@ -59,11 +58,6 @@ def host_form(backend: Backend, device: BackendDevice) -> HostForm:
     except Exception:  # the program's own first copy says so
         return HostForm.NONE
     return HostForm.SHARED if shared else HostForm.NONE
-
-
-def is_interpreted_only(runtime: DeviceRuntime) -> bool:
-    """Whether the engine was lost in a fork, and its values share memory with CPU tensors: those take its place."""
-    return runtime.is_lost and runtime.holds_shared_tensors
 
 
 def as_tensor(backend: Backend, value: BackendData) -> torch.Tensor:

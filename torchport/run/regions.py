@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..trace.kernels import Kernel
     from ..trace.trie import Node
 
-__all__ = ["Anchor", "Log", "Regions", "Rounds", "common_runs", "on_anchor", "shapes_of"]
+__all__ = ["Anchor", "Log", "Regions", "Rounds", "begun_with", "common_runs", "on_anchor", "shapes_of"]
 
 SHORTEST: Final = 24
 """Operators that a region has at least: to run a computation costs as much as to interpret about a dozen."""
@@ -36,8 +36,10 @@ LOGS: Final = 8
 RECORDINGS: Final = 8
 """How often each operator of a region may be recorded: other sizes than those that were seen may come as often."""
 
+begun_with: Final[dict[tuple[int, tuple[int, ...]], None]] = {}
+"""Of every operator that a region of some device begins with: its serial, and the :func:`shapes_of` its arguments."""
 on_anchor: Final[list[Callable[[int, tuple[int, ...]], object]]] = []
-"""Called with the serial and the :func:`shapes_of` the arguments of an operator that a region begins with."""
+"""Called with each of these when it is new."""
 
 
 # -- what is noted of a call -------------------------------------------------------------------------------------
@@ -176,10 +178,10 @@ class Anchor:
 class Rounds:
     """Rounds of operators that are interpreted and never were before, which begin at one place of a trie."""
 
-    __slots__ = ("logs", "next_look", "ops", "rounds", "seconds")
+    __slots__ = ("count", "logs", "next_look", "ops", "seconds")
 
     def __init__(self) -> None:
-        self.rounds = 0
+        self.count = 0
         self.ops = 0
         self.seconds = 0.0
         self.next_look = LOGS
@@ -189,43 +191,30 @@ class Rounds:
 class Regions:
     """What is known of the regions of one device's traces."""
 
-    MOST_PLACES: Final = 256
-
     def __init__(self) -> None:
         self.serials: set[int] = set()
         """Of the operators that regions begin with."""
         self._anchors: dict[tuple[Any, ...], Anchor] = {}
-        self._places: dict[Node, Rounds] = {}
 
     def clear(self) -> None:
         """Forget everything."""
         self.serials.clear()
         self._anchors.clear()
-        self._places.clear()
 
-    def place(self, node: Node) -> Rounds:
-        """What is known of the rounds that begin after a node."""
-        place = self._places.get(node)
-        if place is None:
-            if len(self._places) >= self.MOST_PLACES:
-                self._places.clear()
-            place = self._places[node] = Rounds()
-        return place
-
-    def begin_round(self, place: Rounds, is_worth: Callable[[float, int], bool]) -> Log | None:
-        """What to note the operators of a round in that begins; ``None``: they are not to be noted.
+    def begin_round(self, rounds: Rounds, is_worth: Callable[[float, int], bool]) -> Log | None:
+        """What to note the operators of another round in; ``None``: they are not to be noted.
 
         ``is_worth``: whether so many seconds would pay to have so many operators compiled.
         """
-        place.rounds += 1
-        if place.logs:
-            if len(place.logs) == LOGS:
-                self._compare(place)
+        rounds.count += 1
+        if rounds.logs:
+            if len(rounds.logs) == LOGS:
+                self._compare(rounds)
                 return None
-        elif place.rounds < place.next_look or not is_worth(place.seconds, place.ops // place.rounds):
+        elif rounds.count < rounds.next_look or not is_worth(rounds.seconds, rounds.ops // rounds.count):
             return None
         log = Log()
-        place.logs.append(log)
+        rounds.logs.append(log)
         return log
 
     def anchor(self, kernel: Kernel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Anchor | None:
@@ -235,11 +224,11 @@ class Regions:
         except TypeError:
             return None
 
-    def _compare(self, place: Rounds) -> None:
-        logs, seconds = list(place.logs), place.seconds
-        place.logs.clear()
-        place.seconds, place.ops, place.next_look = 0.0, 0, 2 * place.rounds
-        place.rounds = 0
+    def _compare(self, rounds: Rounds) -> None:
+        logs, seconds = list(rounds.logs), rounds.seconds
+        rounds.logs.clear()
+        rounds.seconds, rounds.ops, rounds.next_look = 0.0, 0, 2 * rounds.count
+        rounds.count = 0
         found = len(self._anchors)
         for at, log in enumerate(logs):
             runs = max((common_runs(other.calls, log.calls) for other in logs[:at]), key=_length, default=[])
@@ -260,10 +249,12 @@ class Regions:
         latest = min(len(run) // 4, len(run) - SHORTEST)
         start = min(range(latest + 1), key=lambda at: (counts[run[at]], at))
         first = run[start]
-        if first not in self._anchors:
-            self.serials.add(first[0])
+        self.serials.add(first[0])
+        known = first[0], shapes[first]
+        if known not in begun_with:
+            begun_with[known] = None
             for tell in on_anchor:
-                tell(first[0], shapes[first])
+                tell(*known)
         anchor = self._anchors.setdefault(first, Anchor())
         anchor.seconds = max(anchor.seconds, seconds)
         anchor.add([call[0] for call in run[start:]])

@@ -21,7 +21,7 @@ from ..trace.trace import Runner, Trace, lock, owners
 from ..trace.trie import SPAN
 from .flush import flush, note_fallbacks
 from .future import resolve
-from .host_forms import host_copy, is_interpreted_only, own_value, with_shown_strides
+from .host_forms import host_copy, own_value, with_shown_strides
 from .jobs import Job, on_device_thread
 from .plans import make_plan
 
@@ -160,7 +160,7 @@ def leaf_from_host(runtime: Runner, tensor: torch.Tensor, private: bool = False)
     if tensor._is_zerotensor():  # what forward-mode differentiation makes of a missing tangent, without memory
         tensor = torch.zeros(tensor.shape, dtype=tensor.dtype)
     spec = TensorSpec.of(tensor)
-    if is_interpreted_only(runtime):  # type: ignore[arg-type]
+    if runtime.is_lost and runtime.interprets:  # a CPU tensor takes the place of the engine's value
         data: BackendData = TensorData(runtime.device, spec, tensor)
     else:
         try:

@@ -156,7 +156,7 @@ class Report:
         shown = [f"{op} ({count:,})" for op, count in hosts.most_common(MOST_HOSTS)]
         left = len(hosts) - len(shown)
         more = f", and {left:,} more" if left > 0 else ""
-        return ["", f"ran on the host, in so many of an operator's rows: {', '.join(shown)}{more}"]
+        return ["", f"operators that the host ran, and in how many rows of the report: {', '.join(shown)}{more}"]
 
     # -- JSON ------------------------------------------------------------------------------------------------
     def to_json(self) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class Region(Protocol):
         ...
 
 
-class Round(Protocol):
+class Costs(Protocol):
     """What operators that are interpreted have cost since they began at one node."""
 
     seconds: float
@@ -77,6 +77,8 @@ class Runner(Protocol):
     device: BackendDevice
     capture: Capture
     kernels: BackendRegistrar
+    is_lost: bool
+    """Whether this is a forked child, where the backend's engine does not work."""
 
     @property
     def interprets(self) -> bool:
@@ -132,11 +134,11 @@ class Trace:
     values the trace starts from in order of first use, ``scalar_inputs`` and ``random_keys`` in
     order. ``fresh`` tells whether one of the leaves came from the host for this trace, ``copies`` how many copies from
     the host came after that leaf was used. ``direct`` is above 0 while operators are interpreted at once and nothing is
-    recorded: one more than how many were; ``sights`` says what is known of those, ``began`` when they did.
-    ``observing``: what they give is noted for when they are recorded, or the log that they are noted in. ``place``:
-    what the rounds of such operators that begin at one node have cost. ``region``: the part of a path that is recorded,
-    up to where it ends. ``bypassed``: a key with :data:`.WRAPPED` was made. ``recording``: what is new to the trie
-    becomes part of it, until a flush; before, it has cost ``spent`` seconds.
+    recorded: one more than how many were; ``sights`` says what is known of those, ``began`` when they did, and
+    ``rounds`` what the paths have cost that go on at the same node and never came back. ``observing``: what they give
+    is noted for when they are recorded, or the log that they are noted in. ``region``: the part of a path that is
+    recorded, up to where it ends. ``bypassed``: a key with :data:`.WRAPPED` was made. ``recording``: what is new to the
+    trie becomes part of it, until a flush; before, it has cost ``spent`` seconds.
     """
 
     eager = False
@@ -160,11 +162,11 @@ class Trace:
         "made",
         "nodes",
         "observing",
-        "place",
         "random_keys",
         "recording",
         "region",
         "root",
+        "rounds",
         "runtime",
         "scalar_inputs",
         "sights",
@@ -195,7 +197,7 @@ class Trace:
         self.sights: Sights | None = None
         self.began = 0.0
         self.observing: Any = False
-        self.place: Round | None = None
+        self.rounds: Costs | None = None
         self.region: Region | None = None
         self.bypassed = False
         owners[epoch] = self
@@ -233,10 +235,10 @@ class Trace:
             now = time.thread_time()
             self.sights.ops += max(self.direct - 1, 0)
             self.sights.seconds += now - self.began
-            if self.place is not None:
-                self.place.seconds += now - self.began
-                self.place.ops += max(self.direct - 1, 0)
-                self.place = None
+            if self.rounds is not None:
+                self.rounds.seconds += now - self.began
+                self.rounds.ops += max(self.direct - 1, 0)
+                self.rounds = None
             self.began = now
         self.direct = 1 if self.eager and self.runtime.interprets else 0
 

@@ -166,6 +166,7 @@ class Node:
         "ready",
         "records",
         "refused",
+        "rounds",
         "source",
         "specs",
         "templates",
@@ -186,6 +187,7 @@ class Node:
         self.ready: LazyTensor | Sequence[LazyTensor | None] | None = None
         self.container: type | None = None
         self.records: object = None  # what ``native/follow.cpp`` knows of the calls that led to children
+        self.rounds: Any = None  # the runner's: what is known of paths that go on from here and never came back
         self.is_factory = False
         self.fits = False  # whether results are known to be like what an in-place form writes to
         self.refused = False  # whether the backend does not take it, so that the host runs it

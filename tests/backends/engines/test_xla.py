@@ -15,7 +15,6 @@ import torch
 from helpers_graphs import CPU, aten, build, normal_form, run
 from torch.nn import functional as F
 
-import torchport
 from torchport.backend.interface import (
     BackendData,
     BackendDevice,
@@ -345,28 +344,6 @@ assert "torchport.backends.xla.ops" not in sys.modules
     command = [sys.executable, "-W", "ignore", "-c", program, str(tmp_path / "blob")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "128.0", done.stderr
-
-
-@pytest.mark.parametrize("executable", [True, False], ids=["executable", "module"])
-def test_another_process_finds_lapack(executable: bool, tmp_path: Path) -> None:
-    """Loading a stored program lowers nothing, and JAX finds LAPACK when it lowers a call of it."""
-
-    class Solve(torch.nn.Module):
-        def forward(self, a: torch.Tensor) -> torch.Tensor:
-            return torch.linalg.solve_ex(a, torch.ones(3, 1))[0]
-
-    torchport.aot.lower(Solve().eval(), (2 * torch.eye(3),), backend="xla").save(tmp_path / "solve.pt2")
-    program = f"""
-import sys, torch, torchport
-from torchport.backends.xla import executables
-if not {executable}:
-    executables.fits = lambda *of: False
-method = torchport.runtime.load(sys.argv[1]).load_method()
-print(method(2 * torch.eye(3))[0].sum().item())
-"""
-    command = [sys.executable, "-W", "ignore", "-c", program, str(tmp_path / "solve.pt2")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "1.5", done.stderr
 
 
 def test_the_stored_executable_is_used_where_it_fits(add_one: Processed, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -171,3 +173,34 @@ def test_regions_are_entered_in_almost_every_round() -> None:
     entered = metrics.counter("RegionEntered")
     assert _generate(port, 70, 4) == expected
     assert metrics.counter("RegionEntered") - entered >= 30
+
+
+LATER = """
+import torch, torchport
+from torchport import metrics, native
+from torchport.run import tiers
+torchport.config.native = False
+torchport.config.tiers, torchport.config.compile_workers = "auto", 0
+tiers.WORTH_WAITING = tiers.RECORDING = tiers.WORTH_A_PROCESS = 1e-9
+torchport.use("reference")
+def loop(rounds, size):
+    grown, sums = torch.ones(size, device="port"), []
+    for _ in range(rounds):
+        grown = torch.cat([grown, grown[-1:] * 0.5])
+        x = grown.sum() * 0 + torch.arange(4.0, device="port")
+        for _ in range(30):
+            x = (x * 0.9 + 0.1).sin()
+        sums.append(x.sum().item())
+    assert len(set(sums)) == 1, sums
+    return metrics.counter("RegionEntered")
+before = loop(60, 3)
+torchport.config.native = True
+native.announce()
+print(before > 20, loop(30, 200) - before >= 25, native.follow.load() is not None)
+"""
+
+
+def test_a_library_that_is_built_later_hears_of_regions_that_are_known() -> None:
+    """In a process of its own: where nothing was ever built, the C++ functions come in the middle of a program."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", LATER], capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("True True"), done.stdout + done.stderr[-2000:]

@@ -7,7 +7,7 @@ more than PyTorch's kernel on the host: so operators are taken up to a number of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -133,26 +133,6 @@ def why_not_portable(node: fx.Node) -> str:
     return ""
 
 
-def _trilinear(
-    one: torch.Tensor,
-    two: torch.Tensor,
-    three: torch.Tensor,
-    expand_one: Sequence[int],
-    expand_two: Sequence[int],
-    expand_three: Sequence[int],
-    summed: Sequence[int],
-    unroll: int = 1,
-) -> torch.Tensor:
-    """The sum, over some dimensions, of the product of three tensors that get dimensions of 1 where they lack them."""
-    parts: list[torch.Tensor] = []
-    for tensor, places in zip((one, two, three), (expand_one, expand_two, expand_three), strict=True):
-        part = tensor
-        for place in sorted(places):
-            part = part.unsqueeze(place)
-        parts.append(part)
-    return (parts[0] * parts[1] * parts[2]).sum(list(summed))
-
-
 def _round_decimals(tensor: torch.Tensor, *, decimals: int) -> torch.Tensor:
     """Half to even, at a decimal place."""
     scale = 10.0 ** abs(decimals)
@@ -164,7 +144,6 @@ def decompositions() -> Mapping[torch._ops.OpOverload, Callable[..., Any]]:
     known = {op: decomposition_table[op] for op in _OF_PYTORCH if op in decomposition_table}
     return {
         **known,
-        aten._trilinear.default: _trilinear,
         aten.clamp_min.Tensor: torch.maximum,
         aten.clamp_max.Tensor: torch.minimum,
         aten.round.decimals: _round_decimals,

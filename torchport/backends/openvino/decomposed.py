@@ -1,9 +1,9 @@
-"""Operators that are rewritten before the translation: PyTorch's own decompositions, and some of this package."""
+"""Operators that are rewritten before the translation, by PyTorch's own decompositions."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -22,27 +22,7 @@ _OF_PYTORCH: Final = (
 )  # fmt: skip
 
 
-def _trilinear(
-    one: torch.Tensor,
-    two: torch.Tensor,
-    three: torch.Tensor,
-    expand_one: Sequence[int],
-    expand_two: Sequence[int],
-    expand_three: Sequence[int],
-    summed: Sequence[int],
-    unroll: int = 1,
-) -> torch.Tensor:
-    """The sum, over some dimensions, of the product of three tensors that get dimensions of 1 where they lack them."""
-    parts: list[torch.Tensor] = []
-    for tensor, places in zip((one, two, three), (expand_one, expand_two, expand_three), strict=True):
-        part = tensor
-        for place in sorted(places):
-            part = part.unsqueeze(place)
-        parts.append(part)
-    return (parts[0] * parts[1] * parts[2]).sum(list(summed))
-
-
 @functools.cache
 def decompositions() -> Mapping[torch._ops.OpOverload, Callable[..., Any]]:
     """Operator → a function of tensors that does the same."""
-    return {**{op: decomposition_table[op] for op in _OF_PYTORCH}, aten._trilinear.default: _trilinear}
+    return {op: decomposition_table[op] for op in _OF_PYTORCH}

@@ -15,9 +15,8 @@ from ...backend.interface import BackendData, TensorData
 from ...backend.interpret import How
 from ...core.specs import TensorSpec
 from ...native.twins import twins
-from ...run import direct
+from ...run import direct, regions
 from ...run.future import Future
-from ...run.regions import on_anchor
 from ...trace import pool, trace, trie
 from ...trace.handle import LazyTensor, make_handle, make_template
 from ...trace.kernels import Kernel, letters
@@ -137,10 +136,12 @@ def _use_direct(library: ctypes.PyDLL, kernels: Sequence[Kernel]) -> None:
         register(kernel.serial, how.rule, name, overload, keywords, how.shares, how.varying, observed_kinds)
 
     (anchor,) = _functions(library, direct_anchor=2)
-    on_anchor.append(anchor)
     direct.on_interpreted.append(interpreted)
-    for kernel, how in list(direct.interpreted.items()):
+    regions.on_anchor.append(anchor)
+    for kernel, how in list(direct.interpreted.items()):  # before the library was there
         interpreted(kernel, how)
+    for serial, shapes in list(regions.begun_with):
+        anchor(serial, shapes)
 
 
 def _template_of(dtype: torch.dtype) -> torch.Tensor:
