@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import pickle
+import select
 import signal
 import socket
 import subprocess
@@ -72,6 +73,12 @@ class Worker:
             self._told = surroundings
         write_message(self._socket, Kind.REQUEST, body)
         read_message(self._socket, START_SECONDS)
+
+    def has_answer(self, seconds: float) -> bool:
+        """Wait so long at most; whether :meth:`answer` has something to read, which may be that it died."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(1e3 * seconds))
 
     def answer(self, seconds: float) -> bytes:
         """Its answer. Raises ``OSError`` or ``EOFError`` if it died, ``TimeoutError`` if it took longer."""

@@ -5,6 +5,9 @@ wants it. Nothing is started before the first request.
 
 A worker that dies takes the request that it was at with it. The others wait for the next worker. After three deaths in
 a row without an answer the service is off for the rest of the program, and a line on standard error says so.
+
+Programs go on to other things, and a compiler that stands back for a busy program takes minutes. So what the program
+asks about is served before what it has left: that waits, and a worker that is at it is ended for it, once.
 """
 
 from __future__ import annotations
@@ -32,6 +35,12 @@ from .request import Answer, Request, answer_of
 __all__ = ["Cancelled", "Service", "Ticket", "service"]
 
 _DEATHS_IN_A_ROW: Final = 3
+_LOOK: Final = 0.5
+"""Seconds after which a thread looks whether what its worker is at is still what the program wants most."""
+_LEFT: Final = 2.0
+"""Seconds without a question after which a request counts as left, ..."""
+_MISSED: Final = 10
+"""... and how many times as long as its last two questions were apart."""
 
 
 class Cancelled(Exception):
@@ -41,7 +50,19 @@ class Cancelled(Exception):
 class Ticket:
     """A request that was handed in."""
 
-    __slots__ = ("__weakref__", "_answer", "_done", "_error", "_service", "began", "request")
+    __slots__ = (
+        "__weakref__",
+        "_answer",
+        "_asked",
+        "_done",
+        "_error",
+        "_pace",
+        "_service",
+        "_waited_for",
+        "began",
+        "gave_way",
+        "request",
+    )
 
     def __init__(self, service: Service, request: Request) -> None:
         self._service = service
@@ -51,10 +72,22 @@ class Ticket:
         self.request = request
         self.began: float | None = None
         """When a worker was given it, by ``time.monotonic()``; ``None`` while it waits."""
+        self.gave_way = False
+        """Whether a worker was ended for something else while it was at this."""
+        self._asked = time.monotonic()
+        self._pace = 0.0
+        self._waited_for = 0
 
     def done(self) -> bool:
-        """Whether :meth:`result` will not wait."""
+        """Whether :meth:`result` will not wait. Who asks this now and then is served before who has stopped to."""
+        if not self._done:
+            now = time.monotonic()
+            self._pace, self._asked = now - self._asked, now
         return self._done
+
+    def is_wanted(self, now: float) -> bool:
+        """Whether somebody waits for it, or has asked of late; ``now`` by ``time.monotonic()``."""
+        return bool(self._waited_for) or now - self._asked < max(_LEFT, _MISSED * self._pace)
 
     def result(self, timeout: float | None = None) -> Answer:
         """What was prepared; waits for it.
@@ -179,7 +212,11 @@ class Service:
     def wait_for(self, ticket: Ticket, timeout: float | None) -> bool:
         """Wait until a ticket is done; whether it is."""
         with self._state.changed:
-            return self._state.changed.wait_for(ticket.done, timeout)
+            ticket._waited_for += 1
+            try:
+                return self._state.changed.wait_for(lambda: ticket._done, timeout)
+            finally:
+                ticket._waited_for -= 1
 
     def drop(self, ticket: Ticket) -> None:
         """Cancel a ticket."""
@@ -222,7 +259,12 @@ class Service:
         with state.changed:
             state.running[place] = None
             state.changed.wait_for(lambda: bool(state.waiting) or (worker is not None and worker.ended))
-            ticket = state.running[place] = state.waiting.popleft() if state.waiting else None
+            if not state.waiting:
+                return None
+            now = time.monotonic()
+            ticket = next((one for one in state.waiting if one.is_wanted(now)), state.waiting[0])
+            state.waiting.remove(ticket)
+            state.running[place] = ticket
             return ticket
 
     def _serve(self, state: _State, ticket: Ticket, worker: Worker | None) -> Worker | None:
@@ -231,13 +273,15 @@ class Service:
         while not begun:
             if worker is None:
                 worker = self._start(state)
-            if state.off or ticket.done():
+            if state.off or ticket._done:
                 return worker
             if worker is not None:
                 begun = self._begin(ticket, worker)
                 worker = worker if begun else self._lose(state, worker, f"the compiler's process {worker.death()}")
         assert worker is not None
         try:
+            if self._gives_way(state, ticket, worker):
+                return self._put_back(state, ticket, worker)
             answer = worker.answer(config.compile_timeout)
         except TimeoutError:
             limit = f"within {config.compile_timeout} s (torchport.config.compile_timeout)"
@@ -256,6 +300,31 @@ class Service:
             self._finish(state, ticket, None, error)
         self._lose(state, worker, error.message)
         return None
+
+    @staticmethod
+    def _gives_way(state: _State, ticket: Ticket, worker: Worker) -> bool:
+        """Wait until a worker has answered, or is to be at something else. Raises ``TimeoutError``."""
+        end = time.monotonic() + config.compile_timeout
+        while not worker.has_answer(_LOOK):
+            now = time.monotonic()
+            if now > end:
+                raise TimeoutError
+            if ticket.gave_way or ticket.is_wanted(now):
+                continue
+            with state.changed:
+                if any(one.is_wanted(now) for one in state.waiting):
+                    return True
+        return False
+
+    def _put_back(self, state: _State, ticket: Ticket, worker: Worker) -> None:
+        """The program has left this one and waits for others: its worker ends, and it is begun again after them."""
+        metrics.count("CompileGaveWay")
+        worker.hang_up()
+        self._lose(state, worker)
+        with state.changed:
+            ticket.began, ticket.gave_way = None, True
+            if not ticket._done:  # cancelled meanwhile
+                state.waiting.append(ticket)
 
     @staticmethod
     def _begin(ticket: Ticket, worker: Worker) -> bool:

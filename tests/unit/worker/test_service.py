@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,36 @@ def test_a_cancelled_request_is_not_begun_and_a_begun_one_is_dropped(
     tickets[2].result(LONG)
     assert not began[1].exists()
     assert shared.wait(LONG)
+
+
+def test_what_the_program_asks_about_is_served_before_what_it_has_left(
+    shared: Service, troubled: Backend, tmp_path: Path
+) -> None:
+    began = [tmp_path / f"began {n}" for n in range(4)]
+    tickets = [
+        shared.submit(a_trace().request(("left", n), troubled, how="slow", file=str(began[n]), seconds=seconds))
+        for n, seconds in enumerate(("8", "0", "0", "0"))
+    ]
+    given_way = torchport.metrics.counter("CompileGaveWay")
+    wait_until(began[0].exists, LONG)
+    wait_until(tickets[3].done, LONG)  # which asks, of the last one alone
+    assert tickets[3].result().sources is not None
+    assert torchport.metrics.counter("CompileGaveWay") == given_way + 1
+    assert shared.wait(LONG)
+    for ticket in tickets:  # what was left is compiled, too, when there is nothing else to do
+        assert ticket.result().sources is not None
+    assert [len(file.read_text().splitlines()) for file in began] == [2, 1, 1, 1]
+
+
+def test_who_waits_has_not_left(shared: Service, troubled: Backend, tmp_path: Path) -> None:
+    began = tmp_path / "began"
+    slow = shared.submit(a_trace().request("waited for", troubled, how="slow", file=str(began), seconds="4"))
+    other = shared.submit(a_trace().request("beside", troubled))
+    waiting = threading.Thread(target=slow.result, args=(LONG,))
+    waiting.start()
+    wait_until(other.done, LONG)
+    waiting.join()
+    assert len(began.read_text().splitlines()) == 1
 
 
 def test_waiting_has_a_bound(shared: Service, troubled: Backend) -> None:
