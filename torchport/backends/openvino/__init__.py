@@ -18,7 +18,7 @@ import importlib.util
 import struct
 import weakref
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -170,10 +170,13 @@ class OpenVinoBackend(Backend):
         _check_types(compiled, context)
         made = _Compiled(compiled, context.outputs, _passed(model), held)
 
-        def bind(constants: Mapping[int, BackendData]) -> _Compiled:
+        def bind(constants: Mapping[int, BackendData]) -> tuple[_Compiled, Collection[int]]:
             bound = model.clone()
-            held = _bind(bound, constants)
-            return _Compiled(_the_core().compile_model(bound, device, config), context.outputs, _passed(bound), held)
+            folded = _folded(bound, constants)
+            taken = {at: data for at, data in constants.items() if at not in folded}
+            held = _bind(bound, taken)
+            compiled = _the_core().compile_model(bound, device, config)
+            return _Compiled(compiled, context.outputs, _passed(bound), held), taken
 
         if not context.constants:  # a program's are constants already
             made.steady = SteadyArguments(bind, seconds)
@@ -283,6 +286,46 @@ def _bind(model: Any, constants: Mapping[int, BackendData]) -> list[Any]:
         model.remove_parameter(parameter)
     model.validate_nodes_and_infer_types()
     return held
+
+
+_HEAVY: Final = frozenset(
+    {"MatMul", "Convolution", "GroupConvolution", "ConvolutionBackpropData", "GroupConvolutionBackpropData", "LSTMSequence"}
+)
+"""What OpenVINO is not to compute while it compiles: it does that without its fast kernels."""
+
+
+def _folded(model: Any, constants: Mapping[int, BackendData]) -> set[int]:
+    """Which of these arguments must stay arguments, lest something large were computed while compiling.
+
+    They are what a product's left side, the activations, is computed from: a program that runs on the same batch again.
+    """
+    parameters = {parameter.get_friendly_name(): at for at, parameter in enumerate(model.get_parameters())}
+    found: set[int] = set()
+    while True:
+        again = _first_folded(model, parameters, constants.keys() - found)
+        if not again:
+            return found
+        # Ids and the batch are the small ones; tables and weights are not.
+        found.add(min(again, key=lambda at: constants[at].array.nbytes))  # type: ignore[attr-defined]
+
+
+def _first_folded(model: Any, parameters: Mapping[str, int], bound: Set[int]) -> set[int]:
+    """What the activations of the first heavy operator come from that would have nothing but constants to work on."""
+    sources: dict[str, set[int] | None] = {}
+    for op in model.get_ordered_ops():
+        kind, name = op.get_type_name(), op.get_friendly_name()
+        if kind == "Parameter":
+            sources[name] = {parameters[name]} & bound or None
+            continue
+        of = [sources[value.get_node().get_friendly_name()] for value in op.input_values()]
+        known = [one for one in of if one is not None]
+        if len(known) < len(of):
+            sources[name] = None
+            continue
+        sources[name] = set().union(*known)
+        if kind in _HEAVY and sources[name]:
+            return max(known[:2], key=len) or sources[name] or set()
+    return set()
 
 
 def _held(array: Any) -> Any:
