@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -394,20 +395,61 @@ def test_weights_that_stay_become_constants() -> None:
             theirs = F.linear(hidden, last.weight.cpu(), last.bias.cpu())
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
-    bound: list[dict[int, Any]] = []
-    init = SteadyArguments.__init__
-
-    def eager(self: Any, bind: Any, cost: float) -> None:
-        init(self, lambda constants: bound.append(dict(constants)) or bind(constants), 1e-9)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SteadyArguments, "__init__", eager)
+    with bound_at_once() as bound:
         for step in range(9):
             agrees()
             if step == 5:
                 with torch.no_grad():
                     first.weight.mul_(2)
-    assert [len(constants) for constants in bound] == [2, 2], "the weights, and again after the write; not the input"
+    assert [len(taken) for taken in bound] == [4, 4], "weights and biases, and again after the write; not the input"
+
+
+def test_a_small_argument_that_has_changed_is_no_constant_again() -> None:
+    device = torchport.device("openvino")
+    x, weight, scale = torch.randn(4, 256), torch.randn(256, 256), torch.ones(256)
+    on, by = weight.to(device), scale.to(device)
+    with bound_at_once() as bound:
+        for step in range(16):
+            if step % 5 == 4:
+                scale = scale + 1
+                by = scale.to(device)
+            torch.testing.assert_close((x.to(device) @ on * by).cpu(), x @ weight * scale, rtol=1e-4, atol=1e-3)
+    assert [len(taken) for taken in bound] == [2, 1], "with the scale, and after it has changed the weight alone"
+
+
+@pytest.mark.parametrize("batch", [3, 300], ids=["a small batch", "a large batch"])
+def test_the_same_batch_again_does_not_compute_the_model_while_compiling(batch: int) -> None:
+    device = torchport.device("openvino")
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10)).eval()
+    x = torch.randn(batch, 3, 8, 8)
+    with torch.no_grad():
+        expected = net(x)
+        net, on = net.to(device), x.to(device)
+        with bound_at_once() as bound:
+            for _ in range(5):
+                torch.testing.assert_close(net(on).cpu(), expected, rtol=1e-4, atol=1e-4)
+    (taken,) = bound
+    assert tuple(x.shape) not in [constant.array.shape for constant in taken.values()]
+    assert len(taken) == 8, "weights, biases and the four of the batch norm"
+
+
+@contextmanager
+def bound_at_once() -> Iterator[list[dict[int, Any]]]:
+    """Inside of the block, constants are made as soon as arguments come back; each time, which were taken."""
+    taken: list[dict[int, Any]] = []
+    init = SteadyArguments.__init__
+
+    def eager(self: Any, bind: Any, cost: float) -> None:
+        def noted(constants: dict[int, Any]) -> Any:
+            made, positions = bind(constants)
+            taken.append({at: constants[at] for at in positions})
+            return made, positions
+
+        init(self, noted, 1e-9)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SteadyArguments, "__init__", eager)
+        yield taken
 
 
 def test_a_lent_weight_is_read_in_each_call() -> None:
