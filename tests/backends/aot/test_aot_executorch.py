@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,9 +15,11 @@ from torch import nn
 import torchport
 from torchport import aot, runtime
 from torchport.backend.interface import BackendDevice, FreeableBuffer, InitContext
+from torchport.backends.executorch.portable import DTYPES, OF_EACH
 from torchport.core.errors import CompileError, ConfigError, DelegateError, ErrorCode
 from torchport.core.specs import CompileSpecs
 
+aten = torch.ops.aten
 pytestmark = pytest.mark.skipif(find_spec("executorch") is None, reason="executorch is not installed")
 
 
@@ -159,3 +162,78 @@ def test_batch_norm_in_evaluation_is_taken() -> None:
     lowered = aot.lower(net, (x,), backend="executorch")
     assert not lowered.left["forward"], lowered.report()
     torch.testing.assert_close(lowered(x), net(x), rtol=1e-4, atol=1e-5)
+
+
+class OfEach(nn.Module):
+    """Many operators on each element, called with what their schemas ask for; which of them eager refuses is left."""
+
+    def __init__(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        super().__init__()
+        mask = a if a.dtype is torch.bool else a > 2
+        self.calls: list[tuple[Any, list[Any], dict[str, Any]]] = []
+        for op in sorted(OF_EACH | {aten.remainder.Scalar, aten.remainder.Tensor}, key=str):
+            kwargs = {"rounding_mode": "floor"} if op is aten.div.Tensor_mode else {}
+            for number in (2, -3, 2.5):
+                tensors = iter(
+                    (mask, a, b) if op is aten.where.self else (a, mask) if "masked" in str(op) else (a, b, b)
+                )
+                args: list[Any] = []
+                for said in (one for one in op._schema.arguments if not one.kwarg_only and not one.has_default_value()):
+                    args.append(next(tensors) if "Tensor" in str(said.type) else number)
+                has_tensor = any(isinstance(arg, torch.Tensor) for arg in args)
+                with contextlib.suppress(RuntimeError, TypeError):
+                    if has_tensor and isinstance(op(*args, **kwargs), torch.Tensor):
+                        places = [0 if arg is a else 1 if arg is b else 2 if arg is mask else arg for arg in args]
+                        kinds = [isinstance(arg, torch.Tensor) for arg in args]
+                        self.calls.append((op, list(zip(kinds, places, strict=True)), kwargs))
+                if not any(str(one.type) == "number" for one in op._schema.arguments):
+                    break
+
+    def forward(self, *given: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            op(*(given[place] if is_tensor else place for is_tensor, place in args), **kwargs)
+            for op, args, kwargs in self.calls
+        ]
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES, key=str), ids=str)
+def test_portable_kernels_agree_with_pytorch(dtype: torch.dtype) -> None:
+    """Of both signs: a remainder of integers had the sign of the dividend."""
+    least = 0 if dtype in (torch.uint8, torch.bool) else -6
+    a = torch.arange(least, least + 12).to(dtype)
+    b = a.flip(0).roll(3)
+    b = b if dtype is torch.bool else torch.where(b == 0, torch.full_like(b, 2), b)
+    given = (a, b, a if dtype is torch.bool else a > 2)
+    module = OfEach(a, b)
+    assert len(module.calls) > (20 if dtype is torch.bool else 40)
+    lowered = aot.lower(module, given, backend="executorch")
+    assert lowered.program.meta().delegates, lowered.report()
+    for (op, args, _), ours, theirs in zip(module.calls, lowered(*given), module(*given), strict=True):
+        torch.testing.assert_close(
+            ours, theirs, rtol=1e-4, atol=1e-5, equal_nan=True, msg=lambda text, op=op, args=args: f"{op}{args}: {text}"
+        )
+
+
+def test_what_portable_kernels_compute_otherwise_stays_with_us() -> None:
+    x, image = torch.rand(4, 5), torch.rand(3, 8, 8)
+    places = torch.randint(0, 4, (3, 5)).int()
+    bytes_ = torch.arange(5, dtype=torch.uint8)
+
+    class Program(nn.Module):
+        def forward(self, x: torch.Tensor, places: torch.Tensor, image: torch.Tensor, few: torch.Tensor) -> Any:
+            return x.gather(0, places), torch.nn.functional.avg_pool2d(image, 2), few.fmod(-3)
+
+    lowered = aot.lower(Program(), (x, places, image, bytes_), backend="executorch")
+    said = " ".join(one.reason for one in lowered.left["forward"])
+    for reason in ("places of 64 bits", "without a batch", "a negative number"):
+        assert reason in said, lowered.report()
+    for ours, theirs in zip(lowered(x, places, image, bytes_), Program()(x, places, image, bytes_), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_negative_index_is_one_from_the_end() -> None:
+    x, places = torch.rand(5, 5), torch.randint(-5, 0, (5, 5))
+    with torchport.config.override(tiers="off"):
+        device = torchport.device("executorch")
+        ours = torch.take_along_dim(x.to(device), places.to(device), 1)
+        assert torch.equal(ours.cpu(), torch.take_along_dim(x, places, 1))

@@ -130,7 +130,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "scattered": (
         lambda a, b: (a.slice_scatter(b[:, :2], 1, 1, 3), a.select_scatter(b[:, 0], 1, 2), a.repeat(1, 2, 1)), (A, B)
     ),
-    "signs": (lambda a, b: (a.sign(), a.trunc(), a.copysign(b), a.floor_divide(b), a.expm1(), F.softplus(a)), (A, B)),
+    "signs": (lambda a, b: (a.sign(), a.trunc(), a.copysign(b), a.div(b, rounding_mode="trunc"), a.expm1(), F.softplus(a)), (A, B)),
     "the front end's": (
         lambda a: (
             a.asinh(), a.atan(), a.cumsum(1), a.log1p(), a.sort(dim=1, stable=True), a.topk(2),
@@ -230,6 +230,9 @@ def test_operators(name: str) -> None:
         (lambda a: a.sin(), (torch.rand(4, dtype=torch.float64),), "torch.float64 in fewer bits"),
         (lambda a: torch.nextafter(a, a), (torch.rand(4),), "does not look at the bits"),
         (lambda a: a.sum(0), (torch.rand(0, 4),), "empty"),
+        (lambda a: a.remainder(0.1), (torch.tensor([7.5, 1e9]),), "remainder is inexact"),
+        (lambda a: a.floor_divide(0.1), (torch.tensor([7.5, 1e9]),), "exact remainder"),
+        (lambda a: a.div(0.1, rounding_mode="floor"), (torch.tensor([7.5, 1e9]),), "exact remainder"),
     ],
 )
 def test_what_openvino_computes_otherwise_is_left(function: Any, args: Any, reason: str) -> None:

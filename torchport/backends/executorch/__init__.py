@@ -62,6 +62,7 @@ _SHAPES: Final = {
     aten.slice.Tensor, aten.select.int, aten.clone.default, aten.dropout.default, aten.flatten.using_ints,
 }  # fmt: skip
 """Those of them for which alone XNNPACK is not worth its partitioner, which takes most of the time of lowering."""
+_POOLS: Final = {aten.avg_pool2d.default, aten.max_pool2d.default, aten.adaptive_avg_pool2d.default}
 _FIRST_RESULT: Final = {aten._native_batch_norm_legit_no_training.default}
 _CODE: Final = re.compile(r"error:? (?:code )?(0x[0-9a-fA-F]+)")
 
@@ -70,7 +71,7 @@ class ExecuTorchBackend(Backend):
     """ExecuTorch with XNNPACK, on the CPU."""
 
     name = "executorch"
-    version = "1"
+    version = "2"
     capabilities = Capabilities(binds_constants=True, slow_to_compile=True)
 
     def is_available(self) -> bool:
@@ -89,6 +90,8 @@ class ExecuTorchBackend(Backend):
             return Support.yes()
         if not reason and node.target is aten.permute.default and not node.args[1]:
             reason = "ExecuTorch does not permute scalars"
+        if not reason and node.target in _POOLS and node.meta["val"].dim() < 4:
+            reason = "ExecuTorch's lowering ends for a pool of an image without a batch"
         return Support.no(reason) if reason else Support.yes()
 
     def decompositions(self) -> Mapping[torch._ops.OpOverload, Callable[..., Any]]:
@@ -108,7 +111,7 @@ class ExecuTorchBackend(Backend):
                     return Processed(_lowered(torch.export.export(module, inputs), xnnpack=False))
                 try:
                     return Processed(_lowered(torch.export.export(module, inputs), xnnpack=True))
-                except RuntimeError as error:
+                except Exception as error:  # its passes raise this very class
                     refused = error
                 data = _lowered(torch.export.export(module, inputs), xnnpack=False)
             warnings.warn(

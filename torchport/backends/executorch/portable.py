@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch._decomp import decomposition_table
 
-__all__ = ["DTYPES", "PORTABLE", "decompositions", "why_not_portable"]
+__all__ = ["DTYPES", "OF_EACH", "PORTABLE", "decompositions", "why_not_portable"]
 
 aten = torch.ops.aten
 
@@ -30,7 +30,7 @@ DTYPES: Final = frozenset(
 )  # fmt: skip
 """Dtypes that portable kernels compute in as PyTorch does."""
 
-_OF_EACH: Final = frozenset({
+OF_EACH: Final = frozenset({
     aten.acos.default, aten.acosh.default, aten.asin.default, aten.asinh.default, aten.atan.default,
     aten.atanh.default, aten.cos.default, aten.cosh.default, aten.erf.default, aten.expm1.default, aten.log.default,
     aten.log10.default, aten.log1p.default, aten.log2.default, aten.logical_not.default, aten.reciprocal.default,
@@ -38,7 +38,7 @@ _OF_EACH: Final = frozenset({
     aten.isinf.default, aten.isnan.default, aten.bitwise_not.default, aten.atan2.default,
     aten.eq.Tensor, aten.eq.Scalar, aten.ne.Tensor, aten.ne.Scalar, aten.lt.Tensor, aten.lt.Scalar, aten.le.Tensor,
     aten.le.Scalar, aten.gt.Tensor, aten.gt.Scalar, aten.ge.Tensor, aten.ge.Scalar, aten.fmod.Tensor,
-    aten.fmod.Scalar, aten.remainder.Tensor, aten.remainder.Scalar, aten.floor_divide.default, aten.div.Tensor_mode,
+    aten.fmod.Scalar, aten.floor_divide.default, aten.div.Tensor_mode,
     aten.pow.Tensor_Tensor, aten.pow.Tensor_Scalar, aten.pow.Scalar, aten.logical_and.default,
     aten.logical_or.default, aten.logical_xor.default, aten.bitwise_and.Tensor, aten.bitwise_or.Tensor,
     aten.bitwise_xor.Tensor, aten.rsub.Scalar, aten.clamp.Tensor, aten.where.self, aten.masked_fill.Scalar,
@@ -66,8 +66,11 @@ _OF_DIMENSIONS: Final = frozenset({
     aten.convolution.default, aten._adaptive_avg_pool2d.default, aten.max_pool2d_with_indices.default,
 })  # fmt: skip
 """Operators along dimensions. Their kernels end the process for a tensor without dimensions."""
-PORTABLE: Final = _OF_EACH | _OF_DIMENSIONS
+PORTABLE: Final = OF_EACH | _OF_DIMENSIONS
 """Operators for which the runtime has a portable kernel, or ExecuTorch's lowering a way to such."""
+
+_PLACES: Final = {aten.gather.default, aten.scatter.src, aten.scatter.value, aten.scatter_add.default}
+"""Their third argument says where."""
 
 _OF_PYTORCH: Final = (
     aten._batch_norm_with_update_functional.default, aten._native_batch_norm_legit_functional.default,
@@ -114,7 +117,7 @@ def why_not_portable(node: fx.Node) -> str:
         for tensor in found if isinstance(found, (list, tuple)) else [found]:
             if tensor is None:
                 continue
-            if not tensor.dim() and value is not node and node.target not in _OF_EACH:
+            if not tensor.dim() and value is not node and node.target not in OF_EACH:
                 return "ExecuTorch's portable kernel ends the process for a tensor without dimensions"
             if tensor.dtype not in DTYPES:
                 return f"ExecuTorch's portable kernels do not compute {tensor.dtype}"
@@ -122,6 +125,10 @@ def why_not_portable(node: fx.Node) -> str:
                 return "ExecuTorch's orders of dimensions have no room for tensors without elements"
             if tensor.numel() > MOST:
                 return f"XNNPACK does not have it, and a portable kernel is slow for {tensor.numel()} elements"
+    if node.meta["val"].dtype is torch.uint8 and any(isinstance(arg, (int, float)) and arg < 0 for arg in node.args):
+        return "ExecuTorch's portable kernels take a negative number beside torch.uint8 for another"
+    if node.target in _PLACES and node.args[2].meta["val"].dtype is not torch.int64:  # type: ignore[union-attr]
+        return "ExecuTorch's portable kernel takes places of 64 bits alone"
     if _products(node) > MOST_PRODUCTS:
         return "XNNPACK takes it with constant weights only, and the portable kernel is slow for so many products"
     if node.target is aten.convolution.default and node.meta["val"].dim() > 4:
@@ -139,6 +146,16 @@ def _round_decimals(tensor: torch.Tensor, *, decimals: int) -> torch.Tensor:
     return (tensor * scale).round() / scale if decimals >= 0 else (tensor / scale).round() * scale
 
 
+def _remainder(dividend: torch.Tensor, divisor: Any) -> torch.Tensor:
+    """With the sign of the divisor: that of ExecuTorch's kernel has the dividend's for integers."""
+    rest = torch.fmod(dividend, divisor)
+    if isinstance(divisor, torch.Tensor):
+        other = (rest < 0).logical_xor(divisor < 0)
+    else:
+        other = rest > 0 if divisor < 0 else rest < 0
+    return torch.where((rest != 0) & other, rest + divisor, rest)
+
+
 def decompositions() -> Mapping[torch._ops.OpOverload, Callable[..., Any]]:
     """Operator → PyTorch's function of tensors that does the same."""
     known = {op: decomposition_table[op] for op in _OF_PYTORCH if op in decomposition_table}
@@ -146,6 +163,8 @@ def decompositions() -> Mapping[torch._ops.OpOverload, Callable[..., Any]]:
         **known,
         aten.clamp_min.Tensor: torch.maximum,
         aten.clamp_max.Tensor: torch.minimum,
+        aten.remainder.Scalar: _remainder,
+        aten.remainder.Tensor: _remainder,
         aten.round.decimals: _round_decimals,
         aten.take.default: lambda tensor, places: tensor.reshape(-1)[places],
     }

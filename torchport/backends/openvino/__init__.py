@@ -121,7 +121,7 @@ class OpenVinoBackend(Backend):
     """OpenVINO on CPU (or the device of compile spec ``openvino.device``)."""
 
     name = "openvino"
-    version = "2"
+    version = "3"
     capabilities = Capabilities(torch_free=True, binds_constants=True, slow_to_compile=True)
 
     def is_available(self) -> bool:
@@ -289,7 +289,14 @@ def _bind(model: Any, constants: Mapping[int, BackendData]) -> list[Any]:
 
 
 _HEAVY: Final = frozenset(
-    {"MatMul", "Convolution", "GroupConvolution", "ConvolutionBackpropData", "GroupConvolutionBackpropData", "LSTMSequence"}
+    {
+        "MatMul",
+        "Convolution",
+        "GroupConvolution",
+        "ConvolutionBackpropData",
+        "GroupConvolutionBackpropData",
+        "LSTMSequence",
+    }
 )
 """What OpenVINO is not to compute while it compiles: it does that without its fast kernels."""
 

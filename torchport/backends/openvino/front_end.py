@@ -32,7 +32,7 @@ FRONT_END: Final[dict[Any, Takes]] = dict.fromkeys(
         aten.elu.default, aten.erfc.default, aten.glu.default, aten.hardswish.default, aten.isfinite.default,
         aten.isinf.default, aten.isnan.default, aten.leaky_relu.default, aten.log10.default,
         aten.log1p.default, aten.log2.default, aten.mish.default, aten.prod.default,
-        aten.prod.dim_int, aten.rad2deg.default, aten.remainder.Scalar, aten.round.default, aten.sinh.default,
+        aten.prod.dim_int, aten.rad2deg.default, aten.round.default, aten.sinh.default,
         aten.tan.default, aten.upsample_bicubic2d.default, aten.upsample_bilinear2d.default,
         aten.upsample_bilinear2d.vec, aten.upsample_bicubic2d.vec, aten.upsample_linear1d.vec,
         aten.upsample_trilinear3d.vec,

@@ -32,7 +32,7 @@ _GROUPS: Final = {
         "special_hermite_polynomial_he special_laguerre_polynomial_l special_legendre_polynomial_p special_zeta igamma "
         "igammac"
     ),
-    "OpenVINO's remainder is inexact where the quotient is large": "fmod remainder",
+    "OpenVINO's remainder is inexact, and a quotient that is rounded down needs it": "fmod remainder floor_divide",
     "OpenVINO does not look at the bits of a number": "nextafter frexp hash_tensor",
     "OpenVINO has no histograms": "histc histogram _histogramdd_bin_edges _histogramdd_from_bin_cts",
     "OpenVINO samples no volumes, and images with other weights": "grid_sampler_2d grid_sampler_3d",

@@ -31,9 +31,7 @@ class SteadyArguments:
     what that takes, in seconds.
     """
 
-    def __init__(
-        self, bind: Callable[[Mapping[int, BackendData]], tuple[Any, Collection[int]]], cost: float
-    ) -> None:
+    def __init__(self, bind: Callable[[Mapping[int, BackendData]], tuple[Any, Collection[int]]], cost: float) -> None:
         self._bind = bind
         self._price = cost
         self._spent = 0.0
