@@ -1,6 +1,6 @@
 """A backend that takes only part of a program: segments per forward, and time against the CPU and the same model whole.
 
-    python -m benchmarks.partial [--quick] [--models gpt2,bert,resnet18,vit,whisper] [--backends openvino,five] [--rounds 15]
+    python -m benchmarks.partial [--quick] [--models gpt2,bert,…] [--backends openvino,five] [--rounds 15]
 
 Processor time of the whole process, one thread, in turn; medians. ``five`` is the reference backend that takes five
 operators and the views; its peer is ``reference``, which takes all. ``openvino``'s peer is the same model lowered ahead

@@ -22,7 +22,7 @@ from .control_flow import CONTROL_FLOW
 from .declared import follow_declaration
 from .decompositions import DECOMPOSE, OTHERWISE
 from .infer import depends_on_data, fake_tensor, infer
-from .inlined import Ref, taken_apart
+from .inlined import NotTakenApart, Ref, taken_apart
 from .interface import Backend, Support
 from .lowering import LOWER, foreach_target, lower_foreach, lower_varying, view_form
 from .normal_form import alias_root
@@ -294,7 +294,13 @@ class GraphBuilder(Builder):
 
     def _emit(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if self.capture is not None and op in self.capture.decompositions:
-            return self._rewritten(op, self.capture.decompositions[op], args, kwargs)
+            try:
+                return self._rewritten(op, self.capture.decompositions[op], args, kwargs)
+            except NotTakenApart:
+                pass
+            except RuntimeError as error:
+                if not depends_on_data(error):
+                    raise
         return self._add(op, args, kwargs)
 
     # -- on behalf of a backend --------------------------------------------------------------------------------

@@ -18,10 +18,14 @@ from torch.fx.node import map_arg
 from ..core.errors import GraphError
 from .infer import exact_key, fake_mode
 
-__all__ = ["Inlined", "Ref", "inlined", "taken_apart"]
+__all__ = ["Inlined", "NotTakenApart", "Ref", "inlined", "taken_apart"]
 
 _getitem: Any = operator.getitem
 _REMEMBER: Final = 4_096
+
+
+class NotTakenApart(Exception):
+    """A decomposition returned ``NotImplemented``: not for these arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,7 @@ def taken_apart(
 
     ``tensors``: the nodes among the arguments, in order; ``specs``: the arguments with specs in their place.
     ``known_as``: what the function is known by in other processes; ``None`` if it must not be remembered.
+    Raises :class:`NotTakenApart`.
     """
     if known_as is None:
         return _traced(fn, args, kwargs, tensors)
@@ -85,7 +90,10 @@ def _traced(
         table = dict(zip(tensors, given, strict=True))
         real_args, real_kwargs = map_arg((tuple(args), dict(kwargs)), lambda n: table[n])
         # Decompositions may write into the lists they are given; FX makes immutable ones.
-        return _plain(fn(*_thawed(real_args), **_thawed(real_kwargs)))
+        result = fn(*_thawed(real_args), **_thawed(real_kwargs))
+        if result is NotImplemented:
+            raise NotTakenApart
+        return _plain(result)
 
     with fake_mode(), torch.no_grad():
         traced = make_fx(flat, tracing_mode="real")(*(n.meta["val"] for n in tensors))

@@ -482,8 +482,9 @@ class Backend(ABC):
 
         Operator overload → a function that takes the operator's arguments, calls PyTorch on them, and returns the
         same number of results, with the same shapes and dtypes. It is run on fake tensors, when a graph is made, so it
-        cannot look at values. It may lead to operators that are rewritten in turn. An operator that :meth:`supports`
-        takes is left alone.
+        cannot look at values. It may lead to operators that are rewritten in turn. For arguments that it is not meant
+        for it returns ``NotImplemented``: the operator stays as it is, and :meth:`supports` is asked about it. So it
+        does where the function asks for a value after all.
         """
         return {}
 

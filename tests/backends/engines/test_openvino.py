@@ -130,7 +130,12 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "scattered": (
         lambda a, b: (a.slice_scatter(b[:, :2], 1, 1, 3), a.select_scatter(b[:, 0], 1, 2), a.repeat(1, 2, 1)), (A, B)
     ),
-    "signs": (lambda a, b: (a.sign(), a.trunc(), a.copysign(b), a.div(b, rounding_mode="trunc"), a.expm1(), F.softplus(a)), (A, B)),
+    "signs": (
+        lambda a, b: (
+            a.sign(), a.trunc(), a.copysign(b), a.div(b, rounding_mode="trunc"), a.expm1(), F.softplus(a),
+        ),
+        (A, B),
+    ),
     "the front end's": (
         lambda a: (
             a.asinh(), a.atan(), a.cumsum(1), a.log1p(), a.sort(dim=1, stable=True), a.topk(2),

@@ -289,9 +289,12 @@ WRONG: dict[str, tuple[Callable[[torch.Tensor], Any], Any, str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_arguments_raise_pytorchs_error(device: torch.device, name: str) -> None:
+def test_wrong_arguments_raise_pytorchs_error(device: torch.device, backend: str, name: str) -> None:
     action, kind, part = WRONG[name]
     x = ramp(2, 3, device=device)
+    if backend == "xla" and name == "class out of range":  # XLA cannot raise from inside a computation (docs/xla.md)
+        assert action(x) != action(x), "the loss is NaN"
+        return
     kept = x + 1
     error = caught(lambda: action(x), kind)
     assert re.search(part, str(error), re.IGNORECASE), str(error)

@@ -181,8 +181,11 @@ def test_an_index_out_of_range_raises_index_error(device: torch.device, bad: tup
         _ = ramp(3, 4, device=device)[bad]
 
 
-def test_an_index_tensor_out_of_range_raises(device: torch.device) -> None:
+def test_an_index_tensor_out_of_range_raises(device: torch.device, backend: str) -> None:
     x = ramp(3, 4, device=device)
-    with pytest.raises((IndexError, RuntimeError), match=r"(?i)index|range|bounds"):
-        x[torch.tensor([7], device=device)].tolist()
+    if backend == "xla":  # cannot raise from inside a computation (docs/xla.md)
+        assert x[torch.tensor([7], device=device)].isnan().all()
+    else:
+        with pytest.raises((IndexError, RuntimeError), match=r"(?i)index|range|bounds"):
+            x[torch.tensor([7], device=device)].tolist()
     assert x[0, 1].item() == 1

@@ -58,6 +58,35 @@ def test_a_decomposition_that_returns_a_named_tuple(own: bool) -> None:
     assert metrics.counter("Fallback") == 0, metrics.report()
 
 
+# -- decompositions that are not for all arguments ---------------------------------------------------------------------
+@pytest.mark.parametrize("taken", [True, False], ids=["the backend takes it", "it does not"])
+def test_an_operator_that_its_decomposition_declines_stays(taken: bool) -> None:
+    def clamped(x: Tensor, lo: Any = None, hi: Any = None) -> Any:
+        return NotImplemented if x.dtype is torch.float64 else x.maximum(torch.full_like(x, lo))
+
+    def picked(x: Tensor, places: Tensor) -> Tensor:
+        return x.reshape(-1)[int(places)] if not places.dim() else x.reshape(-1).index_select(0, places)
+
+    def supports(self: Any, node: fx.Node) -> Support:
+        asked.append((str(node.target), node.meta["val"].dtype))
+        refused = node.target in (aten.clamp.default, aten.take.default) and not taken
+        return Support.no("not here") if refused else Support.yes()
+
+    asked: list[Any] = []
+    table = {aten.clamp.default: clamped, aten.take.default: picked}
+    fake = Fake.install(supports=supports, decompositions=lambda self: table)
+    x, places = torch.arange(-4.0, 4.0), torch.tensor([1, 3])
+    metrics.reset()
+    for dtype in (torch.float32, torch.float64):
+        y = x.to(dtype)
+        assert torch.equal(y.to(fake.device).clamp(1, 9).cpu(), y.clamp(1, 9))
+    for one in (places, places[0]):  # of one without dimensions the decomposition asks for its value
+        assert torch.equal(x.to(fake.device).take(one.to(fake.device)).cpu(), x.take(one))
+    assert metrics.counter("Fallback") == (0 if taken else 2), metrics.report()
+    assert ("aten.clamp.default", torch.float64) in asked
+    assert ("aten.clamp.default", torch.float32) not in asked
+
+
 # -- random numbers ----------------------------------------------------------------------------------------------------
 def _without_int64(self: Any, node: fx.Node) -> Support:
     values = tree_leaves([node.meta["val"], *(one.meta["val"] for one in node.all_input_nodes)])

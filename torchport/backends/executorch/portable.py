@@ -71,6 +71,8 @@ PORTABLE: Final = OF_EACH | _OF_DIMENSIONS
 
 _PLACES: Final = {aten.gather.default, aten.scatter.src, aten.scatter.value, aten.scatter_add.default}
 """Their third argument says where."""
+_INTEGER_NUMBERS: Final = {aten.arange.start_step, aten.constant_pad_nd.default}
+_POWERS: Final = {aten.pow.Tensor_Tensor, aten.pow.Tensor_Scalar, aten.pow.Scalar}
 
 _OF_PYTORCH: Final = (
     aten._batch_norm_with_update_functional.default, aten._native_batch_norm_legit_functional.default,
@@ -96,6 +98,21 @@ _OF_PYTORCH: Final = (
     aten.empty_like.default, aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default,
     aten.new_full.default, aten.arange.default, aten.arange.start, aten.eye.default, aten.eye.m,
 )  # fmt: skip
+
+
+def _why_not_of_integers(node: fx.Node) -> str:
+    """What keeps the portable kernels from an operator on integers."""
+    result = node.meta["val"]
+    if not isinstance(result, torch.Tensor) or result.dtype.is_floating_point:
+        return ""
+    numbers = [arg for arg in node.args if isinstance(arg, (int, float))]
+    if result.dtype is torch.uint8 and any(number < 0 for number in numbers):
+        return "ExecuTorch's portable kernels take a negative number beside torch.uint8 for another"
+    if node.target in _INTEGER_NUMBERS and any(isinstance(number, float) for number in numbers):
+        return "ExecuTorch's portable kernel does not cut fractions off as PyTorch does"
+    if node.target in _POWERS:
+        return "ExecuTorch's portable kernel raises integers to powers in floating point"
+    return ""
 
 
 def _products(node: fx.Node) -> int:
@@ -125,8 +142,10 @@ def why_not_portable(node: fx.Node) -> str:
                 return "ExecuTorch's orders of dimensions have no room for tensors without elements"
             if tensor.numel() > MOST:
                 return f"XNNPACK does not have it, and a portable kernel is slow for {tensor.numel()} elements"
-    if node.meta["val"].dtype is torch.uint8 and any(isinstance(arg, (int, float)) and arg < 0 for arg in node.args):
-        return "ExecuTorch's portable kernels take a negative number beside torch.uint8 for another"
+    if why := _why_not_of_integers(node):
+        return why
+    if node.target is aten.constant_pad_nd.default and any(size < 0 for size in node.args[1]):  # type: ignore[union-attr]
+        return "ExecuTorch's portable kernel does not cut off"
     if node.target in _PLACES and node.args[2].meta["val"].dtype is not torch.int64:  # type: ignore[union-attr]
         return "ExecuTorch's portable kernel takes places of 64 bits alone"
     if _products(node) > MOST_PRODUCTS:
@@ -156,9 +175,29 @@ def _remainder(dividend: torch.Tensor, divisor: Any) -> torch.Tensor:
     return torch.where((rest != 0) & other, rest + divisor, rest)
 
 
+def _not_of_bytes(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Images of bytes are interpolated in fewer bits by PyTorch's kernel, and not by its decomposition."""
+
+    def checked(image: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return NotImplemented if image.dtype is torch.uint8 else fn(image, *args, **kwargs)
+
+    return checked
+
+
+def _of_floats(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Steps between integers end above or below one by rounding, and that is cut off."""
+
+    def checked(*args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+        return fn(*args, dtype=dtype, **kwargs) if dtype is None or dtype.is_floating_point else NotImplemented
+
+    return checked
+
+
 def decompositions() -> Mapping[torch._ops.OpOverload, Callable[..., Any]]:
     """Operator → PyTorch's function of tensors that does the same."""
     known = {op: decomposition_table[op] for op in _OF_PYTORCH if op in decomposition_table}
+    known.update({op: _not_of_bytes(fn) for op, fn in known.items() if "upsample" in str(op)})
+    known.update({op: _of_floats(known[op]) for op in (aten.linspace.default, aten.logspace.default)})
     return {
         **known,
         aten.clamp_min.Tensor: torch.maximum,
@@ -166,5 +205,7 @@ def decompositions() -> Mapping[torch._ops.OpOverload, Callable[..., Any]]:
         aten.remainder.Scalar: _remainder,
         aten.remainder.Tensor: _remainder,
         aten.round.decimals: _round_decimals,
-        aten.take.default: lambda tensor, places: tensor.reshape(-1)[places],
+        aten.take.default: lambda tensor, places: (
+            tensor.reshape(-1).index_select(0, places.reshape(-1)).reshape(places.shape)
+        ),
     }

@@ -4,8 +4,8 @@ On a device a model's weights are arguments like any others, and OpenVINO packs 
 value never changes once it is handed out, so an argument that is the same object again has the same contents. When
 calls have cost as much as compiling did, the model is compiled again with such arguments as constants. Where one of
 them is another value later (a step of an optimizer), the model with constants goes, and the next one has to be earned
-by twice as much. A small argument that has changed once is never bound again: it is a number or an input, which happened
-to stay the same for a while; a small one that does not may be what a batch norm scales by, and then goes into the
+by twice as much. A small argument that has changed once is never bound again: it is a number or an input, which had
+stayed the same for a while; a small one that does not change may be what a batch norm scales by, and then goes into the
 weights before it.
 """
 
