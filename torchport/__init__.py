@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         Started,
         SupportsBorrow,
         SupportsCacheKey,
+        SupportsCompilationDevices,
         SupportsCompilerSettings,
         SupportsFork,
         SupportsHostExecution,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
         SupportsMethods,
         SupportsMetrics,
         SupportsOverlap,
+        SupportsPreprocessAll,
         SupportsSeed,
         SupportsSharding,
         SupportsStart,
@@ -104,9 +106,9 @@ _HOMES = {
     "torchport.backend.lowering_context": "Call Lowering LoweringContext LoweringTable",
     "torchport.backend.normal_form": "verify_graph",
     "torchport.backend.optional": (
-        "Started SupportsBorrow SupportsCacheKey SupportsCompilerSettings SupportsFork SupportsHostExecution "
-        "SupportsMemoryInfo SupportsMethods SupportsMetrics SupportsOverlap SupportsSeed SupportsSharding "
-        "SupportsStart SupportsText"
+        "Started SupportsBorrow SupportsCacheKey SupportsCompilationDevices SupportsCompilerSettings SupportsFork "
+        "SupportsHostExecution SupportsMemoryInfo SupportsMethods SupportsMetrics SupportsOverlap "
+        "SupportsPreprocessAll SupportsSeed SupportsSharding SupportsStart SupportsText"
     ),
     "torchport.backend.own_kernels": "kernel",
     "torchport.backend.registry": "BackendInfo Registry registry",

@@ -9,9 +9,10 @@ they were prepared.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from contextlib import nullcontext
 from time import perf_counter
-from typing import Final
+from typing import Final, cast
 
 from torch import fx
 
@@ -32,7 +33,8 @@ from .interface import (
     FreeableBuffer,
     InitContext,
 )
-from .kept import find_kept, find_or_prepare
+from .kept import find_kept, find_or_prepare, prepare_all
+from .optional import compilation_devices, optional_of
 from .prepare import Prepared, failure_of, prepare
 from .serialize import fingerprint
 
@@ -66,11 +68,36 @@ class Computations:
         key = _key(backend, device, specs, mark)
         with self._lock:
             found = self._cache.get(key)
-            if found is None or found.backend is not backend:
-                return None
-            self._cache.move_to_end(key)
-        metrics.count("CachedCompile")
-        return found
+            if found is not None and found.backend is backend:
+                self._cache.move_to_end(key)
+                metrics.count("CachedCompile")
+                return found
+        for other in compilation_devices(backend, device):
+            with self._lock:
+                found = self._cache.get(_key(backend, other, specs, mark))
+            if found is not None and found.backend is backend and not found.released:
+                metrics.count("SharedComputation")
+                return self._keep(found.on(device), specs)
+        return None
+
+    def get_all(
+        self,
+        backend: Backend,
+        device: BackendDevice,
+        specs: CompileSpecs,
+        graphs: Sequence[fx.GraphModule],
+        source: str | None,
+    ) -> list[Computation]:
+        """As :meth:`get` for several graphs that are wanted now: the backend may compile them together."""
+        if optional_of(backend).preprocess_all is None or len(graphs) < 2:
+            return [self.get(backend, device, specs, graph, source) for graph in graphs]
+        marks = [fingerprint(graph) for graph in graphs]
+        found = {mark: self.find(backend, device, specs, mark) for mark in marks}
+        wanted = {mark: graph for mark, graph in zip(marks, graphs, strict=True) if found[mark] is None}
+        with profiled("compile", backend.name):
+            for prepared in prepare_all(backend, specs, wanted, source):
+                found[prepared.mark] = self.take(backend, device, specs, prepared)
+        return [cast("Computation", found[mark]) for mark in marks]
 
     def known(
         self, backend: Backend, device: BackendDevice, specs: CompileSpecs, graph: fx.GraphModule, mark: str

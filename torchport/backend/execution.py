@@ -69,18 +69,32 @@ class Computation:
     """The backend as the optional protocols that it satisfies."""
     released: bool = False
     """Whether the handle was given back."""
+    shared: Computation | None = None
+    """The computation of another device whose handle this one has."""
     segments: tuple[Computation, ...] = ()
     """The computations that it consists of, where it consists of several: they are what is counted and kept."""
 
     def __post_init__(self) -> None:
         self.optional = optional_of(self.backend)
 
+    def on(self, device: BackendDevice) -> Computation:
+        """The same for another device that what was loaded runs on."""
+        made = Computation(
+            self.backend, device, self.parameters, self.parameter_names, self.results, self.handle,
+            ExecutionContext(device, self.results), self.fingerprint, self.graph_ops, self.compile_seconds,
+            lock=self.lock,
+        )  # fmt: skip
+        made.shared = self.shared or self
+        return made
+
     def release(self) -> None:
         """Give the handle back to the backend, once; the computation cannot run after that."""
         if not self.released:
             self.released = True
             handle, self.handle = self.handle, None
-            self.backend.destroy(handle)
+            if self.shared is None:
+                self.backend.destroy(handle)
+            self.shared = None
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """Release the handle with the last reference to the computation; not while the interpreter ends."""

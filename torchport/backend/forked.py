@@ -29,7 +29,8 @@ _SOFT: Final = 1
 """``omp_pause_soft`` of OpenMP 5.0 (``omp.h``)."""
 
 _COMPUTES: Final = (
-    "preprocess", "preprocess_methods", "init", "execute", "start", "execute_on_host", "to_device", "borrow",
+    "preprocess", "preprocess_methods", "preprocess_all", "init", "execute", "start", "execute_on_host", "to_device",
+    "borrow",
 )  # fmt: skip
 """Methods of a backend that need its engine at work."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from time import time
 from typing import Final
@@ -18,10 +19,10 @@ from ..core.errors import CacheMiss, GraphError
 from ..core.specs import CompileSpecs
 from .compile_key import Uncacheable, manifest_of
 from .interface import Backend
-from .prepare import Prepared, describe, with_bytes
+from .prepare import Prepared, describe, with_bytes, with_bytes_of_all
 from .serialize import fingerprint
 
-__all__ = ["find_kept", "find_or_prepare"]
+__all__ = ["find_kept", "find_or_prepare", "prepare_all"]
 
 log: Final = logging.getLogger("torchport.cache")
 
@@ -78,6 +79,32 @@ def find_or_prepare(
                 _keep(folder, backend, depends_on, made)
                 return replace(made, missed=True)
     return replace(about, data=entry.data, kept=key)
+
+
+def prepare_all(
+    backend: Backend, specs: CompileSpecs, graphs: Mapping[str, fx.GraphModule], source: str | None
+) -> list[Prepared]:
+    """As :func:`find_or_prepare` for several graphs, by fingerprint, of a backend that compiles them together."""
+    found = [find_kept(backend, specs, graph, mark) for mark, graph in graphs.items()]
+    missing = {mark: graph for (mark, graph), one in zip(graphs.items(), found, strict=True) if one is None}
+    if len(missing) < 2 or config.cache == "cache-only":
+        made = [find_or_prepare(backend, specs, graph, mark, source) for mark, graph in missing.items()]
+    else:
+        abouts = [describe(graph, mark, source) for mark, graph in missing.items()]
+        made = with_bytes_of_all(backend, specs, list(missing.values()), abouts)
+        folder = disk_cache()
+        for at, (mark, graph) in enumerate(missing.items()):
+            if folder is None:
+                break
+            try:
+                manifest = manifest_of(backend, specs, graph, mark, made[at].inputs, made[at].outputs, folder.digests)
+            except Uncacheable as why:
+                metrics.count("NotCacheable")
+                log.debug("not kept on disk: %s", why)
+                continue
+            _keep(folder, backend, manifest, made[at])
+            made[at] = replace(made[at], missed=True)
+    return [one for one in found if one is not None] + made
 
 
 def _keep(folder: CacheFolder, backend: Backend, manifest: dict[str, str], made: Prepared) -> None:

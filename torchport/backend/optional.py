@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast, runtime_checkable
 
+from ..core.errors import ContractError
 from ..core.sharding import Sharding
 from ..core.specs import CompileSpecs, TensorSpec
 from .answers import checked_processed
@@ -33,6 +34,7 @@ __all__ = [
     "Started",
     "SupportsBorrow",
     "SupportsCacheKey",
+    "SupportsCompilationDevices",
     "SupportsCompilerSettings",
     "SupportsFork",
     "SupportsHostExecution",
@@ -40,6 +42,7 @@ __all__ = [
     "SupportsMethods",
     "SupportsMetrics",
     "SupportsOverlap",
+    "SupportsPreprocessAll",
     "SupportsSeed",
     "SupportsSharding",
     "SupportsStart",
@@ -160,6 +163,34 @@ class SupportsMethods(Protocol):
         self, graphs: Mapping[str, Sequence[fx.GraphModule]], specs: Mapping[str, Sequence[CompileSpecs]]
     ) -> Mapping[str, Sequence[Processed]]:
         """All graphs of a program that are this backend's, by method (ExecuTorch's ``preprocess_multimethod``)."""
+        ...
+
+
+@runtime_checkable
+class SupportsPreprocessAll(Protocol):
+    """A backend that compiles several graphs faster together than one after the other, in threads or in one call.
+
+    Called instead of ``preprocess`` where a program waits for several graphs at a time: the segments of a computation
+    of which the backend takes only parts. What the disk cache has is not among them.
+    """
+
+    def preprocess_all(self, graphs: Sequence[fx.GraphModule], specs: CompileSpecs) -> Sequence[Processed]:
+        """What ``preprocess`` would give for each graph, in order; each is loaded by itself (LTC's ``Compile``)."""
+        ...
+
+
+@runtime_checkable
+class SupportsCompilationDevices(Protocol):
+    """A backend that loads a computation once for several of its devices.
+
+    Called when a computation is looked for. Without it ``init`` is called for each device, on the same bytes.
+    """
+
+    def compilation_devices(self, device: BackendDevice) -> Sequence[BackendDevice]:
+        """The devices that what was loaded for this one runs on, too (LTC's ``GetCompilationDevices``).
+
+        ``execute`` is told in ``context.device`` which of them it is called for, and one call runs at a time.
+        """
         ...
 
 
@@ -301,11 +332,28 @@ class SupportsSharding(Protocol):
 
 
 PROTOCOLS: Final = (
-    SupportsStart, SupportsOverlap, SupportsBorrow, SupportsHostExecution, SupportsMethods, SupportsCompilerSettings,
+    SupportsStart, SupportsOverlap, SupportsBorrow, SupportsHostExecution, SupportsMethods, SupportsPreprocessAll,
+    SupportsCompilationDevices, SupportsCompilerSettings,
     SupportsCacheKey, SupportsFork, SupportsSeed, SupportsMemoryInfo, SupportsText, SupportsMetrics,
     SupportsSharding,
 )  # fmt: skip
 """Every optional protocol, in the order of the documentation."""
+
+
+def compilation_devices(backend: Backend, device: BackendDevice) -> list[BackendDevice]:
+    """The other devices that what is loaded for one of them runs on. Raises :class:`ContractError`."""
+    asked = optional_of(backend).compilation_devices
+    if asked is None:
+        return []
+    given: Any = asked.compilation_devices(device)
+    if not isinstance(given, Sequence) or not all(
+        isinstance(one, BackendDevice) for one in cast("Sequence[Any]", given)
+    ):
+        raise ContractError(
+            f"backend {backend.name!r}: compilation_devices() returned {given!r}; return devices of the backend",
+            method="compilation_devices",
+        )
+    return [one for one in cast("Sequence[BackendDevice]", given) if one != device]
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +365,8 @@ class OptionalMethods:
     borrow: SupportsBorrow | None
     host_execution: SupportsHostExecution | None
     methods: SupportsMethods | None
+    preprocess_all: SupportsPreprocessAll | None
+    compilation_devices: SupportsCompilationDevices | None
     compiler_settings: SupportsCompilerSettings | None
     cache_key: SupportsCacheKey | None
     fork: SupportsFork | None

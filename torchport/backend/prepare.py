@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import Any
 
 from torch import fx
 
 from ..core.config import config
-from ..core.errors import CompileError
+from ..core.errors import CompileError, ContractError
 from ..core.specs import CompileSpecs, TensorSpec
 from .answers import checked_processed
 from .interface import Backend
 from .normal_form import input_specs, output_specs, verify_graph
+from .optional import optional_of
 
-__all__ = ["Prepared", "describe", "failure_of", "prepare", "with_bytes"]
+__all__ = ["Prepared", "describe", "failure_of", "prepare", "with_bytes", "with_bytes_of_all"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,29 @@ def with_bytes(backend: Backend, specs: CompileSpecs, graph: fx.GraphModule, abo
     except Exception as error:
         raise failure_of(backend, error, about.label, about.source) from error
     return replace(about, data=data, seconds=perf_counter() - start)
+
+
+def with_bytes_of_all(
+    backend: Backend, specs: CompileSpecs, graphs: Sequence[fx.GraphModule], abouts: Sequence[Prepared]
+) -> list[Prepared]:
+    """As :func:`with_bytes` for several graphs, by one call of ``preprocess_all``, whose time they share."""
+    together = optional_of(backend).preprocess_all
+    assert together is not None
+    start = perf_counter()
+    try:
+        given: Any = list(together.preprocess_all(graphs, specs))
+        if len(given) != len(graphs):
+            raise ContractError(
+                f"backend {backend.name!r}: preprocess_all() returned {len(given)} results for {len(graphs)} graphs; "
+                "return what preprocess() would for each, in order",
+                method="preprocess_all",
+            )
+        data = [checked_processed(backend, one).data for one in given]
+    except Exception as error:
+        label = f"{len(graphs)} graphs of {sum(about.ops for about in abouts)} operators"
+        raise failure_of(backend, error, label, abouts[0].source) from error
+    seconds = (perf_counter() - start) / len(graphs)
+    return [replace(about, data=one, seconds=seconds) for about, one in zip(abouts, data, strict=True)]
 
 
 def failure_of(backend: Backend, error: Exception, label: str, source: str | None) -> CompileError:

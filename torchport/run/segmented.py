@@ -161,10 +161,10 @@ def segmented(runtime: DeviceRuntime, graph: fx.GraphModule, source: str | None)
     """The computation of a graph some of whose operators the backend does not take. Raises :class:`CompileError`."""
     backend, device = runtime.backend, runtime.device
     parts = partition(graph, [backend], host=INTERPRETER)
+    own = [one.module for one in parts.delegates if one.backend is not INTERPRETER]
+    compiled = iter(computations.get_all(backend, device, runtime.specs, own, source))
     made = {
-        one.name: _elsewhere(backend, one.module, source)
-        if one.backend is INTERPRETER
-        else computations.get(backend, device, runtime.specs, one.module, source)
+        one.name: _elsewhere(backend, one.module, source) if one.backend is INTERPRETER else next(compiled)
         for one in parts.delegates
     }
     inputs, outputs = input_specs(graph), output_specs(graph)

@@ -15,9 +15,101 @@ from fakes import Fake
 from torch import fx
 
 import torchport
-from torchport import Support
+from torchport import BackendDevice, CompileError, ContractError, Support
 
 aten = torch.ops.aten
+
+
+# -- GetCompilationDevices, Compile(instances) -------------------------------------------------------------------------
+def _on_two_devices(**attributes: Any) -> tuple[Any, torch.device, torch.device]:
+    loaded: list[str] = []
+    ran: list[str] = []
+
+    def init(self: Any, processed: Any, specs: Any, context: Any) -> Any:
+        loaded.append(str(context.device))
+        return super(type(fake), fake).init(processed, specs, context)
+
+    def execute(self: Any, handle: Any, args: Any, context: Any) -> Any:
+        ran.append(str(context.device))
+        return super(type(fake), fake).execute(handle, args, context)
+
+    def devices(self: Any) -> list[BackendDevice]:
+        return [BackendDevice("cpu", at) for at in range(2)]
+
+    fake = Fake.install(init=init, execute=execute, devices=devices, loaded=loaded, ran=ran, **attributes)
+    return fake, fake.device, torchport.device(fake.name, 1)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one for both", "one for each"])
+def test_one_computation_for_several_devices(shared: bool) -> None:
+    more = {"compilation_devices": lambda self, device: self.devices()} if shared else {}
+    fake, first, second = _on_two_devices(**more)
+    x = torch.arange(5.0)
+    torchport.metrics.reset()
+    with torchport.config.override(tiers="off", cache="off"):
+        for device in (first, second, first, second):
+            y = x.to(device).mul(3).sin()
+            assert torch.equal(y.cpu(), x.mul(3).sin())
+            assert y.device == device
+    assert len(fake.loaded) == (1 if shared else 2)
+    assert fake.ran == ["cpu:0", "cpu:1"] * 2
+    assert torchport.metrics.counter("SharedComputation") == (1 if shared else 0)
+
+
+def test_a_shared_computation_outlives_the_one_it_came_from() -> None:
+    ended: list[Any] = []
+    _, first, second = _on_two_devices(
+        compilation_devices=lambda self, device: self.devices(), destroy=lambda self, handle: ended.append(handle)
+    )
+    x = torch.arange(5.0)
+    with torchport.config.override(tiers="off", cache="off", max_computations=1):
+        for device in (first, second):  # of which the second drops the first from memory
+            assert torch.equal(x.to(device).mul(7).cos().cpu(), x.mul(7).cos())
+        assert torch.equal(x.to(second).mul(7).cos().cpu(), x.mul(7).cos())
+        assert ended == []
+
+
+def test_wrong_compilation_devices_are_named() -> None:
+    _, first, _ = _on_two_devices(compilation_devices=lambda self, device: ["cpu:1"])
+    with (
+        torchport.config.override(tiers="off"),
+        pytest.raises(ContractError, match=r"compilation_devices\(\) returned"),
+    ):
+        torch.ones(3).to(first).add(1).cpu()
+
+
+def _several(found: list[int]) -> Any:
+    def preprocess_all(self: Any, graphs: Any, specs: Any) -> Any:
+        found.append(len(graphs))
+        return [self.preprocess(graph, specs) for graph in graphs]
+
+    return preprocess_all
+
+
+@pytest.mark.parametrize("cache", ["on", "off"])
+def test_the_segments_of_a_computation_are_compiled_together(cache: str, tmp_path: Path) -> None:
+    calls: list[int] = []
+    fake = _counting(supports=_no_exp, preprocess_all=_several(calls))
+    x, m = torch.rand(64, 64), torch.rand(64, 64)
+
+    def program(device: Any) -> torch.Tensor:
+        a, b = x.to(device), m.to(device)
+        return (((a @ b).exp() @ b).exp() @ b * 2).cpu()
+
+    with torchport.config.override(tiers="off", cache=cache, cache_dir=str(tmp_path)):
+        for _ in range(3):
+            torch.testing.assert_close(program(fake.device), program("cpu"))
+    assert calls == [2], "of three segments two are the same product, in one call, once"
+    assert len(fake.graphs) == 2
+
+
+def test_a_wrong_number_of_compiled_graphs_is_named() -> None:
+    fake = Fake.install(supports=_no_exp, preprocess_all=lambda self, graphs, specs: [])
+    x = torch.rand(64, 64)
+    with torchport.config.override(tiers="off", cache="off"):
+        on = x.to(fake.device)
+        with pytest.raises(CompileError, match=r"preprocess_all\(\) returned 0 results for 2 graphs"):
+            (((on @ on).exp() @ on) * 2).cpu()
 
 
 # -- EagerFallbackDeviceType: one backend as the fallback of another ---------------------------------------------------
