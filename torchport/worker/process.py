@@ -56,6 +56,8 @@ class Worker:
         finally:
             theirs.close()
         self.pid: Final[int] = self.process.pid
+        self._begun = time.monotonic()
+        self.start_seconds = 0.0
         self._told: bytes | None = None
         self._memory_kills = _memory_kills()
         self.ended = False
@@ -64,6 +66,7 @@ class Worker:
     def wait_until_ready(self) -> None:
         """Return when it has imported what it needs. Raises ``EOFError`` or ``TimeoutError``."""
         read_message(self._socket, START_SECONDS)
+        self.start_seconds = time.monotonic() - self._begun
 
     def begin(self, body: bytes) -> None:
         """Give it a request, and return when it has that. Raises ``OSError`` or ``EOFError`` where it is dead."""

@@ -7,7 +7,7 @@ A worker that dies takes the request that it was at with it. The others wait for
 a row without an answer the service is off for the rest of the program, and a line on standard error says so.
 
 Programs go on to other things, and a compiler that stands back for a busy program takes minutes. So what the program
-asks about is served before what it has left: that waits, and a worker that is at it is ended for it, once.
+asks about is served before what it has left: that waits, and a worker that has been at it for a while is ended for it, once.
 """
 
 from __future__ import annotations
@@ -41,6 +41,10 @@ _LEFT: Final = 2.0
 """Seconds without a question after which a request counts as left, ..."""
 _MISSED: Final = 10
 """... and how many times as long as its last two questions were apart."""
+_BEGUN: Final = 10.0
+"""Seconds that a worker is left with what the program has left, at least, ..."""
+_STARTS: Final = 3
+"""... and how many times as long as it took to start: else there would be nothing but starts."""
 
 
 class Cancelled(Exception):
@@ -304,12 +308,13 @@ class Service:
     @staticmethod
     def _gives_way(state: _State, ticket: Ticket, worker: Worker) -> bool:
         """Wait until a worker has answered, or is to be at something else. Raises ``TimeoutError``."""
-        end = time.monotonic() + config.compile_timeout
+        begun = time.monotonic()
+        patience = max(_BEGUN, _STARTS * worker.start_seconds)
         while not worker.has_answer(_LOOK):
             now = time.monotonic()
-            if now > end:
+            if now > begun + config.compile_timeout:
                 raise TimeoutError
-            if ticket.gave_way or ticket.is_wanted(now):
+            if ticket.gave_way or now < begun + patience or ticket.is_wanted(now):
                 continue
             with state.changed:
                 if any(one.is_wanted(now) for one in state.waiting):

@@ -24,6 +24,7 @@ from torchport.backend.serialize import fingerprint
 from torchport.core.config import config
 from torchport.core.errors import CompileError
 from torchport.core.specs import CompileSpecs
+from torchport.worker import service as services
 from torchport.worker.paths import NotSendable
 from torchport.worker.request import graph_request, warming_request
 from torchport.worker.service import Cancelled, Service
@@ -148,8 +149,10 @@ def test_a_cancelled_request_is_not_begun_and_a_begun_one_is_dropped(
 
 
 def test_what_the_program_asks_about_is_served_before_what_it_has_left(
-    shared: Service, troubled: Backend, tmp_path: Path
+    shared: Service, troubled: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(services, "_BEGUN", 0.0)
+    monkeypatch.setattr(services, "_STARTS", 0)
     began = [tmp_path / f"began {n}" for n in range(4)]
     tickets = [
         shared.submit(a_trace().request(("left", n), troubled, how="slow", file=str(began[n]), seconds=seconds))
@@ -164,6 +167,17 @@ def test_what_the_program_asks_about_is_served_before_what_it_has_left(
     for ticket in tickets:  # what was left is compiled, too, when there is nothing else to do
         assert ticket.result().sources is not None
     assert [len(file.read_text().splitlines()) for file in began] == [2, 1, 1, 1]
+
+
+def test_what_has_just_begun_is_not_ended(shared: Service, troubled: Backend, tmp_path: Path) -> None:
+    """A program of many short phases gets some of them compiled, and not one worker after the other."""
+    began = tmp_path / "began"
+    left = shared.submit(a_trace().request("short", troubled, how="slow", file=str(began), seconds="4"))
+    wait_until(began.exists, LONG)
+    asked = shared.submit(a_trace().request("asked", troubled))
+    wait_until(asked.done, LONG)
+    assert left.result().sources is not None
+    assert len(began.read_text().splitlines()) == 1
 
 
 def test_who_waits_has_not_left(shared: Service, troubled: Backend, tmp_path: Path) -> None:
