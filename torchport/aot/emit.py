@@ -20,7 +20,10 @@ from ..core.frames import user_frames
 from ..core.specs import TensorSpec
 from ..program import document as doc
 
-__all__ = ["Constants", "Emitted", "emit", "file_spec", "module_path", "place_of"]
+__all__ = ["EMBEDDED", "Constants", "Emitted", "emit", "file_spec", "module_path", "place_of"]
+
+EMBEDDED: Final = -1
+"""In the place of a constant's number: its value is in a delegate's bytes."""
 
 _getitem: Any = operator.getitem
 _LITERALS: Final = (bool, int, float, str, type(None))
@@ -263,10 +266,11 @@ def emit(
     bound_nodes: Mapping[str, Sequence[str]],
     constants: Constants,
     state: Collection[str],
+    embedding: Collection[str] = (),
 ) -> Emitted:
     """A method. ``bound_nodes``: per delegate (its name in the outer graph) the inputs that are bound to it, by name.
 
-    ``state``: the buffers that some method changes.
+    ``state``: the buffers that some method changes. ``embedding``: delegates whose bytes hold what is bound to them.
 
     Raises :class:`UnsupportedOp` or :class:`GraphError` for what a program file cannot say.
     """
@@ -284,8 +288,9 @@ def emit(
     for node in outer.graph.nodes:
         if node.op == "call_module":
             wanted = set(bound_nodes[str(node.target)])
+            inside = node.target in embedding
             bound[str(node.target)] = {
-                at: emitter.constant(arg, targets.get(arg.name, arg.name))
+                at: EMBEDDED if inside else emitter.constant(arg, targets.get(arg.name, arg.name))
                 for at, arg in enumerate(node.args)
                 if isinstance(arg, fx.Node) and arg.name in wanted
             }
@@ -316,6 +321,10 @@ def emit(
     )
 
 
-def delegate_specs(graph: fx.GraphModule) -> tuple[tuple[doc.Spec, ...], tuple[doc.Spec, ...]]:
-    """Inputs and outputs of a delegate's graph, as program files have them."""
-    return tuple(map(file_spec, input_specs(graph))), tuple(map(file_spec, output_specs(graph)))
+def delegate_specs(
+    graph: fx.GraphModule, bound: Mapping[int, int]
+) -> tuple[tuple[doc.Spec, ...], tuple[doc.Spec, ...], dict[int, int]]:
+    """Inputs and outputs of a delegate as program files have them, and its constants: without what its bytes hold."""
+    inputs = [spec for at, spec in enumerate(input_specs(graph)) if bound.get(at) != EMBEDDED]
+    constants = {at: which for at, which in bound.items() if which != EMBEDDED}
+    return tuple(map(file_spec, inputs)), tuple(map(file_spec, output_specs(graph))), constants

@@ -305,7 +305,10 @@ class _Lowering:
             ]
             for one in split.delegates
         }
-        self.emitted.append(emit(name, signature, split, bound, self.constants, state))
+        embedding = {
+            one.name for one in split.delegates if tagging.delegates[one.backend].backend.capabilities.embeds_constants
+        }
+        self.emitted.append(emit(name, signature, split, bound, self.constants, state, embedding))
         self.graphs[name] = split.module
         self.left[name] = [self._left(item) for item in split.leftovers]
         self.pieces[name] = []
@@ -417,12 +420,12 @@ class _Lowering:
         for one in self.emitted:
             delegates: list[doc.DelegateRecord] = []
             for piece, made, bound in zip(self.pieces[one.name], processed[one.name], one.bound, strict=True):
-                inputs, outputs = delegate_specs(piece.graph)
+                inputs, outputs, constants = delegate_specs(piece.graph, bound)
                 who = piece.backend
                 data = {key: named_entry(who.name, key, value) for key, value in made.named_data.items()}
                 delegates.append(
                     doc.DelegateRecord(
-                        who.name, who.version, entry_of(made.data), piece.specs, inputs, outputs, bound, data
+                        who.name, who.version, entry_of(made.data), piece.specs, inputs, outputs, constants, data
                     )
                 )
             self.debug.maps[one.name] = [dict(made.debug_map) for made in processed[one.name]]

@@ -299,9 +299,13 @@ class LoweredProgram:
         *,
         external_weights: str | os.PathLike[str] | None = None,
         alignment: int = ALIGNMENT,
+        exported_model: bool | None = None,
     ) -> Saved:
-        """Write the program as one ``.pt2`` file, which ``torch.export.load`` opens as well. All or nothing: a killed
-        process leaves the old file or the new one.
+        """Write the program as one ``.pt2`` file. All or nothing: a killed process leaves the old file or the new one.
+
+        ``exported_model``: whether PyTorch's exported model is in the file as well, so that ``torch.export.load`` opens
+        it. ``None``: yes, unless delegates' bytes hold weights (``Capabilities.embeds_constants``), which would be in
+        the file twice.
 
         ``external_weights``: a ``.safetensors`` file for the weights, written if it does not exist; a plain name is one
         beside the program. If it exists, weights that are in it, by name or by value, are left out of the program:
@@ -310,6 +314,10 @@ class LoweredProgram:
         it is mapped: a power of two from 64 to 32,768.
         Returns sizes. Raises :class:`ProgramError` where a file cannot be written.
         """
+        if exported_model is None:
+            pieces = [piece for found in self.pieces.values() for piece in found]
+            exported_model = not any(piece.backend.capabilities.embeds_constants for piece in pieces)
+        exported = self._exported if exported_model else {}
         return save_program(
-            path, self._document, self._debug, self._exported, self._blobs, self._memory, external_weights, alignment
+            path, self._document, self._debug, exported, self._blobs, self._memory, external_weights, alignment
         )

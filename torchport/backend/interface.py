@@ -321,6 +321,9 @@ class Capabilities:
     binds_constants: bool = False
     """In a program, inputs that are constants (``meta["constant"]`` on the placeholder in ``preprocess``) are given to
     ``init`` (:attr:`InitContext.constants`) and not to ``execute``."""
+    embeds_constants: bool = False
+    """In a program, ``preprocess`` puts inputs that are constants (``meta["constant"]`` on the placeholder) into its
+    bytes: neither ``init`` nor ``execute`` is given them, and a file has no second copy. The lazy device has none."""
     holds_kernels: bool = False
     """Graphs may hold operators of ``torch.library`` for which the program gave a kernel (:func:`torchport.kernel`):
     ``meta["kernel"].fn`` on the node, which :class:`.LoweringContext` calls; ``supports`` is not asked. Otherwise such

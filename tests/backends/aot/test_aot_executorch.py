@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
+import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,7 +50,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Net, torch.Tensor, 
 
 def test_the_pte_is_taken_out_and_runs_on_executorch_alone(saved: tuple[Net, torch.Tensor, Path]) -> None:
     """Its inputs are the delegate's, its weights are inside: what a phone needs."""
-    from executorch.runtime import Runtime
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that it is experimental
+        from executorch.runtime import Runtime
 
     net, x, path = saved
     pte = runtime.load(path).delegate_data("forward", 0)
@@ -65,6 +70,31 @@ def test_the_program_runs_and_can_run_again(saved: tuple[Net, torch.Tensor, Path
             torch.testing.assert_close(method(x * scale)[0], net(x * scale), rtol=1e-4, atol=1e-5)
         (array,) = method(x.numpy())
         torch.testing.assert_close(torch.from_numpy(array), net(x).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_file_holds_each_weight_once(tmp_path: Path) -> None:
+    net, x = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)).eval(), torch.randn(2, 256)
+    weights = sum(one.nbytes for one in net.parameters())
+    lowered = aot.lower(net, (x,), backend="executorch")
+    assert lowered.save(tmp_path / "once.pt2").total < 1.1 * weights
+    assert lowered.save(tmp_path / "twice.pt2", exported_model=True).total > 2 * weights
+    for name in ("once", "twice"):
+        (found,) = runtime.load(tmp_path / f"{name}.pt2").load_method()(x)
+        torch.testing.assert_close(found, net(x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.export.load(tmp_path / "twice.pt2").module()(x), net(x))
+    with pytest.raises(Exception, match="model"):
+        torch.export.load(tmp_path / "once.pt2")
+
+
+def test_loading_does_not_import_the_exporter(saved: tuple[Net, torch.Tensor, Path]) -> None:
+    code = f"""
+import sys, torch
+from torchport import runtime
+x = torch.ones(2, 3, 8, 8)
+print(runtime.load({str(saved[2])!r}).load_method()(x)[0].shape[0], "executorch.exir" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["2", "False"], done.stderr
 
 
 def test_the_lazy_device() -> None:

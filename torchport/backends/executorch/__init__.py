@@ -62,6 +62,8 @@ _SHAPES: Final = {
     aten.slice.Tensor, aten.select.int, aten.clone.default, aten.dropout.default, aten.flatten.using_ints,
 }  # fmt: skip
 """Those of them for which alone XNNPACK is not worth its partitioner, which takes most of the time of lowering."""
+_RUNTIME: Final = "executorch.extension.pybindings._C"
+"""The runtime itself. ``executorch.runtime`` is some classes around it, and imports the exporter: seconds."""
 _POOLS: Final = {aten.avg_pool2d.default, aten.max_pool2d.default, aten.adaptive_avg_pool2d.default}
 _FIRST_RESULT: Final = {aten._native_batch_norm_legit_no_training.default}
 _CODE: Final = re.compile(r"error:? (?:code )?(0x[0-9a-fA-F]+)")
@@ -72,7 +74,7 @@ class ExecuTorchBackend(Backend):
 
     name = "executorch"
     version = "2"
-    capabilities = Capabilities(binds_constants=True, slow_to_compile=True)
+    capabilities = Capabilities(embeds_constants=True, slow_to_compile=True)
 
     def is_available(self) -> bool:
         return importlib.util.find_spec("executorch") is not None
@@ -130,20 +132,20 @@ class ExecuTorchBackend(Backend):
         return {}
 
     def forked(self) -> str:
-        if "executorch.runtime" in sys.modules:
+        if _RUNTIME in sys.modules:
             abandon()  # it runs in the child, but its end would wait for the parent's threads
         return ""
 
     def init(self, processed: FreeableBuffer, specs: CompileSpecs, context: InitContext) -> Any:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            runtime: Any = importlib.import_module("executorch.runtime")
+        runtime: Any = importlib.import_module(_RUNTIME)
         data = bytes(processed.data)
         processed.free()
         if not data:  # all results are without elements
             return None, None, data
         try:
-            program = runtime.Runtime.get().load_program(data)
+            program = runtime._load_program_from_buffer(
+                data, program_verification=runtime.Verification.InternalConsistency
+            )
             # The program reads its weights from these bytes for as long as it lives.
             return program.load_method("forward"), program, data
         except RuntimeError as error:
@@ -154,7 +156,7 @@ class ExecuTorchBackend(Backend):
         tensors = [arg.tensor for arg in args if isinstance(arg, TensorData) and arg.tensor is not None]
         tensors = [_plain(tensor) for tensor in tensors if tensor.numel()]
         try:
-            results = iter(handle[0].execute(tensors) if handle[0] is not None else ())
+            results = iter(handle[0](tensors) if handle[0] is not None else ())
         except RuntimeError as error:
             found = _CODE.search(str(error))
             code = int(found[1], 16) if found else int(ErrorCode.INTERNAL)
