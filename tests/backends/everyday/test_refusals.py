@@ -151,20 +151,20 @@ def test_ldexp_in_place_of_integers_is_refused(device: torch.device, dtype: torc
     assert torch.equal(x.cpu(), torch.ones(2, 3).to(dtype))
 
 
-def _differences(cases: Sequence[refusals.Case]) -> list[str]:
+def _differences(cases: Sequence[refusals.Case], backend: str) -> list[str]:
     _, differences = refusals.sweep(iter(cases))
-    return [str(difference) for difference in differences if refusals.reason(difference) is None]
+    return [str(difference) for difference in differences if refusals.reason(difference, backend) is None]
 
 
-def test_a_part_of_the_sweep(device: torch.device) -> None:
+def test_a_part_of_the_sweep(device: torch.device, backend: str) -> None:
     cases = [case for number, case in enumerate(refusals.drawn_cases(1, seed=3)) if number % 8 == 0]
     assert len(cases) > 120
-    assert not (found := _differences(cases)), "\n".join(found)
+    assert not (found := _differences(cases, backend)), "\n".join(found)
 
 
 @pytest.mark.slow
-def test_the_sweep(device: torch.device) -> None:
-    found = _differences([*refusals.drawn_cases(10, seed=1), *refusals.error_cases()])
+def test_the_sweep(device: torch.device, backend: str) -> None:
+    found = _differences([*refusals.drawn_cases(10, seed=1), *refusals.error_cases()], backend)
     assert not found, "\n".join(found)
 
 

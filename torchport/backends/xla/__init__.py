@@ -85,7 +85,7 @@ class XlaBackend(Backend):
     """XLA through JAX. Compile specs: see :mod:`.settings`."""
 
     name = "xla"
-    version = "1"
+    version = "2"
 
     @functools.cached_property
     def capabilities(self) -> Capabilities:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -169,6 +169,13 @@ def _logaddexp2(a: Array, b: Array) -> Array:
     return jnp.logaddexp2(a, b)
 
 
+@lowers(aten.xlogy.Scalar_Self, aten.xlogy.Scalar_Other, topic="binary")
+def xlogy_scalar(call: Call, x: Any, y: Any) -> Array:
+    """A number is first one of the result's dtype, as PyTorch has it: 70,000 in float16 is infinite."""
+    dtype = out_dtype(call)
+    return _xlogy(*operands(compute_dtype(call), *(cast(one, dtype) for one in (x, y))))
+
+
 _plain(lax.atan2, aten.atan2.default)
 _plain(lax.max, aten.maximum.default, aten.clamp_min.default, aten.clamp_min.Tensor)
 _plain(lax.min, aten.minimum.default, aten.clamp_max.default, aten.clamp_max.Tensor)
@@ -178,7 +185,7 @@ _plain(jnp.hypot, aten.hypot.default)
 _plain(jnp.copysign, aten.copysign.Tensor, aten.copysign.Scalar)
 _plain(jnp.logaddexp, aten.logaddexp.default)
 _plain(_logaddexp2, aten.logaddexp2.default)
-_plain(_xlogy, aten.xlogy.Tensor, aten.xlogy.Scalar_Self, aten.xlogy.Scalar_Other)
+_plain(_xlogy, aten.xlogy.Tensor)
 _plain(jnp.gcd, aten.gcd.default)
 _plain(jnp.lcm, aten.lcm.default)
 _plain(special.gammainc, aten.igamma.default)

@@ -14,6 +14,7 @@ from .support import (
     Sequence,
     broadcast,
     cast,
+    countable,
     fx,
     jnp,
     lax,
@@ -132,7 +133,7 @@ def index_put(call: Call, x: Array, indices: Sequence[Any], values: Array, accum
     places = _index(x, indices)
     if not accumulate:
         return x.at[places].set(source, mode="drop", wrap_negative_indices=False)
-    return wide(x).at[places].add(wide(source), mode="drop", wrap_negative_indices=False)
+    return countable(x).at[places].add(countable(source), mode="drop", wrap_negative_indices=False)
 
 
 def _put_where(x: Array, axis: int, mask: Array, source: Array, accumulate: bool) -> Array:
@@ -147,7 +148,7 @@ def _put_where(x: Array, axis: int, mask: Array, source: Array, accumulate: bool
         order = jnp.cumsum(lax.reshape(mask, (mask.size,)).astype(np.int64)) - 1
         values = jnp.take(values, jnp.clip(order, 0, count - 1), axis=1)
     whole = lax.reshape(x, (rows, mask.size, trail))
-    new = wide(whole) + wide(values) if accumulate else values
+    new = countable(whole) + countable(values) if accumulate else values
     chosen = jnp.where(lax.reshape(mask, (1, mask.size, 1)), cast(new, x.dtype), whole)
     return lax.reshape(chosen, x.shape)
 
@@ -208,7 +209,9 @@ def scatter(call: Call, x: Array, dim: int, index: Array, source: Any) -> Array:
 
 @lowers(aten.scatter.reduce, aten.scatter.value_reduce)
 def scatter_reduce_name(call: Call, x: Array, dim: int, index: Array, source: Any, *, reduce: str) -> Array:
-    return _scatter(wide(x), dim, index, source if isinstance(source, (int, float)) else wide(source), _REDUCE[reduce])
+    if isinstance(source, (bool, int, float, complex)):
+        source = lax.full(index.shape, literal(source, x.dtype))
+    return _scatter(countable(x), dim, index, countable(source), _REDUCE[reduce])
 
 
 @lowers(aten.scatter_add.default)
@@ -311,8 +314,9 @@ def take_flat(call: Call, x: Array, index: Array) -> Array:
 
 @lowers(aten.put.default)
 def put(call: Call, x: Array, index: Array, source: Array, accumulate: bool = False) -> Array:
-    flat = lax.reshape(wide(x), (x.size,))
-    places, values = lax.reshape(index, (index.size,)), lax.reshape(wide(source), (source.size,))
+    kept = countable if accumulate else wide
+    flat = lax.reshape(kept(x), (x.size,))
+    places, values = lax.reshape(index, (index.size,)), lax.reshape(kept(source), (source.size,))
     at = flat.at[places]
     return lax.reshape(at.add(values, mode="drop") if accumulate else at.set(values, mode="drop"), x.shape)
 

@@ -39,7 +39,12 @@ def _reciprocal(x: Array) -> Array:
 
 def _log_base(base: float) -> Unary:
     def log(x: Array) -> Array:
-        return lax.mul(lax.log(x), literal(1 / math.log(base), x.dtype))
+        made = lax.log(x)
+        if x.dtype.kind == "c":  # each part by itself: of 0 one is infinite, and the other 0
+            scale = 1 / math.log(base)
+            real, imaginary = lax.real(made), lax.imag(made)
+            return lax.complex(real * literal(scale, real.dtype), imaginary * literal(scale, real.dtype))
+        return lax.mul(made, literal(1 / math.log(base), x.dtype))
 
     return log
 

@@ -50,7 +50,10 @@ def _count(shape: Sequence[int], axes: tuple[int, ...]) -> int:
 @lowers(aten.sum.dim_IntList, aten.sum.default)
 def sum_(call: Call, x: Array, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Array:
     axes = normalise_dims(dim, x.ndim)
-    return lax.reshape(_sum(cast(x, compute_dtype(call)), axes), out_shape(call))
+    value = cast(x, compute_dtype(call))
+    if value.dtype == _BOOL:
+        return lax.reshape(lax.reduce_or(value, axes), out_shape(call))
+    return lax.reshape(_sum(value, axes), out_shape(call))
 
 
 @lowers(aten.nansum.default)
@@ -159,7 +162,7 @@ def variance(x: Array, dim: Dims, correction: Any) -> tuple[Array, Array]:
     centred = x - average
     squares = lax.real(centred * lax.conj(centred)) if x.dtype.kind == "c" else centred * centred
     spread = _kept(_sum(squares, axes), axes)
-    freedom = max(count - float(1 if correction is None else correction), 0.0)
+    freedom = max(count - float(1 if correction is None else correction), 0.0) if count else 0.0
     return spread / literal(freedom, spread.dtype), average
 
 

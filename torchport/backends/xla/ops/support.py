@@ -31,6 +31,7 @@ __all__ = [
     "broadcast",
     "cast",
     "compute_dtype",
+    "countable",
     "fx",
     "jax",
     "jax_dtype",
@@ -117,7 +118,15 @@ def cast(x: Any, dtype: np.dtype[Any]) -> Any:
         return x
     if x.dtype.kind == "c" and dtype.kind != "c":
         x = (x != 0) if dtype.kind == "b" else lax.real(x)
+    if x.dtype.kind == "b" and dtype.kind not in "biu":
+        # XLA makes of a bool's number times x a choice between x and 0, also where x is infinite or not a number.
+        x = lax.convert_element_type(x, np.dtype(np.uint8))
     return lax.convert_element_type(x, dtype)
+
+
+def countable(x: Any) -> Any:
+    """An array that can be added up: of bools as bytes, where any that is not 0 is true; halves in float32."""
+    return cast(x, np.dtype(np.int32)) if x.dtype.kind == "b" else wide(x)
 
 
 def wide(x: Any) -> Any:

@@ -289,6 +289,19 @@ def _positions(size: Sequence[int], stride: Sequence[int], offset: int) -> np.nd
     return places
 
 
+def _places(x: Array, size: Sequence[int], stride: Sequence[int], start: int) -> np.ndarray[Any, Any]:
+    """The positions, all of them in the memory of ``x``. Raises ``RuntimeError`` in PyTorch's words."""
+    places = _positions(size, stride, start)
+    if places.size and int(places.max()) >= x.size:
+        item = x.dtype.itemsize
+        raise RuntimeError(
+            f"setStorage: sizes {list(size)}, strides {list(stride)}, storage offset {start}, and itemsize {item} "
+            f"requiring a storage size of {(int(places.max()) + 1) * item} are out of bounds for storage of size "
+            f"{x.size * item}"
+        )
+    return places
+
+
 @lowers(aten.as_strided.default, refuses=_refuse_gaps)
 def as_strided(call: Call, x: Array, size: Sequence[int], stride: Sequence[int], offset: Any = None) -> Array:
     val = call.arg(0)
@@ -298,7 +311,7 @@ def as_strided(call: Call, x: Array, size: Sequence[int], stride: Sequence[int],
     assert order is not None
     flat = lax.reshape(lax.transpose(x, order), (x.size,))
     start = val.storage_offset() if offset is None else offset
-    places = _positions(size, stride, start)
+    places = _places(x, size, stride, start)
     if places.size == x.size - start and np.array_equal(places.reshape(-1), np.arange(start, x.size)):
         return lax.reshape(flat[start:], tuple(size))
     return flat[places]
@@ -314,7 +327,7 @@ def as_strided_scatter(
         return x
     turned = lax.transpose(x, order)
     start = val.storage_offset() if offset is None else offset
-    written = lax.reshape(turned, (x.size,)).at[_positions(size, stride, start)].set(cast(src, x.dtype))
+    written = lax.reshape(turned, (x.size,)).at[_places(x, size, stride, start)].set(cast(src, x.dtype))
     return lax.transpose(lax.reshape(written, turned.shape), [order.index(d) for d in range(len(order))])
 
 
