@@ -203,6 +203,7 @@ _NOT_PYTORCH = {
     ("backends.inductor.library", "_handle"),  # of ctypes.CDLL
     *((place, name) for place in ("run.queue", "core.forks") for name in ("_at_fork_reinit", "_is_owned")),  # of locks
     ("backends.xla", "_backends"),  # of jax._src.xla_bridge
+    ("backends.executorch", "_load_program_from_buffer"),  # of executorch.extension.pybindings._C
     ("backend.forked", "_exit"),  # of the C library
     ("trace.finalizers", "_is_owned"),  # the same
     ("testing.worker", "_resource_tracker"),  # of multiprocessing
