@@ -428,7 +428,7 @@ def test_a_small_argument_that_has_changed_is_no_constant_again() -> None:
 @pytest.mark.parametrize("batch", [3, 300], ids=["a small batch", "a large batch"])
 def test_the_same_batch_again_does_not_compute_the_model_while_compiling(batch: int) -> None:
     device = torchport.device("openvino")
-    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10)).eval()
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 100)).eval()
     x = torch.randn(batch, 3, 8, 8)
     with torch.no_grad():
         expected = net(x)

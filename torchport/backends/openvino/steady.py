@@ -75,7 +75,7 @@ class SteadyArguments:
         for at in gone:
             del seen[at]
         self._spent += seconds
-        if seen and self._spent >= self._price:
+        if self._spent >= self._price and any(_bytes(args[at]) >= SMALL for at in seen):
             made, taken = self._bind({at: args[at] for at in seen})
             if taken:
                 self._bound = {at: weakref.ref(args[at], self._forget) for at in taken}, made
