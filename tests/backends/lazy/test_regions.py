@@ -15,13 +15,14 @@ from torch import nn
 import torchport
 from torchport import metrics
 from torchport.core.config import config
-from torchport.run import tiers
+from torchport.run import regions, tiers
 
 
 @pytest.fixture(autouse=True)
 def _compiled_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tiers without another process; what is to be compiled is compiled at once."""
     torchport.use("reference")
+    monkeypatch.setattr(regions, "SHORTEST", 24)  # of small models
     monkeypatch.setattr(tiers, "WORTH_WAITING", 0.0)
     monkeypatch.setattr(tiers, "RECORDING", 1e-9)
     monkeypatch.setattr(tiers, "WORTH_A_PROCESS", 1e-9)
@@ -178,7 +179,8 @@ def test_regions_are_entered_in_almost_every_round() -> None:
 LATER = """
 import torch, torchport
 from torchport import metrics, native
-from torchport.run import tiers
+from torchport.run import regions, tiers
+regions.SHORTEST = 24
 torchport.config.native = False
 torchport.config.tiers, torchport.config.compile_workers = "auto", 0
 tiers.WORTH_WAITING = tiers.RECORDING = tiers.WORTH_A_PROCESS = 1e-9

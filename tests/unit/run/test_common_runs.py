@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchport.run import regions
-from torchport.run.regions import LOGS, SHORTEST, Anchor, Log, Regions, Rounds, common_runs, described, shapes_of
+from torchport.run.regions import LOGS, Anchor, Log, Regions, Rounds, common_runs, described, shapes_of
 from torchport.trace.trie import Node
+
+
+SHORTEST = 24
+
+
+@pytest.fixture(autouse=True)
+def _short_regions() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(regions, "SHORTEST", SHORTEST)
+        yield
 
 
 def kernel(serial: int) -> Any:
