@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["Anchor", "Log", "Regions", "Rounds", "begun_with", "common_runs", "on_anchor", "shapes_of"]
 
 SHORTEST: Final = 100
-"""Operators that a region has at least. Recording one, and a computation more per round, cost so much that the pieces of
-a layer between values that grow (the keys of a cache) do not pay: with 24, ``generate`` with such a cache took twice as
-long. A forward pass with a static cache is one piece of hundreds."""
+"""Operators that a region has at least. Recording one, and a computation more per round, cost so much that the pieces
+of a layer between values that grow (the keys of a cache) do not pay: with 24, ``generate`` with such a cache took twice
+as long. A forward pass with a static cache is one piece of hundreds."""
 LONGEST_LOG: Final = 4_096
 """Operators of a round that are noted at most."""
 LOGS: Final = 8

@@ -15,7 +15,6 @@ from torchport.run import regions
 from torchport.run.regions import LOGS, Anchor, Log, Regions, Rounds, common_runs, described, shapes_of
 from torchport.trace.trie import Node
 
-
 SHORTEST = 24
 
 
