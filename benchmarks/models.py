@@ -103,8 +103,12 @@ def resnet18() -> Example:
     from transformers import ResNetConfig, ResNetForImageClassification
 
     config = ResNetConfig(depths=[2, 2, 2, 2], hidden_sizes=[64, 128, 256, 512], layer_type="basic")
+    return _classifier(ResNetForImageClassification(config))
+
+
+def _classifier(model: nn.Module) -> Example:
     return Example(
-        ResNetForImageClassification(config),
+        model,
         {"pixel_values": _noise(2, 3, 128, 128)},
         lambda m, b: m(**b).logits,
         lambda m, b: m(**b).logits.square().mean(),
@@ -170,12 +174,7 @@ def vit() -> Example:
         attention_probs_dropout_prob=0.0,
         num_labels=10,
     )
-    return Example(
-        ViTForImageClassification(config),
-        {"pixel_values": _noise(2, 3, 128, 128)},
-        lambda m, b: m(**b).logits,
-        lambda m, b: m(**b).logits.square().mean(),
-    )
+    return _classifier(ViTForImageClassification(config))
 
 
 def whisper() -> Example:

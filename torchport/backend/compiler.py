@@ -96,7 +96,10 @@ class Computations:
         wanted = {mark: graph for mark, graph in zip(marks, graphs, strict=True) if found[mark] is None}
         with profiled("compile", backend.name):
             for prepared in prepare_all(backend, specs, wanted, source):
-                found[prepared.mark] = self.take(backend, device, specs, prepared)
+                try:
+                    found[prepared.mark] = self.take(backend, device, specs, prepared)
+                except EntryRefused:  # the entry is gone: this one is compiled by itself
+                    found[prepared.mark] = self.get(backend, device, specs, wanted[prepared.mark], source)
         return [cast("Computation", found[mark]) for mark in marks]
 
     def known(

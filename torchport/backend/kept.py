@@ -50,17 +50,8 @@ def find_or_prepare(
     """
     about = describe(graph, mark, source)
     folder = disk_cache()
-    if folder is None:
-        return with_bytes(backend, specs, graph, about)
-
-    def manifest(mark: str) -> dict[str, str]:
-        return manifest_of(backend, specs, graph, mark, about.inputs, about.outputs, folder.digests)
-
-    try:
-        depends_on = manifest(mark)
-    except Uncacheable as why:
-        metrics.count("NotCacheable")
-        log.debug("not looked for on disk: %s", why)
+    depends_on = None if folder is None else _manifest(folder, backend, specs, graph, about)
+    if folder is None or depends_on is None:
         return with_bytes(backend, specs, graph, about)
     key = key_of(depends_on)
     entry = folder.read(key)
@@ -71,40 +62,65 @@ def find_or_prepare(
             entry = folder.read(key)  # whoever had the lock may have made it
             if entry is None:
                 made = with_bytes(backend, specs, graph, about)
-                if config.verify_graphs and (changed := _differences(depends_on, manifest(fingerprint(graph)))):
-                    raise GraphError(
-                        f"preprocess of backend {backend.name!r} changed what it was given ({', '.join(changed)}), so "
-                        "what it gave would be kept under a wrong key: change a copy of the graph"
-                    )
-                _keep(folder, backend, depends_on, made)
-                return replace(made, missed=True)
+                return _kept_now(folder, backend, specs, graph, depends_on, made)
     return replace(about, data=entry.data, kept=key)
 
 
 def prepare_all(
     backend: Backend, specs: CompileSpecs, graphs: Mapping[str, fx.GraphModule], source: str | None
 ) -> list[Prepared]:
-    """As :func:`find_or_prepare` for several graphs, by fingerprint, of a backend that compiles them together."""
+    """As :func:`find_or_prepare` for several graphs, by fingerprint, of a backend that compiles them together.
+
+    Other processes that compile the same are not waited for.
+    """
     found = [find_kept(backend, specs, graph, mark) for mark, graph in graphs.items()]
     missing = {mark: graph for (mark, graph), one in zip(graphs.items(), found, strict=True) if one is None}
+    ready = [one for one in found if one is not None]
     if len(missing) < 2 or config.cache == "cache-only":
-        made = [find_or_prepare(backend, specs, graph, mark, source) for mark, graph in missing.items()]
-    else:
-        abouts = [describe(graph, mark, source) for mark, graph in missing.items()]
-        made = with_bytes_of_all(backend, specs, list(missing.values()), abouts)
-        folder = disk_cache()
-        for at, (mark, graph) in enumerate(missing.items()):
-            if folder is None:
-                break
-            try:
-                manifest = manifest_of(backend, specs, graph, mark, made[at].inputs, made[at].outputs, folder.digests)
-            except Uncacheable as why:
-                metrics.count("NotCacheable")
-                log.debug("not kept on disk: %s", why)
-                continue
-            _keep(folder, backend, manifest, made[at])
-            made[at] = replace(made[at], missed=True)
-    return [one for one in found if one is not None] + made
+        return ready + [find_or_prepare(backend, specs, graph, mark, source) for mark, graph in missing.items()]
+    folder = disk_cache()
+    abouts = [describe(graph, mark, source) for mark, graph in missing.items()]
+    manifests = [
+        None if folder is None else _manifest(folder, backend, specs, graph, about)
+        for graph, about in zip(missing.values(), abouts, strict=True)
+    ]
+    made = with_bytes_of_all(backend, specs, list(missing.values()), abouts)
+    return ready + [
+        one if folder is None or manifest is None else _kept_now(folder, backend, specs, graph, manifest, one)
+        for graph, manifest, one in zip(missing.values(), manifests, made, strict=True)
+    ]
+
+
+def _manifest(
+    folder: CacheFolder, backend: Backend, specs: CompileSpecs, graph: fx.GraphModule, about: Prepared
+) -> dict[str, str] | None:
+    """What the bytes depend on; ``None``, counted, for what is not kept on disk."""
+    try:
+        return manifest_of(backend, specs, graph, about.mark, about.inputs, about.outputs, folder.digests)
+    except Uncacheable as why:
+        metrics.count("NotCacheable")
+        log.debug("not looked for on disk: %s", why)
+        return None
+
+
+def _kept_now(
+    folder: CacheFolder,
+    backend: Backend,
+    specs: CompileSpecs,
+    graph: fx.GraphModule,
+    depends_on: dict[str, str],
+    made: Prepared,
+) -> Prepared:
+    """What was just made, kept under what it was to depend on before ``preprocess`` had the graph."""
+    if config.verify_graphs:
+        after = manifest_of(backend, specs, graph, fingerprint(graph), made.inputs, made.outputs, folder.digests)
+        if changed := _differences(depends_on, after):
+            raise GraphError(
+                f"preprocess of backend {backend.name!r} changed what it was given ({', '.join(changed)}), so "
+                "what it gave would be kept under a wrong key: change a copy of the graph"
+            )
+    _keep(folder, backend, depends_on, made)
+    return replace(made, missed=True)
 
 
 def _keep(folder: CacheFolder, backend: Backend, manifest: dict[str, str], made: Prepared) -> None:

@@ -7,8 +7,8 @@ A worker that dies takes the request that it was at with it. The others wait for
 a row without an answer the service is off for the rest of the program, and a line on standard error says so.
 
 Programs go on to other things, and a compiler that stands back for a busy program takes minutes. So what the program
-asks about is served before what it has left: that waits, and a worker that has been at
-it for a while is ended for it, once.
+asks about is served before what it has left. What is left waits. A worker that has been at it for a while is ended when
+something else is asked about, once for each request.
 """
 
 from __future__ import annotations

@@ -74,7 +74,8 @@ class ExecuTorchBackend(Backend):
 
     name = "executorch"
     version = "2"
-    capabilities = Capabilities(embeds_constants=True, slow_to_compile=True)
+    # Bound, too, in files from before: they hold the weights a second time.
+    capabilities = Capabilities(binds_constants=True, embeds_constants=True, slow_to_compile=True)
 
     def is_available(self) -> bool:
         return importlib.util.find_spec("executorch") is not None

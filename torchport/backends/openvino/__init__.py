@@ -331,7 +331,7 @@ def _first_folded(model: Any, parameters: Mapping[str, int], bound: Set[int]) ->
             continue
         sources[name] = set().union(*known)
         if kind in _HEAVY and sources[name]:
-            return max(known[:2], key=len) or sources[name] or set()
+            return max(known[:2], key=len) or set().union(*known)
     return set()
 
 

@@ -21,7 +21,7 @@ from torchport.backend.interface import BackendData
 __all__ = ["SteadyArguments"]
 
 SMALL: Final = 1 << 16
-"""Bytes under which an argument is not worth another constant once it has changed."""
+"""Bytes under which an argument that has changed is no constant again, and alone no reason for constants."""
 
 
 class SteadyArguments:
