@@ -25,6 +25,7 @@ from ..core.specs import CompileSpecs, TensorSpec
 from .control_flow import inner_graph
 from .interface import Backend
 from .optional import optional_of
+from .pieces import in_pieces
 from .registry import recipe_of
 
 __all__ = ["Uncacheable", "machine", "manifest_of", "own_code", "torch_build"]
@@ -178,6 +179,7 @@ def manifest_of(
         "specs": specs.fingerprint(),
         "device": device.type,
         "settings": _settings(),
+        "form": "in pieces where it repeats" if in_pieces(backend) else "whole",
         "engine's settings": _short({name: repr(value) for name, value in settings.items()}),
         **identity,
         **{f"engine: {name}": text for name, text in engine.items()},

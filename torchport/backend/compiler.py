@@ -35,6 +35,7 @@ from .interface import (
 )
 from .kept import find_kept, find_or_prepare, prepare_all
 from .optional import compilation_devices, optional_of
+from .pieced import is_pieced, make_pieced, owner_of
 from .prepare import Prepared, failure_of, prepare
 from .serialize import fingerprint
 
@@ -61,23 +62,23 @@ class Computations:
         """
         mark = fingerprint(graph)
         found = self.find(backend, device, specs, mark)
-        return found or self._keep(_load_or_compile(backend, device, specs, graph, mark, source), specs)
+        return found or self.keep(_load_or_compile(backend, device, specs, graph, mark, source), specs)
 
     def find(self, backend: Backend, device: BackendDevice, specs: CompileSpecs, mark: str) -> Computation | None:
         """The computation of the graph with this fingerprint, if it is in memory."""
         key = _key(backend, device, specs, mark)
         with self._lock:
             found = self._cache.get(key)
-            if found is not None and found.backend is backend:
+            if found is not None and owner_of(found.backend) is backend:
                 self._cache.move_to_end(key)
                 metrics.count("CachedCompile")
                 return found
         for other in compilation_devices(backend, device):
             with self._lock:
                 found = self._cache.get(_key(backend, other, specs, mark))
-            if found is not None and found.backend is backend and not found.released:
+            if found is not None and owner_of(found.backend) is backend and not found.released:
                 metrics.count("SharedComputation")
-                return self._keep(found.on(device), specs)
+                return self.keep(found.on(device), specs)
         return None
 
     def get_all(
@@ -116,16 +117,17 @@ class Computations:
         if kept is None:
             return None
         try:
-            return self._keep(finish(backend, device, specs, kept), specs)
+            return self.keep(finish(backend, device, specs, kept), specs)
         except EntryRefused:
             return None
 
     def take(self, backend: Backend, device: BackendDevice, specs: CompileSpecs, prepared: Prepared) -> Computation:
         """The computation of a graph prepared elsewhere. Raises :class:`CompileError`, :class:`EntryRefused`."""
         found = self.find(backend, device, specs, prepared.mark)
-        return found or self._keep(finish(backend, device, specs, prepared), specs)
+        return found or self.keep(finish(backend, device, specs, prepared), specs)
 
-    def _keep(self, computation: Computation, specs: CompileSpecs) -> Computation:
+    def keep(self, computation: Computation, specs: CompileSpecs) -> Computation:
+        """Have a computation in memory; what was not used for longest is dropped where there are too many."""
         key = computation.key = _key(computation.backend, computation.device, specs, computation.fingerprint)
         with self._lock:
             self._cache[key] = computation
@@ -184,6 +186,35 @@ def finish(backend: Backend, device: BackendDevice, specs: CompileSpecs, prepare
         metrics.count("DiskCacheMiss")
         keep_inferences()
     start = perf_counter()
+    if is_pieced(prepared.data):
+        refused: list[str] = []
+
+        def piece(one: Prepared) -> Computation:
+            found = computations.find(backend, device, specs, one.mark)
+            if found is None:
+                found, why = _loaded(backend, device, specs, one)
+                refused.extend([why] if why else [])
+                computations.keep(found, specs)
+            return found
+
+        made, why = make_pieced(backend, device, prepared, piece), "; ".join(refused)
+    else:
+        made, why = _loaded(backend, device, specs, prepared)
+    seconds = made.compile_seconds = prepared.seconds + perf_counter() - start
+    if prepared.kept and not why:
+        metrics.metrics.count_time("DiskCacheHit", "DiskCacheLoadTime", seconds)
+        return made
+    if prepared.kept:
+        _refuse(disk_cache(), prepared, why)
+    metrics.count("UncachedCompile")
+    metrics.metrics.add_time("CompileTime", seconds)
+    return made
+
+
+def _loaded(
+    backend: Backend, device: BackendDevice, specs: CompileSpecs, prepared: Prepared
+) -> tuple[Computation, str]:
+    """What ``init`` makes of a backend's bytes, and why it had to compile them again, if it had to."""
     context = InitContext(device, prepared.inputs, prepared.outputs)
     folder = disk_cache() if prepared.kept else None
     try:
@@ -195,29 +226,12 @@ def finish(backend: Backend, device: BackendDevice, specs: CompileSpecs, prepare
             _refuse(folder, prepared, failed.message)
             raise EntryRefused(failed.message, op=failed.op, source=failed.source) from error
         raise failed from error
-    seconds = prepared.seconds + perf_counter() - start
-    if not prepared.kept:
-        metrics.count("UncachedCompile")
-        metrics.metrics.add_time("CompileTime", seconds)
-    elif context.refused:
-        _refuse(folder, prepared, context.refused)
-        metrics.count("UncachedCompile")
-        metrics.metrics.add_time("CompileTime", seconds)
-    else:
-        metrics.metrics.count_time("DiskCacheHit", "DiskCacheLoadTime", seconds)
     outputs = prepared.outputs
-    return Computation(
-        backend,
-        device,
-        prepared.inputs,
-        prepared.names,
-        outputs,
-        handle,
-        ExecutionContext(device, outputs),
-        prepared.mark,
-        prepared.ops,
-        seconds,
-    )
+    made = Computation(
+        backend, device, prepared.inputs, prepared.names, outputs, handle, ExecutionContext(device, outputs),
+        prepared.mark, prepared.ops, prepared.seconds,
+    )  # fmt: skip
+    return made, context.refused
 
 
 def _refuse(folder: CacheFolder | None, prepared: Prepared, why: str) -> None:

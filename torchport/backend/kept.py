@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from time import time
+from time import perf_counter, time
 from typing import Final
 
 from torch import fx
@@ -19,6 +19,9 @@ from ..core.errors import CacheMiss, GraphError
 from ..core.specs import CompileSpecs
 from .compile_key import Uncacheable, manifest_of
 from .interface import Backend
+from .optional import optional_of
+from .pieced import assemble
+from .pieces import cut, in_pieces, whole
 from .prepare import Prepared, describe, with_bytes, with_bytes_of_all
 from .serialize import fingerprint
 
@@ -52,7 +55,7 @@ def find_or_prepare(
     folder = disk_cache()
     depends_on = None if folder is None else _manifest(folder, backend, specs, graph, about)
     if folder is None or depends_on is None:
-        return with_bytes(backend, specs, graph, about)
+        return _made(backend, specs, graph, about)
     key = key_of(depends_on)
     entry = folder.read(key)
     if entry is None and config.cache == "cache-only":
@@ -61,9 +64,25 @@ def find_or_prepare(
         with folder.compiling(key, config.compile_timeout):
             entry = folder.read(key)  # whoever had the lock may have made it
             if entry is None:
-                made = with_bytes(backend, specs, graph, about)
+                made = _made(backend, specs, graph, about)
                 return _kept_now(folder, backend, specs, graph, depends_on, made)
     return replace(about, data=entry.data, kept=key)
+
+
+def _made(backend: Backend, specs: CompileSpecs, graph: fx.GraphModule, about: Prepared) -> Prepared:
+    """What is known of a graph, with its bytes: in pieces, where its layers repeat and the backend takes that."""
+    pieces = cut(graph, fingerprint, backend.capabilities.fixed_compile_cost) if in_pieces(backend) else None
+    if pieces is None:
+        return with_bytes(backend, specs, graph, about)
+    start = perf_counter()
+    graphs = {fingerprint(one): one for one in pieces.graphs}
+    with whole():
+        if optional_of(backend).preprocess_all is not None:
+            found = {one.mark: one for one in prepare_all(backend, specs, graphs, about.source)}
+            prepared = [found[mark] for mark in graphs]
+        else:
+            prepared = [find_or_prepare(backend, specs, one, mark, about.source) for mark, one in graphs.items()]
+    return replace(about, data=assemble(pieces, prepared), seconds=perf_counter() - start)
 
 
 def prepare_all(

@@ -84,7 +84,7 @@ class Partitioned:
 
 
 # -- building ------------------------------------------------------------------------------------------------------
-class _Splitter:
+class Splitter:
     """Writes the outer graph and one module per group. The original graph is not changed."""
 
     def __init__(self, original: fx.GraphModule, views_outside: bool) -> None:
@@ -262,7 +262,7 @@ def partition(
 
     groups = None if host is None else _with_host(graph, colour, kernel, reasons)
     graph, groups = groups or (graph, group(graph.graph, colour))
-    splitter = _Splitter(graph, views_outside)
+    splitter = Splitter(graph, views_outside)
     for node in graph.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             splitter.copy(node)

@@ -71,7 +71,7 @@ def segments(
 
     ``colours``: whose each call but ``getitem`` is; :data:`.grouping.HOST`: the interpreter's; ``None``: runs alone.
     """
-    made = _Segments(graph, colours)
+    made = Segments(graph, colours)
     made.give_to_users(made.colour, made.free_nodes())
     groups = made.groups()
     while made.dissolve_islands(groups):
@@ -80,7 +80,7 @@ def segments(
     return made.module, made.with_own_views(groups), made.copies
 
 
-class _Segments:
+class Segments:
     """The copy of a graph, and the colours of its nodes."""
 
     def __init__(self, graph: fx.GraphModule, colours: Mapping[fx.Node, Hashable | None]) -> None:
@@ -99,13 +99,13 @@ class _Segments:
         self.own = dict(self.colour)
         """Who takes a node besides the host."""
         for node in self.graph.nodes:  # a view is, to begin with, where what it shows is made
-            if node in self.colour and self._is_free_view(node):
+            if node in self.colour and self.is_free_view(node):
                 source = node.args[0]
                 if self.colour.get(source) is not None and self._may_have(node, self.colour[source]):
                     self.colour[node] = self.colour[source]
 
     # -- nodes that belong to whoever uses them ------------------------------------------------------------------------
-    def _is_free_view(self, node: fx.Node) -> bool:
+    def is_free_view(self, node: fx.Node) -> bool:
         view: Any = node.args[0] if node.target is _getitem else node
         if not (isinstance(view, fx.Node) and view.op == "call_function" and is_view(view.target)):
             return False
@@ -119,7 +119,7 @@ class _Segments:
             if own is not None
             and own is not HOST
             and (
-                self._is_free_view(node) or (isinstance(node.target, torch._ops.OpOverload) and is_factory(node.target))
+                self.is_free_view(node) or (isinstance(node.target, torch._ops.OpOverload) and is_factory(node.target))
             )
         }
 
@@ -181,13 +181,13 @@ class _Segments:
             if node in after and any(n in between or self.colour.get(n) is HOST for n in node.users):
                 between.add(node)
         # Two segments of the host's become one; where nothing is left of the group, its call is saved, too.
-        saved = CALL if any(node not in between and not self._is_free_view(node) for node in nodes) else 2 * CALL
+        saved = CALL if any(node not in between and not self.is_free_view(node) for node in nodes) else 2 * CALL
         return [node for node in nodes if node in between] if host_seconds(list(between)) < saved else []
 
     def with_own_views(self, groups: Sequence[Group]) -> list[Group]:
         """The groups, where each takes the views that it uses by itself, of what it gets from others."""
         number = {node: at for at, (_, nodes) in enumerate(groups) for node in nodes}
-        self.give_to_users(number, {node for node in self.free_nodes() if self._is_free_view(node)})
+        self.give_to_users(number, {node for node in self.free_nodes() if self.is_free_view(node)})
         members: list[list[fx.Node]] = [[] for _ in groups]
         for node in self.graph.nodes:
             if node in number:

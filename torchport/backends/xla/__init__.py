@@ -95,6 +95,7 @@ class XlaBackend(Backend):
             control_flow=True,
             holds_kernels=True,
             slow_to_compile=True,
+            fixed_compile_cost=60,
             donation=any(device.type != "cpu" for device in self.devices()),
             compile_options={
                 "xla.matmul_precision": "highest (default), high or default: of float32 products",

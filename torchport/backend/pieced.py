@@ -1,0 +1,274 @@
+"""Computations in pieces (:mod:`.pieces`): their bytes, and how they run.
+
+To whoever compiles, keeps and runs it, such a computation is one: its bytes hold those of the different pieces, each
+once, and in which order they are called. In memory pieces are computations that others may share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
+
+import torch
+from torch import fx
+
+from ..core import metrics
+from ..core.errors import CompileError
+from ..core.specs import CompileSpecs, TensorSpec
+from .container import pack, spec_from_json, spec_to_json, unpack
+from .execution import Computation
+from .interface import Backend, BackendData, BackendDevice, ExecutionContext, Processed
+from .optional import optional_of
+from .pieces import Pack, Piece, Pieces
+from .prepare import Prepared
+
+__all__ = ["Call", "PiecedProgram", "assemble", "is_pieced", "make_pieced", "owner_of", "taken_apart"]
+
+_MAGIC: Final = b"TPPIECE1"
+
+
+def is_pieced(data: bytes) -> bool:
+    """Whether bytes are those of pieces, and not a backend's own."""
+    return data[: len(_MAGIC)] == _MAGIC
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+def assemble(pieces: Pieces, prepared: Sequence[Prepared]) -> bytes:
+    """The bytes of a graph in pieces, of those of its different pieces."""
+    metadata = {
+        "inputs": pieces.inputs,
+        "packs": [[one.source, list(one.places)] for one in pieces.packs],
+        "calls": [[one.graph, list(one.inputs), list(one.outputs)] for one in pieces.calls],
+        "results": list(pieces.results),
+        "pieces": [
+            [
+                list(map(spec_to_json, one.inputs)), list(map(spec_to_json, one.outputs)), list(one.names), one.mark,
+                one.ops, one.label, one.source, one.seconds,
+            ]
+            for one in prepared
+        ],
+    }  # fmt: skip
+    return pack(_MAGIC, metadata, {str(at): bytes(one.data) for at, one in enumerate(prepared)})
+
+
+def taken_apart(whole: Prepared, backend: str) -> tuple[list[Prepared], Pieces]:
+    """What :func:`assemble` has put together; the graphs are left out. Raises :class:`CompileError`."""
+
+    def build(document: dict[str, Any], sections: dict[str, bytes]) -> tuple[list[Prepared], Pieces]:
+        prepared: list[Prepared] = []
+        for at, (inputs, outputs, names, mark, ops, label, source, seconds) in enumerate(document["pieces"]):
+            specs = tuple(map(spec_from_json, inputs)), tuple(map(spec_from_json, outputs))
+            prepared.append(
+                Prepared(sections[str(at)], *specs, tuple(names), mark, ops, label, source, seconds, kept=whole.kept)
+            )
+        packs = tuple(Pack(source, tuple(places)) for source, places in document["packs"])
+        calls = tuple(Piece(graph, tuple(given), tuple(made)) for graph, given, made in document["calls"])
+        return prepared, Pieces((), document["inputs"], packs, calls, tuple(document["results"]))
+
+    return unpack(_MAGIC, whole.data, backend, build)
+
+
+# -- running -----------------------------------------------------------------------------------------------------------
+@dataclass(slots=True)
+class Call:
+    """One call of a piece: where its arguments and results are, and which values nobody needs after it."""
+
+    computation: Computation
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    ends: tuple[int, ...]
+    last: tuple[tuple[int, int], ...]
+    """Of its arguments that are inputs of the whole which nobody uses later: (position, which input)."""
+
+
+@dataclass(slots=True)
+class PiecedProgram:
+    """The calls in order, how many values there are, and which of them are the results."""
+
+    calls: list[Call]
+    packs: list[tuple[int, Callable[[torch.Tensor], torch.Tensor]]]
+    """For each value after the inputs that is part of a pack: the pack, and what takes the part."""
+    values: int
+    results: tuple[int, ...]
+    contexts: dict[frozenset[int], list[ExecutionContext]] = field(
+        default_factory=dict[frozenset[int], list[ExecutionContext]]
+    )
+    """What each call is told, per set of donated inputs."""
+
+    def contexts_for(self, donated: frozenset[int]) -> list[ExecutionContext]:
+        """What each call is told if these inputs are donated."""
+        found = self.contexts.get(donated)
+        if found is None:
+            found = []
+            for call in self.calls:
+                plain = call.computation.context
+                given = frozenset(at for at, which in call.last if which in donated)
+                found.append(ExecutionContext(plain.device, plain.outputs, given, plain.method) if given else plain)
+            if len(self.contexts) < 64:
+                self.contexts[donated] = found
+        return found
+
+
+def _taking(places: tuple[int, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
+    first, count = places[0], len(places)
+    if places == tuple(range(first, first + count)):
+        return lambda pack: pack[first : first + count]
+    index = torch.tensor(places)
+    return lambda pack: pack[index]
+
+
+def program_of(pieces: Pieces, computations: Sequence[Computation]) -> PiecedProgram:
+    """The calls of the pieces, each of which is a computation."""
+    count = pieces.inputs + len(pieces.packs)
+    last: dict[int, int] = {}
+    for at, piece in enumerate(pieces.calls):
+        last.update(dict.fromkeys((*piece.inputs, *piece.outputs), at))
+        count += len(piece.outputs)
+    for value in pieces.results:
+        last[value] = len(pieces.calls)
+    calls: list[Call] = []
+    for at, piece in enumerate(pieces.calls):
+        ends = tuple(
+            one
+            for one in dict.fromkeys((*piece.inputs, *piece.outputs))
+            if last[one] == at and one >= pieces.inputs
+        )
+        once = {one for one in piece.inputs if piece.inputs.count(one) == 1}
+        given = tuple(
+            (position, one)
+            for position, one in enumerate(piece.inputs)
+            if one < pieces.inputs and last[one] == at and one in once
+        )
+        calls.append(Call(computations[piece.graph], piece.inputs, piece.outputs, ends, given))
+    packs = [(one.source, _taking(one.places)) for one in pieces.packs]
+    return PiecedProgram(calls, packs, count, pieces.results)
+
+
+class _Pieced(Backend):
+    """Calls pieces in order. Its values are those of the backend that compiled them."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.of = backend
+        self.name = backend.name  # type: ignore[misc]  # errors are told of it
+        self.version = backend.version  # type: ignore[misc]
+        self.capabilities = backend.capabilities  # type: ignore[misc]
+
+    def preprocess(self, graph: fx.GraphModule, specs: CompileSpecs) -> Processed:
+        raise NotImplementedError("each piece is compiled by itself")
+
+    def from_device(self, data: BackendData) -> torch.Tensor:
+        return self.of.from_device(data)
+
+    def to_device(self, tensor: torch.Tensor, device: BackendDevice) -> BackendData:
+        return self.of.to_device(tensor, device)
+
+    def execute(
+        self, handle: PiecedProgram, args: Sequence[BackendData], context: ExecutionContext
+    ) -> list[BackendData]:
+        backend = self.of
+        run = backend.execute
+        values: list[Any] = [*args, *[None] * (handle.values - len(args))]
+        at = len(args)
+        for source, take in handle.packs:
+            values[at] = backend.to_device(take(backend.from_device(values[source])), context.device)
+            at += 1
+        for call, told in zip(handle.calls, handle.contexts_for(context.donated), strict=True):
+            computation = call.computation
+            given = [values[one] for one in call.inputs]
+            with computation.lock:
+                results = run(computation.handle, given, told)
+            for one, result in zip(call.outputs, results, strict=True):
+                values[one] = result
+            for one in call.ends:
+                values[one] = None
+        return [values[one] for one in handle.results]
+
+    def destroy(self, handle: PiecedProgram | None) -> None:
+        """Nothing: pieces are computations, which are given back by themselves."""
+
+
+class _PiecedOnHost(_Pieced):
+    """The same for a backend that runs computations on CPU tensors."""
+
+    def execute_on_host(
+        self,
+        handle: PiecedProgram,
+        tensors: list[torch.Tensor],
+        specs: Sequence[TensorSpec],
+        context: ExecutionContext,
+    ) -> Sequence[torch.Tensor] | None:
+        """Run every piece on CPU tensors."""
+        host = optional_of(self.of).host_execution
+        assert host is not None
+        values: list[Any] = [*tensors, *[None] * (handle.values - len(tensors))]
+        at = len(tensors)
+        for source, take in handle.packs:
+            values[at] = take(values[source]).contiguous()
+            at += 1
+        for call in handle.calls:
+            computation = call.computation
+            given = [values[one] for one in call.inputs]
+            with computation.lock:
+                results = host.execute_on_host(computation.handle, given, computation.parameters, computation.context)
+            if results is None:
+                return None
+            for one, result in zip(call.outputs, results, strict=True):
+                values[one] = result
+            for one in call.ends:
+                values[one] = None
+        return [values[one] for one in handle.results]
+
+
+class _PiecedOverlapping(_Pieced):
+    """The same for a backend that says when a thread of its own pays."""
+
+    def should_overlap(self) -> bool:
+        """As the backend says."""
+        overlap = optional_of(self.of).overlap
+        return overlap is not None and overlap.should_overlap()
+
+
+class _PiecedOnHostOverlapping(_PiecedOnHost, _PiecedOverlapping):
+    """Both."""
+
+
+_KINDS: Final[Mapping[tuple[bool, bool], type[_Pieced]]] = {
+    (False, False): _Pieced,
+    (True, False): _PiecedOnHost,
+    (False, True): _PiecedOverlapping,
+    (True, True): _PiecedOnHostOverlapping,
+}
+
+
+def runner(backend: Backend) -> Backend:
+    """What calls the pieces of a backend: with the optional protocols that matter to whoever runs a computation."""
+    found = vars(backend).get("_pieced")
+    if found is None:
+        able = optional_of(backend)
+        found = vars(backend)["_pieced"] = _KINDS[able.host_execution is not None, able.overlap is not None](backend)
+    return cast("Backend", found)
+
+
+def owner_of(backend: Backend) -> Backend:
+    """The backend that compiled what another runs."""
+    return backend.of if isinstance(backend, _Pieced) else backend
+
+
+def make_pieced(
+    backend: Backend,
+    device: BackendDevice,
+    whole: Prepared,
+    compiled: Callable[[Prepared], Computation],
+) -> Computation:
+    """The computation of bytes in pieces. ``compiled``: makes a piece's. Raises :class:`CompileError`."""
+    prepared, pieces = taken_apart(whole, backend.name)
+    if any(one.graph >= len(prepared) for one in pieces.calls):
+        raise CompileError(f"these bytes of {backend.name} call a piece that they do not have; compile again")
+    program = program_of(pieces, [compiled(one) for one in prepared])
+    metrics.count("PiecesCalled", len(program.calls))
+    metrics.count("PiecesCompiled", len(prepared))
+    return Computation(
+        runner(backend), device, whole.inputs, whole.names, whole.outputs, program,
+        ExecutionContext(device, whole.outputs), whole.mark, whole.ops, whole.seconds,
+    )  # fmt: skip

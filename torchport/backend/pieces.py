@@ -1,0 +1,368 @@
+"""A graph that repeats itself, cut into pieces, each different one of which is compiled once.
+
+The repetitions are found by :mod:`.repeats`. What they leave (embeddings, the loss) becomes pieces of its own. Four
+things keep equal layers equal, and what crosses small:
+
+* Updates that an optimizer makes side by side, operator by operator over all parameters, are taken parameter by
+  parameter: nothing but results depends on them, so their order is free.
+* Views, constants that operators make, and numbers taken from the packs of scalar inputs and random keys belong to
+  whoever uses them, in a copy for each piece.
+* A piece gets its own part of such a pack.
+* A cut is made where least is alive.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from ..core.config import config
+from ..core.sharding import is_partitioned
+from ..core.specs import TensorSpec
+from .builder import is_factory
+from .control_flow import inner_graph
+from .infer import fake_tensor
+from .interface import Backend
+from .partition import Splitter
+from .repeats import Run, find_runs, live_bytes, tokens_of
+from .segments import Segments
+
+__all__ = ["Pack", "Piece", "Pieces", "cut", "in_pieces", "whole"]
+
+_getitem: Any = operator.getitem
+aten = torch.ops.aten
+
+MOST: Final = 0.75
+"""Part of what compiling the whole takes that compiling the pieces takes at most."""
+LEAST: Final = 32
+"""Operators that a run saves at least."""
+_FILLED: Final = frozenset({
+    aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.fill.Scalar, aten.zero.default,
+})  # fmt: skip
+"""Operators whose results are one number everywhere, as an optimizer's state is at first."""
+FEW_USERS: Final = 16
+"""What has as many is shared."""
+UNCUTTABLE: Final = 1 << 50
+"""Bytes that are said to cross where values cross that are no tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Part of a 1-D input: the elements at ``places`` of the input at ``source``."""
+
+    source: int
+    places: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One call: the graph's number, and the values that go in and come out, by number."""
+
+    graph: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """A graph in pieces. Values are numbered: the inputs, then the ``packs``, then what calls give, in order.
+
+    ``graphs`` are the different ones, ``results`` the values that are the whole's.
+    """
+
+    graphs: tuple[fx.GraphModule, ...]
+    inputs: int
+    packs: tuple[Pack, ...]
+    calls: tuple[Piece, ...]
+    results: tuple[int, ...]
+
+
+# -- whether ----------------------------------------------------------------------------------------------------------
+_whole: Final = ContextVar("whole", default=False)
+
+
+@contextmanager
+def whole() -> Iterator[None]:
+    """Inside of the block, no graph is cut."""
+    token = _whole.set(True)
+    try:
+        yield
+    finally:
+        _whole.reset(token)
+
+
+def in_pieces(backend: Backend) -> bool:
+    """Whether a backend's graphs are cut where they repeat, as far as the settings and the backend say."""
+    return (
+        backend.capabilities.fixed_compile_cost > 0
+        and config.pieces == "auto"
+        and not _whole.get()
+        and not is_partitioned(backend)  # how values lie on several devices is decided for the whole
+    )
+
+
+# -- the order ---------------------------------------------------------------------------------------------------------
+def is_pack(node: fx.Node) -> bool:
+    """Whether an input is 1-D, and nothing is done with it but to take single elements."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.dim() != 1 or not node.users:
+        return False
+    return all(user.target is aten.select.int and user.args[1] == 0 and len(user.args) == 3 for user in node.users)
+
+
+def _is_constant(op: Any) -> bool:
+    """Whether an operator makes the same tensor each time, of nothing."""
+    if not isinstance(op, torch._ops.OpOverload) or op.namespace not in ("aten", "prims"):
+        return False
+    return is_factory(op) and torch.Tag.nondeterministic_seeded not in op.tags
+
+
+def _real_users(node: fx.Node, free: Set[fx.Node]) -> Iterator[fx.Node]:
+    """Who uses a value, by way of views or not."""
+    for user in node.users:
+        if user in free:
+            yield from _real_users(user, free)
+        else:
+            yield user
+
+
+def _updates(calls: Sequence[fx.Node], free: Set[fx.Node]) -> list[list[fx.Node]]:
+    """Calls that nothing but results depends on, by what hangs together: an optimizer's updates, a group each."""
+    last: set[fx.Node] = set()
+
+    def leads_nowhere(node: fx.Node) -> bool:
+        return all(user.op == "output" or user in last for user in _real_users(node, free))
+
+    for node in reversed(calls):
+        op = node.target
+        alone = isinstance(op, torch._ops.OpOverload) and (torch.Tag.pointwise in op.tags or op in _FILLED)
+        if alone and leads_nowhere(node):
+            last.add(node)
+    # What many share, such as a number that all updates are scaled by, does not join them: it comes before them.
+    for node in reversed(calls):
+        shared = node in last and bool(node.users) and (len(node.users) >= FEW_USERS or node.meta["val"].numel() <= 1)
+        if shared or not leads_nowhere(node):
+            last.discard(node)
+    group = {node: node for node in calls if node in last}
+
+    def root(node: fx.Node) -> fx.Node:
+        while group[node] is not node:
+            group[node] = group[group[node]]
+            node = group[node]
+        return node
+
+    for node in group:
+        for user in _real_users(node, free):
+            if user in group:
+                group[root(node)] = root(user)
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in group:
+        found.setdefault(root(node), []).append(node)
+    return list(found.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """A graph's calls but the free ones in an order in which they can run: updates are last, one after the other.
+
+    ``updates``: where they begin. ``inside``: places in the middle of one.
+    """
+
+    calls: list[fx.Node]
+    updates: int
+    inside: list[int]
+
+
+def _ordered(graph: fx.Graph, free: Set[fx.Node]) -> _Order:
+    calls = [node for node in graph.nodes if node.op == "call_function" and node not in free]
+    groups = _updates(calls, free)
+    among = {node for nodes in groups for node in nodes}
+    made = [node for node in calls if node not in among]
+    updates = len(made)
+    inside: list[int] = []
+    for nodes in groups:
+        inside += range(len(made) + 1, len(made) + len(nodes))
+        made += nodes
+    return _Order(made, updates, inside)
+
+
+# -- where to cut ------------------------------------------------------------------------------------------------------
+def _roots(free: Set[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """For each free view the value whose memory it shows."""
+    roots: dict[fx.Node, fx.Node] = {}
+    for node in free:
+        source = node
+        while source in free and source.all_input_nodes:
+            source = source.all_input_nodes[0]
+        roots[node] = source
+    return roots
+
+
+def _placed(run: Run, slack: int, alive: Any) -> list[int]:
+    """Where a run's repetitions begin, and where its last ends: where least is alive."""
+    best: tuple[int, int, int] | None = None
+    for phase in range(run.period):
+        count = run.count if phase <= slack else run.count - 1
+        bounds = [run.start + phase + at * run.period for at in range(count + 1)]
+        # A repetition that is lost is compiled by itself, with what lies beside it.
+        cost = sum(int(alive[at]) for at in bounds) // len(bounds)
+        if count > 1 and cost < UNCUTTABLE and (best is None or (cost, -count) < best[:2]):
+            best = cost, -count, phase
+    if best is None:
+        return []
+    return [run.start + best[2] + at * run.period for at in range(1 - best[1])]
+
+
+def _pieces(order: _Order, free: Set[fx.Node], fixed: int) -> dict[fx.Node, int] | None:
+    """Each call's piece; ``None`` if cutting is not worth it."""
+    calls, updates = order.calls, order.updates
+    runs = find_runs(tokens_of(calls), LEAST)
+    if sum(run.saved for run, _ in runs) <= fixed:
+        return None
+    roots = _roots(free)
+    alive = live_bytes(calls, roots)
+    alive[order.inside] += UNCUTTABLE
+    place = {node: at for at, node in enumerate(calls)}
+    for node in calls:  # an operator's several results are taken from it in the piece that it is in
+        if node.target is _getitem:
+            alive[place[node.args[0]] + 1 : place[node] + 1] += UNCUTTABLE  # type: ignore[index]
+    bounds, repeated = {0, updates, len(calls)}, set[int]()
+    compiled = 0
+    for run, slack in runs:
+        placed = _placed(run, slack, alive)
+        bounds.update(placed)
+        repeated.update(placed[:-1])
+        compiled += run.period if placed else 0
+    number: dict[fx.Node, int] = {}
+    count = -1
+    rest: int | None = None
+    different = 0
+    for start, end in itertools.pairwise(sorted(bounds)):
+        if start == end:
+            continue
+        if start >= updates and start not in repeated and rest is not None:
+            mine = rest  # updates do not depend on each other: those that do not repeat are one piece
+        else:
+            mine = count = count + 1
+            rest = mine if start >= updates and start not in repeated else rest
+            different += start not in repeated
+        compiled += end - start if start not in repeated else 0
+        number.update(dict.fromkeys(calls[start:end], mine))
+    different += sum(bool(_placed(run, slack, alive)) for run, slack in runs)
+    if compiled + fixed * different > MOST * (len(calls) + fixed):
+        return None
+    for node in sorted(free, key=lambda node: node._sort_key, reverse=True):  # pyright: ignore[reportPrivateUsage]
+        users = [number[user] for user in node.users if user in number]
+        source = roots[node]
+        number[node] = min(users) if users else number.get(source, 0)
+    return number
+
+
+# -- cutting -----------------------------------------------------------------------------------------------------------
+def cut(graph: fx.GraphModule, marked: Callable[[fx.GraphModule], str], fixed: int) -> Pieces | None:
+    """A graph in normal form in pieces; ``None`` if compiling them would not take clearly less. It is not changed.
+
+    ``marked``: tells graphs apart; equal ones are compiled once. ``fixed``: the operators that take as long to compile
+    as there is in compiling anything.
+    """
+    calls = [node for node in graph.graph.nodes if node.op == "call_function"]
+    if len(calls) < 2 * fixed or any(inner_graph(graph, node) is not None for node in graph.graph.nodes):
+        return None
+    segments = Segments(graph, dict.fromkeys(calls, 0))
+    made = segments.graph
+    free = {
+        node
+        for node in made.nodes
+        if node.op == "call_function" and (segments.is_free_view(node) or _is_constant(node.target))
+    }
+    free.update(user for node in made.find_nodes(op="placeholder") if is_pack(node) for user in node.users)
+    number = _pieces(_ordered(made, free), free, fixed)
+    if number is None:
+        return None
+    segments.give_to_users(number, free)
+    members: dict[int, list[fx.Node]] = {}
+    for node in made.nodes:
+        if node in number:
+            members.setdefault(number[node], []).append(node)
+    splitter = Splitter(segments.module, views_outside=False)
+    for node in made.nodes:
+        if node.op == "placeholder":
+            splitter.copy(node)
+    for _, nodes in sorted(members.items()):
+        splitter.delegate(0, nodes)
+    return _Written(splitter, marked).pieces
+
+
+class _Written:
+    """Pieces, from the graph that calls them."""
+
+    def __init__(self, splitter: Splitter, marked: Callable[[fx.GraphModule], str]) -> None:
+        parts = splitter.finish()
+        outer = parts.module.graph
+        given = outer.find_nodes(op="placeholder")
+        self.modules = {one.name: one.module for one in parts.delegates}
+        self.numbers: dict[Any, int] = {node: at for at, node in enumerate(given)}
+        self.packs: list[Pack] = []
+        calls = outer.find_nodes(op="call_module")
+        self._give_away_once(calls)
+        inputs: list[list[Any]] = []
+        for call in calls:  # the packs' parts come before what calls give
+            inputs.append([self._part(call, at, node) for at, node in enumerate(call.args)])
+        known: dict[str, int] = {}
+        graphs: list[fx.GraphModule] = []
+        made: list[Piece] = []
+        count = len(given) + len(self.packs)
+        for call, of_call in zip(calls, inputs, strict=True):
+            module = self.modules[str(call.target)]
+            mark = marked(module)
+            if mark not in known:
+                known[mark] = len(graphs)
+                graphs.append(module)
+            outputs = tuple(range(count, count + len(call.meta["val"])))
+            count += len(outputs)
+            for user in call.users:
+                self.numbers[user] = outputs[user.args[1]]
+            made.append(Piece(known[mark], tuple(self.numbers[one] for one in of_call), outputs))
+        results: Any = outer.output_node().args[0]
+        self.pieces = Pieces(
+            tuple(graphs), len(given), tuple(self.packs), tuple(made), tuple(self.numbers[one] for one in results)
+        )
+
+    def _give_away_once(self, calls: Sequence[fx.Node]) -> None:
+        """What is donated to the whole is donated to the last piece that uses it."""
+        seen: set[Any] = set()
+        for call in reversed(calls):
+            placeholders = self.modules[str(call.target)].graph.find_nodes(op="placeholder")
+            for node, placeholder in zip(call.args, placeholders, strict=True):
+                if node in seen:
+                    placeholder.meta.pop("donated", None)
+            seen.update(call.args)
+
+    def _part(self, call: fx.Node, at: int, node: Any) -> Any:
+        """What a call gets for its input ``at``: a value, or its own part of a pack."""
+        graph = self.modules[str(call.target)].graph
+        placeholder = graph.find_nodes(op="placeholder")[at]
+        if node.op != "placeholder" or not is_pack(placeholder):
+            return node
+        length = placeholder.meta["val"].shape[0]
+        places = sorted({user.args[2] % length for user in placeholder.users})  # type: ignore[operator]
+        if places == list(range(length)):
+            return node
+        renumbered = {place: number for number, place in enumerate(places)}
+        for user in list(placeholder.users):
+            user.args = (placeholder, 0, renumbered[user.args[2] % length])  # type: ignore[operator]
+        placeholder.meta["val"] = fake_tensor(TensorSpec((len(places),), placeholder.meta["val"].dtype, (1,)))
+        placeholder.meta.pop("donated", None)
+        key = "part", node, tuple(places)
+        if key not in self.numbers:
+            self.numbers[key] = len(self.numbers)
+            self.packs.append(Pack(self.numbers[node], tuple(places)))
+        return key
