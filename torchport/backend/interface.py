@@ -341,9 +341,9 @@ class Capabilities:
     then interprets what is new on CPU tensors and has it compiled beside the program once it comes back
     (``config.tiers``). Leave it out while you write a backend, so that yours is called at once."""
     fixed_compile_cost: int = 0
-    """How many operators take as long to compile as there is in compiling any graph, however small. Where it is given, a
-    graph whose layers repeat becomes pieces if that is quicker: each different one is compiled once, and called for
-    each layer (:mod:`torchport.backend.pieces`). 0: graphs are compiled as a whole."""
+    """How many operators take as long to compile as a graph of none. Where it is given, a graph whose layers repeat
+    becomes pieces if that is quicker: each different one is compiled once, and called for each layer
+    (:mod:`torchport.backend.pieces`). 0: graphs are compiled as a whole."""
     skips_cache: bool = False
     """What ``preprocess`` returns is not kept in the disk cache: it is made as fast as it could be read, or it is not
     all that ``init`` of another process needs."""

@@ -71,7 +71,7 @@ def find_or_prepare(
 
 def _made(backend: Backend, specs: CompileSpecs, graph: fx.GraphModule, about: Prepared) -> Prepared:
     """What is known of a graph, with its bytes: in pieces, where its layers repeat and the backend takes that."""
-    pieces = cut(graph, fingerprint, backend.capabilities.fixed_compile_cost) if in_pieces(backend) else None
+    pieces = cut(graph, backend.capabilities.fixed_compile_cost) if in_pieces(backend) else None
     if pieces is None:
         return with_bytes(backend, specs, graph, about)
     start = perf_counter()

@@ -23,7 +23,17 @@ from .interface import Backend
 from .normal_form import is_view, source_of
 from .segments import Group, segments
 
-__all__ = ["Delegate", "Leftover", "Partitioned", "is_element", "partition", "shows_all"]
+__all__ = [
+    "Delegate",
+    "Leftover",
+    "Partitioned",
+    "extracted",
+    "inputs_of",
+    "is_element",
+    "needed_for",
+    "partition",
+    "shows_all",
+]
 
 _getitem: Any = operator.getitem
 
@@ -84,7 +94,39 @@ class Partitioned:
 
 
 # -- building ------------------------------------------------------------------------------------------------------
-class Splitter:
+def extracted(
+    original: fx.GraphModule, nodes: Sequence[fx.Node], wanted: Sequence[fx.Node]
+) -> tuple[fx.GraphModule, list[fx.Node]]:
+    """A graph of its own with what these nodes need to bring the ``wanted`` ones, and the nodes that are its inputs."""
+    needed = needed_for(nodes, wanted)
+    builder = GraphBuilder()
+    inside: dict[fx.Node, fx.Node] = {}
+    held = torch.nn.Module()
+    inputs = inputs_of(needed)
+    graphs = {node: graph for node in inputs if (graph := inner_graph(original, node)) is not None}
+    inputs = [node for node in inputs if node not in graphs]
+    for node in inputs:
+        inside[node] = builder.graph.placeholder(node.name)
+        inside[node].meta.update(node.meta)
+    for node, graph in graphs.items():
+        setattr(held, str(node.target), graph)
+        inside[node] = builder.graph.get_attr(str(node.target))
+    for node in needed:
+        inside[node] = builder.graph.node_copy(node, lambda n: inside[n])
+    last = needed[-1].meta
+    builder.debug_handle, builder.source = last.get("debug_handle", 0), last.get("source")
+    results = builder.separate([inside[node] for node in wanted])
+    builder.graph.output(tuple(results)).meta["val"] = tuple(builder.val(node) for node in results)
+    return fx.GraphModule(held, builder.graph), inputs
+
+
+def inputs_of(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """What nodes use that is not among them, each once, in the order of its first use."""
+    among = set(nodes)
+    return list(dict.fromkeys(used for node in nodes for used in node.all_input_nodes if used not in among))
+
+
+class _Splitter:
     """Writes the outer graph and one module per group. The original graph is not changed."""
 
     def __init__(self, original: fx.GraphModule, views_outside: bool) -> None:
@@ -152,33 +194,16 @@ class Splitter:
 
     def _call(self, backend: Any, nodes: Sequence[fx.Node], wanted: Sequence[fx.Node]) -> None:
         name = f"delegate_{len(self.delegates)}"
-        needed = _needed(nodes, wanted)
-        inputs = list(dict.fromkeys(n for node in needed for n in node.all_input_nodes if n not in set(needed)))
-        builder = GraphBuilder()
-        inside: dict[fx.Node, fx.Node] = {}
-        held = torch.nn.Module()
-        graphs = {node: graph for node in inputs if (graph := inner_graph(self.original, node)) is not None}
-        inputs = [node for node in inputs if node not in graphs]
-        for node in inputs:
-            inside[node] = builder.graph.placeholder(node.name)
-            inside[node].meta.update(node.meta)
-        for node, graph in graphs.items():
-            setattr(held, str(node.target), graph)
-            inside[node] = builder.graph.get_attr(str(node.target))
-        for node in needed:
-            inside[node] = builder.graph.node_copy(node, lambda n: inside[n])
-        last = needed[-1].meta
-        builder.debug_handle, builder.source = last.get("debug_handle", 0), last.get("source")
-        results = builder.separate([inside[node] for node in wanted])
-        builder.graph.output(tuple(results)).meta["val"] = tuple(builder.val(node) for node in results)
-        module = fx.GraphModule(held, builder.graph)
+        module, inputs = extracted(self.original, nodes, wanted)
         self.delegates.append(Delegate(name, backend, module))
         self.root.add_module(name, module)
         call = self.outer.call_module(name, tuple(self.values[node] for node in inputs))
-        call.meta.update(val=tuple(builder.val(node) for node in results), debug_handle=builder.debug_handle)
+        results: Any = module.graph.output_node().args[0]
+        handle = nodes[-1].meta.get("debug_handle", 0)
+        call.meta.update(val=tuple(result.meta["val"] for result in results), debug_handle=handle)
         for position, node in enumerate(wanted):
             item = self.outer.call_function(_getitem, (call, position))
-            item.meta.update(node.meta, val=builder.val(results[position]))
+            item.meta.update(node.meta, val=results[position].meta["val"])
             self.values[node] = item
 
     def finish(self) -> Partitioned:
@@ -215,7 +240,7 @@ def shows_all(root: fx.Node, chain: Sequence[fx.Node]) -> bool:
     )
 
 
-def _needed(nodes: Sequence[fx.Node], wanted: Sequence[fx.Node]) -> list[fx.Node]:
+def needed_for(nodes: Sequence[fx.Node], wanted: Sequence[fx.Node]) -> list[fx.Node]:
     """The nodes of a group that its results depend on, in order."""
     found = set(wanted)
     for node in reversed(nodes):
@@ -262,7 +287,7 @@ def partition(
 
     groups = None if host is None else _with_host(graph, colour, kernel, reasons)
     graph, groups = groups or (graph, group(graph.graph, colour))
-    splitter = Splitter(graph, views_outside)
+    splitter = _Splitter(graph, views_outside)
     for node in graph.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             splitter.copy(node)

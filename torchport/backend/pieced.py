@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
+from typing import Any, Final, Protocol, cast
 
 import torch
 from torch import fx
@@ -19,7 +19,7 @@ from ..core.specs import CompileSpecs, TensorSpec
 from .container import pack, spec_from_json, spec_to_json, unpack
 from .execution import Computation
 from .interface import Backend, BackendData, BackendDevice, ExecutionContext, Processed
-from .optional import optional_of
+from .optional import SupportsHostExecution, optional_of
 from .pieces import Pack, Piece, Pieces
 from .prepare import Prepared
 
@@ -82,6 +82,14 @@ class Call:
     """Of its arguments that are inputs of the whole which nobody uses later: (position, which input)."""
 
 
+class WholeBeside(Protocol):
+    """Who decides, run by run, whether the pieces run or the whole graph, compiled as such."""
+
+    def run(self, pieces: Callable[[], Any], whole: Callable[[Computation], Any]) -> Any:
+        """One run of either."""
+        ...
+
+
 @dataclass(slots=True)
 class PiecedProgram:
     """The calls in order, how many values there are, and which of them are the results."""
@@ -91,6 +99,9 @@ class PiecedProgram:
     """For each value after the inputs that is part of a pack: the pack, and what takes the part."""
     values: int
     results: tuple[int, ...]
+    different: int
+    """How many different pieces there are."""
+    whole: WholeBeside | None = None
     contexts: dict[frozenset[int], list[ExecutionContext]] = field(
         default_factory=dict[frozenset[int], list[ExecutionContext]]
     )
@@ -130,9 +141,7 @@ def program_of(pieces: Pieces, computations: Sequence[Computation]) -> PiecedPro
     calls: list[Call] = []
     for at, piece in enumerate(pieces.calls):
         ends = tuple(
-            one
-            for one in dict.fromkeys((*piece.inputs, *piece.outputs))
-            if last[one] == at and one >= pieces.inputs
+            one for one in dict.fromkeys((*piece.inputs, *piece.outputs)) if last[one] == at and one >= pieces.inputs
         )
         once = {one for one in piece.inputs if piece.inputs.count(one) == 1}
         given = tuple(
@@ -142,7 +151,7 @@ def program_of(pieces: Pieces, computations: Sequence[Computation]) -> PiecedPro
         )
         calls.append(Call(computations[piece.graph], piece.inputs, piece.outputs, ends, given))
     packs = [(one.source, _taking(one.places)) for one in pieces.packs]
-    return PiecedProgram(calls, packs, count, pieces.results)
+    return PiecedProgram(calls, packs, count, pieces.results, len(computations))
 
 
 class _Pieced(Backend):
@@ -165,7 +174,15 @@ class _Pieced(Backend):
 
     def execute(
         self, handle: PiecedProgram, args: Sequence[BackendData], context: ExecutionContext
-    ) -> list[BackendData]:
+    ) -> Sequence[BackendData]:
+        if handle.whole is None:
+            return self._run(handle, args, context)
+        return handle.whole.run(
+            lambda: self._run(handle, args, context),
+            lambda computation: self.of.execute(computation.handle, args, context),
+        )
+
+    def _run(self, handle: PiecedProgram, args: Sequence[BackendData], context: ExecutionContext) -> list[BackendData]:
         backend = self.of
         run = backend.execute
         values: list[Any] = [*args, *[None] * (handle.values - len(args))]
@@ -198,9 +215,19 @@ class _PiecedOnHost(_Pieced):
         specs: Sequence[TensorSpec],
         context: ExecutionContext,
     ) -> Sequence[torch.Tensor] | None:
-        """Run every piece on CPU tensors."""
+        """Run every piece, or the whole, on CPU tensors."""
         host = optional_of(self.of).host_execution
         assert host is not None
+        if handle.whole is None:
+            return self._run_on_host(host, handle, tensors)
+        return handle.whole.run(
+            lambda: self._run_on_host(host, handle, tensors),
+            lambda computation: host.execute_on_host(computation.handle, tensors, specs, context),
+        )
+
+    def _run_on_host(
+        self, host: SupportsHostExecution, handle: PiecedProgram, tensors: list[torch.Tensor]
+    ) -> list[torch.Tensor] | None:
         values: list[Any] = [*tensors, *[None] * (handle.values - len(tensors))]
         at = len(tensors)
         for source, take in handle.packs:

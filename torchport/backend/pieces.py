@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -31,8 +31,8 @@ from .builder import is_factory
 from .control_flow import inner_graph
 from .infer import fake_tensor
 from .interface import Backend
-from .partition import Splitter
-from .repeats import Run, find_runs, live_bytes, tokens_of
+from .partition import extracted, inputs_of, needed_for
+from .repeats import Run, find_runs, live_bytes, specs_of, tokens_of
 from .segments import Segments
 
 __all__ = ["Pack", "Piece", "Pieces", "cut", "in_pieces", "whole"]
@@ -206,25 +206,31 @@ def _roots(free: Set[fx.Node]) -> dict[fx.Node, fx.Node]:
     return roots
 
 
-def _placed(run: Run, slack: int, alive: Any) -> list[int]:
-    """Where a run's repetitions begin, and where its last ends: where least is alive."""
+def _placed(run: Run, slack: int, alive: Any, tokens: Any) -> list[int]:
+    """Where a run's repetitions begin, and where its last ends: where least is alive.
+
+    The place depends on what repeats alone, so that two runs of the same layers, parted by another, have equal pieces.
+    """
+    period, middle = run.period, run.start + run.period * ((run.count - 1) // 2)
+    # Each repetition leaves as much behind, such as what the backward pass needs: that says nothing about a place.
+    grown = int(alive[middle + period]) - int(alive[middle])
     best: tuple[int, int, int] | None = None
-    for phase in range(run.period):
-        count = run.count if phase <= slack else run.count - 1
-        bounds = [run.start + phase + at * run.period for at in range(count + 1)]
-        # A repetition that is lost is compiled by itself, with what lies beside it.
-        cost = sum(int(alive[at]) for at in bounds) // len(bounds)
-        if count > 1 and cost < UNCUTTABLE and (best is None or (cost, -count) < best[:2]):
-            best = cost, -count, phase
+    for phase in range(period if run.count > 2 else slack + 1):
+        at = middle + phase
+        if alive[at] < UNCUTTABLE:
+            cost = int(alive[at]) * period - grown * phase, int(tokens[at % len(tokens)])
+            best = min(best, (*cost, phase)) if best is not None else (*cost, phase)
     if best is None:
         return []
-    return [run.start + best[2] + at * run.period for at in range(1 - best[1])]
+    count = run.count if best[2] <= slack else run.count - 1
+    return [run.start + best[2] + at * period for at in range(count + 1)]
 
 
 def _pieces(order: _Order, free: Set[fx.Node], fixed: int) -> dict[fx.Node, int] | None:
     """Each call's piece; ``None`` if cutting is not worth it."""
     calls, updates = order.calls, order.updates
-    runs = find_runs(tokens_of(calls), LEAST)
+    tokens = tokens_of(calls)
+    runs = find_runs(tokens, LEAST)
     if sum(run.saved for run, _ in runs) <= fixed:
         return None
     roots = _roots(free)
@@ -235,16 +241,16 @@ def _pieces(order: _Order, free: Set[fx.Node], fixed: int) -> dict[fx.Node, int]
         if node.target is _getitem:
             alive[place[node.args[0]] + 1 : place[node] + 1] += UNCUTTABLE  # type: ignore[index]
     bounds, repeated = {0, updates, len(calls)}, set[int]()
-    compiled = 0
+    compiled = different = 0
     for run, slack in runs:
-        placed = _placed(run, slack, alive)
+        placed = _placed(run, slack, alive, tokens)
         bounds.update(placed)
         repeated.update(placed[:-1])
         compiled += run.period if placed else 0
+        different += bool(placed)
     number: dict[fx.Node, int] = {}
     count = -1
     rest: int | None = None
-    different = 0
     for start, end in itertools.pairwise(sorted(bounds)):
         if start == end:
             continue
@@ -256,7 +262,6 @@ def _pieces(order: _Order, free: Set[fx.Node], fixed: int) -> dict[fx.Node, int]
             different += start not in repeated
         compiled += end - start if start not in repeated else 0
         number.update(dict.fromkeys(calls[start:end], mine))
-    different += sum(bool(_placed(run, slack, alive)) for run, slack in runs)
     if compiled + fixed * different > MOST * (len(calls) + fixed):
         return None
     for node in sorted(free, key=lambda node: node._sort_key, reverse=True):  # pyright: ignore[reportPrivateUsage]
@@ -267,11 +272,10 @@ def _pieces(order: _Order, free: Set[fx.Node], fixed: int) -> dict[fx.Node, int]
 
 
 # -- cutting -----------------------------------------------------------------------------------------------------------
-def cut(graph: fx.GraphModule, marked: Callable[[fx.GraphModule], str], fixed: int) -> Pieces | None:
+def cut(graph: fx.GraphModule, fixed: int) -> Pieces | None:
     """A graph in normal form in pieces; ``None`` if compiling them would not take clearly less. It is not changed.
 
-    ``marked``: tells graphs apart; equal ones are compiled once. ``fixed``: the operators that take as long to compile
-    as there is in compiling anything.
+    ``fixed``: the operators that take as long to compile as there is in compiling anything.
     """
     calls = [node for node in graph.graph.nodes if node.op == "call_function"]
     if len(calls) < 2 * fixed or any(inner_graph(graph, node) is not None for node in graph.graph.nodes):
@@ -292,77 +296,135 @@ def cut(graph: fx.GraphModule, marked: Callable[[fx.GraphModule], str], fixed: i
     for node in made.nodes:
         if node in number:
             members.setdefault(number[node], []).append(node)
-    splitter = Splitter(segments.module, views_outside=False)
-    for node in made.nodes:
-        if node.op == "placeholder":
-            splitter.copy(node)
-    for _, nodes in sorted(members.items()):
-        splitter.delegate(0, nodes)
-    return _Written(splitter, marked).pieces
+    return _Written(segments.module, [nodes for _, nodes in sorted(members.items())]).pieces
 
 
 class _Written:
-    """Pieces, from the graph that calls them."""
+    """Pieces, from the nodes of each."""
 
-    def __init__(self, splitter: Splitter, marked: Callable[[fx.GraphModule], str]) -> None:
-        parts = splitter.finish()
-        outer = parts.module.graph
-        given = outer.find_nodes(op="placeholder")
-        self.modules = {one.name: one.module for one in parts.delegates}
+    def __init__(self, module: fx.GraphModule, pieces: Sequence[Sequence[fx.Node]]) -> None:
+        self.module = module
+        given = module.graph.find_nodes(op="placeholder")
         self.numbers: dict[Any, int] = {node: at for at, node in enumerate(given)}
         self.packs: list[Pack] = []
-        calls = outer.find_nodes(op="call_module")
-        self._give_away_once(calls)
-        inputs: list[list[Any]] = []
-        for call in calls:  # the packs' parts come before what calls give
-            inputs.append([self._part(call, at, node) for at, node in enumerate(call.args)])
-        known: dict[str, int] = {}
+        self.is_pack = {node for node in given if is_pack(node)}
+        of_piece = {node: at for at, nodes in enumerate(pieces) for node in nodes}
+        self.last: dict[fx.Node, int] = {}
+        """The last piece that uses an input."""
+        for at, nodes in enumerate(pieces):
+            self.last.update((used, at) for node in nodes for used in node.all_input_nodes if used.op == "placeholder")
+        known: dict[Any, int] = {}
         graphs: list[fx.GraphModule] = []
-        made: list[Piece] = []
+        calls: list[tuple[int, list[Any], list[fx.Node]]] = []
+        for at, nodes in enumerate(pieces):
+            wanted = [
+                node
+                for node in nodes
+                if isinstance(node.meta.get("val"), torch.Tensor)
+                and any(of_piece.get(user, -1) != at for user in node.users)
+            ]
+            if not wanted:
+                continue
+            needed = needed_for(nodes, wanted)
+            inputs = inputs_of(needed)
+            places = [self._places(needed, node) for node in inputs]
+            key = self._key(at, needed, wanted, inputs, places)
+            if key not in known:
+                known[key] = len(graphs)
+                graphs.append(self._graph(at, nodes, wanted, places))
+            parts = [
+                node if part is None else self._part(node, part) for node, part in zip(inputs, places, strict=True)
+            ]
+            calls.append((known[key], parts, wanted))
         count = len(given) + len(self.packs)
-        for call, of_call in zip(calls, inputs, strict=True):
-            module = self.modules[str(call.target)]
-            mark = marked(module)
-            if mark not in known:
-                known[mark] = len(graphs)
-                graphs.append(module)
-            outputs = tuple(range(count, count + len(call.meta["val"])))
+        made: list[Piece] = []
+        for graph, parts, wanted in calls:
+            outputs = tuple(range(count, count + len(wanted)))
             count += len(outputs)
-            for user in call.users:
-                self.numbers[user] = outputs[user.args[1]]
-            made.append(Piece(known[mark], tuple(self.numbers[one] for one in of_call), outputs))
-        results: Any = outer.output_node().args[0]
+            self.numbers.update(zip(wanted, outputs, strict=True))
+            made.append(Piece(graph, tuple(self.numbers[one] for one in parts), outputs))
+        results: Any = module.graph.output_node().args[0]
         self.pieces = Pieces(
             tuple(graphs), len(given), tuple(self.packs), tuple(made), tuple(self.numbers[one] for one in results)
         )
 
-    def _give_away_once(self, calls: Sequence[fx.Node]) -> None:
-        """What is donated to the whole is donated to the last piece that uses it."""
-        seen: set[Any] = set()
-        for call in reversed(calls):
-            placeholders = self.modules[str(call.target)].graph.find_nodes(op="placeholder")
-            for node, placeholder in zip(call.args, placeholders, strict=True):
-                if node in seen:
-                    placeholder.meta.pop("donated", None)
-            seen.update(call.args)
+    def _places(self, needed: Sequence[fx.Node], node: fx.Node) -> tuple[int, ...] | None:
+        """Which elements of a pack a piece takes; ``None`` for what is no pack."""
+        if node not in self.is_pack:
+            return None
+        length = node.meta["val"].shape[0]
+        return tuple(sorted({int(one.args[2]) % length for one in needed if one.args and one.args[0] is node}))  # type: ignore[arg-type]
 
-    def _part(self, call: fx.Node, at: int, node: Any) -> Any:
-        """What a call gets for its input ``at``: a value, or its own part of a pack."""
-        graph = self.modules[str(call.target)].graph
-        placeholder = graph.find_nodes(op="placeholder")[at]
-        if node.op != "placeholder" or not is_pack(placeholder):
+    def _part(self, node: fx.Node, places: tuple[int, ...]) -> Any:
+        """Part of a pack as a value, or the pack, where that is all of it."""
+        if len(places) == node.meta["val"].shape[0]:
             return node
-        length = placeholder.meta["val"].shape[0]
-        places = sorted({user.args[2] % length for user in placeholder.users})  # type: ignore[operator]
-        if places == list(range(length)):
-            return node
-        renumbered = {place: number for number, place in enumerate(places)}
-        for user in list(placeholder.users):
-            user.args = (placeholder, 0, renumbered[user.args[2] % length])  # type: ignore[operator]
-        placeholder.meta["val"] = fake_tensor(TensorSpec((len(places),), placeholder.meta["val"].dtype, (1,)))
-        placeholder.meta.pop("donated", None)
-        key = "part", node, tuple(places)
+        key = node, places
         if key not in self.numbers:
             self.numbers[key] = len(self.numbers)
-            self.packs.append(Pack(self.numbers[node], tuple(places)))
+            self.packs.append(Pack(self.numbers[node], places))
         return key
+
+    def _is_donated(self, at: int, node: fx.Node) -> bool:
+        """Whether an input is likely to be donated, and this piece is the last that uses it."""
+        return bool(node.meta.get("donated")) and node not in self.is_pack and self.last[node] == at
+
+    def _key(
+        self,
+        at: int,
+        needed: Sequence[fx.Node],
+        wanted: Sequence[fx.Node],
+        inputs: Sequence[fx.Node],
+        places: Sequence[tuple[int, ...] | None],
+    ) -> Any:
+        """Equal for pieces that compute the same."""
+        local: dict[fx.Node, int] = {}
+        parts: list[Any] = []
+        for node, part in zip(inputs, places, strict=True):
+            local[node] = len(local)
+            whole_input = _spec(node), self._is_donated(at, node)
+            parts.append(whole_input if part is None else ("part", len(part), node.meta["val"].dtype))
+        of_pack = {node: part for node, part in zip(inputs, places, strict=True) if part is not None}
+
+        def described(value: Any) -> Any:
+            if isinstance(value, fx.Node):
+                return local[value]
+            if isinstance(value, (list, tuple)):
+                return tuple(map(described, value))
+            return value.__class__, repr(value) if value.__class__ is float else value
+
+        for node in needed:
+            source = node.args[0] if node.args else None
+            if isinstance(source, fx.Node) and source in of_pack:
+                place = of_pack[source].index(int(node.args[2]) % source.meta["val"].shape[0])  # type: ignore[arg-type]
+                parts.append((local[source], place))
+            else:
+                kwargs = tuple((name, described(value)) for name, value in node.kwargs.items())
+                parts.append((str(node.target), described(node.args), kwargs, _spec(node)))
+            local[node] = len(local)
+        parts.append(tuple(local[node] for node in wanted))
+        return tuple(parts)
+
+    def _graph(
+        self,
+        at: int,
+        nodes: Sequence[fx.Node],
+        wanted: Sequence[fx.Node],
+        places: Sequence[tuple[int, ...] | None],
+    ) -> fx.GraphModule:
+        """A piece as a graph in normal form."""
+        module, inputs = extracted(self.module, nodes, wanted)
+        for node, placeholder, part in zip(inputs, module.graph.find_nodes(op="placeholder"), places, strict=True):
+            if not self._is_donated(at, node):
+                placeholder.meta.pop("donated", None)
+            if part is None or len(part) == node.meta["val"].shape[0]:
+                continue
+            length = node.meta["val"].shape[0]
+            for user in list(placeholder.users):
+                user.args = (placeholder, 0, part.index(int(user.args[2]) % length))  # type: ignore[arg-type]
+            placeholder.meta["val"] = fake_tensor(TensorSpec((len(part),), placeholder.meta["val"].dtype, (1,)))
+        return module
+
+
+def _spec(node: fx.Node) -> Any:
+    return specs_of(node.meta.get("val"))

@@ -1,12 +1,12 @@
 """What repeats in a graph: runs of operators that come several times in a row, such as the layers of a model.
 
-Operators are compared by what they are (target, numbers among their arguments, specs), not by names and not by where
-their inputs come from. Whether two repetitions really are the same computation is for whoever compiles them: it compares
-the pieces' fingerprints.
+Operators are compared by what they are (target, numbers among their arguments, specs), not by names and not by
+where their inputs come from. Whether two repetitions are the same computation is for whoever cuts: :mod:`.pieces`.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import fx
 
-__all__ = ["Run", "find_runs", "live_bytes", "tokens_of"]
+__all__ = ["Run", "find_runs", "live_bytes", "specs_of", "tokens_of"]
 
-SHORTEST: Final = 16
+SHORTEST: Final = 10
 """Operators that a repetition has at least."""
 CANDIDATES: Final = 24
 """Periods that are tried at most per search: those that most operators come back after."""
@@ -46,30 +46,35 @@ class Run:
 
 
 # -- operators as numbers ----------------------------------------------------------------------------------------------
-def _spec(value: Any) -> Any:
+def specs_of(value: Any) -> Any:
+    """What tells a value, or several, from others: shape, dtype and strides."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.dtype, value.stride()
     if isinstance(value, (list, tuple)):
-        return tuple(map(_spec, value))
+        return tuple(map(specs_of, value))
     return None
 
 
 def _described(value: Any) -> Any:
     if isinstance(value, fx.Node):
-        return _spec(value.meta.get("val"))
+        return specs_of(value.meta.get("val"))
     if isinstance(value, (list, tuple)):
         return tuple(map(_described, value))
     return value.__class__, repr(value) if value.__class__ is float else value
 
 
 def tokens_of(calls: Sequence[fx.Node]) -> Tokens:
-    """A number per operator, equal for equal ones."""
+    """A number per operator, equal for equal ones, in every graph and process."""
     known: dict[Any, int] = {}
     found: list[int] = []
     for node in calls:
         kwargs = tuple((name, _described(value)) for name, value in node.kwargs.items())
-        described = str(node.target), tuple(map(_described, node.args)), kwargs, _spec(node.meta.get("val"))
-        found.append(known.setdefault(described, len(known)))
+        described = str(node.target), tuple(map(_described, node.args)), kwargs, specs_of(node.meta.get("val"))
+        number = known.get(described)
+        if number is None:
+            digest = hashlib.blake2b(repr(described).encode(), digest_size=8).digest()
+            number = known[described] = int.from_bytes(digest, "little") >> 1
+        found.append(number)
     return np.asarray(found, dtype=np.int64)
 
 
@@ -112,7 +117,7 @@ def find_runs(tokens: Tokens, least: int) -> list[tuple[Run, int]]:
         best = max(runs, key=lambda run: (run.saved, -run.period), default=None)
         if best is None or best.saved < least:
             return found
-        same = (left[:-best.period] == left[best.period :]) & (left[best.period :] >= 0)
+        same = (left[: -best.period] == left[best.period :]) & (left[best.period :] >= 0)
         after = best.start + best.period * (best.count - 1)
         slack = 0
         while after + slack < len(same) and same[after + slack] and slack < best.period - 1:

@@ -20,8 +20,8 @@ attribute              environment variable        meaning
 ``compile_workers``    ``TORCHPORT_COMPILE_WORKERS`` processes that compile beside the program; 0: none
 ``compile_timeout``    ``TORCHPORT_COMPILE_TIMEOUT`` seconds that one computation may compile there
 ``compile_nice``       ``TORCHPORT_COMPILE_NICE``  how far those processes stand back for the program, 0 to 19
-``pieces``             ``TORCHPORT_PIECES``        ``auto`` | ``off``: a graph whose layers repeat is compiled in pieces,
-                                                   each different one once; or always as a whole
+``pieces``             ``TORCHPORT_PIECES``        ``auto`` | ``off``: a graph whose layers repeat is compiled
+                                                   in pieces, each different one once; or as a whole
 ``cache``              ``TORCHPORT_CACHE``         ``on`` | ``read-only`` | ``cache-only`` | ``off``: what is compiled,
                                                    on disk; with ``cache-only`` what is not there is an error
 ``cache_dir``          ``TORCHPORT_CACHE_DIR``     where they are; empty: in the user's cache folder

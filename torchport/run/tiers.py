@@ -30,6 +30,7 @@ from .history import history
 from .interpreted import InterpretedPlan, make_interpreted
 from .plans import ExecutionPlan, make_plan, plan_of
 from .tier_record import TierRecord
+from .whole import watch_pieces
 
 if TYPE_CHECKING:
     from ..backend.interface import Backend
@@ -239,6 +240,7 @@ def _taken_over(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
     except TorchportError as error:
         _give_up(plan, error)
         return plan
+    watch_pieces(runtime.backend, runtime.device, runtime.specs, computation, ticket.request, plan.record)
     made = plan_of(computation, progress.node.path(), progress.value_ids, answer.sources)
     return _successor(plan, progress, made)
 

@@ -34,6 +34,7 @@ __all__ = [
     "Question",
     "Request",
     "answer_of",
+    "as_whole",
     "failure_to_data",
     "graph_request",
     "path_request",
@@ -72,6 +73,7 @@ class Question:
     source: str | None
 
 
+_SETTINGS: Final = 3
 _DEFINITIONS: Final = 4
 
 
@@ -166,6 +168,14 @@ def graph_request(
     engine = _engine_settings(backend)
     question = Question(recipe, dict(specs), engine, _settings(), foreign, GRAPH, content, names, source)
     return _request(key, question, f"a graph of {len(content[1])} operators")
+
+
+def as_whole(request: Request) -> Request:
+    """The same, to be compiled as a whole where it was compiled in pieces."""
+    fields = list(loads(request.body))
+    values, *others = fields[_SETTINGS]
+    fields[_SETTINGS] = ({**values, "pieces": "off"}, *others)
+    return Request(("whole", request.key), dumps(tuple(fields))[0], request.label, request.source)
 
 
 def warming_request(backend: Backend, specs: CompileSpecs) -> Request:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from torchport.backend.interface import BackendDevice, Capabilities, FreeableBuf
 from torchport.backends.reference import ReferenceBackend
 from torchport.core.specs import CompileSpecs
 
-__all__ = ["Kept", "compiled"]
+__all__ = ["InPieces", "Kept", "compiled"]
 
 LOG = "TORCHPORT_TEST_LOG"
 """The environment variable that names a file with one line per call of ``preprocess``."""
@@ -60,6 +61,13 @@ class Kept(ReferenceBackend):
             raise ValueError(reason)
         context.refused = self.grumbles
         return super().init(processed, specs, context)
+
+
+class InPieces(Kept):
+    """One whose compiling takes long, so that what repeats is compiled once."""
+
+    name = "in_pieces"
+    capabilities = dataclasses.replace(Kept.capabilities, fixed_compile_cost=10, slow_to_compile=True)
 
 
 class Changes(Kept):

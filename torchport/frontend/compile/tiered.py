@@ -36,6 +36,7 @@ from ...run.history import history
 from ...run.reasons import CompileReason
 from ...run.tier_record import TierRecord
 from ...run.tiers import claim, costs, is_tiered, say_it_stays
+from ...run.whole import watch_pieces
 from ...worker.paths import NotSendable
 from ...worker.request import graph_request
 from ...worker.service import Cancelled, Ticket, service
@@ -165,6 +166,7 @@ class Part:
             self._stay(str(error))
             say_it_stays(error)
             return False
+        watch_pieces(self.backend, self.device, self.specs, made, self._request, self.record)
         metrics.count("TakenOver")
         metrics.metrics.add_time("TakeOverTime", self.record.take_over())
         if config.verify_swap:
