@@ -23,6 +23,7 @@ from ..trace.handle import intern_spec, shown_as, shown_spec
 from ..trace.trie import HostScalar, Leaf, Node, RandomKey, ScalarInput, Value
 from .host_forms import as_tensor
 from .plans import ExecutionPlan
+from .sizes import Family
 from .tier_record import TierRecord
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ class InterpretedPlan(ExecutionPlan):
 
     ``since``: when it was made. ``seconds``: what its runs have cost so far. ``ticket``: the compile service's, of what
     is to take its place. ``here``: no other process can compile it. ``stays``: it does not compile. ``record``: the
-    same for people.
+    same for people. ``family``: the computations that differ from it in sizes alone, ``sizes`` its own, and names of
+    the first of them; known once it may be worth compiling.
     """
 
     takes_tensors: ClassVar[bool] = True
@@ -49,6 +51,9 @@ class InterpretedPlan(ExecutionPlan):
     stays: bool = False
     since: float = field(default_factory=time.monotonic)
     record: TierRecord | None = None
+    family: Family | None = None
+    sizes: tuple[int, ...] = ()
+    names: Sequence[str] = ()
 
     @property
     def tier(self) -> str:

@@ -17,7 +17,8 @@ class TierRecord:
     ``config.verify_swap``), ``compiled`` or ``stays interpreted``. ``runs``, ``seconds``: how often it was interpreted,
     and what that took. ``expected``: seconds that compiling was expected to take when it was asked for. ``took_over``:
     seconds from its first run to the compiled computation's; ``None`` before. ``why``: why it stays interpreted.
-    ``form``: for what was compiled in pieces, that it was, or that the whole has taken over.
+    ``form``: for what was compiled in pieces, that it was, or that the whole has taken over. ``sizes``: for what
+    differs in sizes alone from what is compiled already, which.
     """
 
     frontend: str
@@ -30,6 +31,7 @@ class TierRecord:
     took_over: float | None = None
     why: str = ""
     form: str = ""
+    sizes: str = ""
     since: float = field(default_factory=time.monotonic)
 
     def take_over(self) -> float:
@@ -46,5 +48,5 @@ class TierRecord:
         runs = f"interpreted {self.runs} times in {self.seconds:.3f} s"
         after = "" if self.took_over is None else f", compiled after {self.took_over:.1f} s"
         why = f": {self.why.splitlines()[0]}" if self.why else ""
-        form = f", {self.form}" if self.form else ""
+        form = "".join(f", {one}" for one in (self.form, self.sizes) if one)
         return f"{self.frontend}, {self.operators} operators on {self.device}: {self.tier}{form}{why}; {runs}{after}"

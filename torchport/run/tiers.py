@@ -8,6 +8,7 @@ program stays with the interpreter.
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -29,6 +30,7 @@ from .checked_swap import CheckedPlan, make_checked
 from .history import history
 from .interpreted import InterpretedPlan, make_interpreted
 from .plans import ExecutionPlan, make_plan, plan_of
+from .sizes import FREE, Family, family_of, skeleton_of
 from .tier_record import TierRecord
 from .whole import watch_pieces
 
@@ -49,6 +51,9 @@ __all__ = [
     "next_plan",
     "say_it_stays",
 ]
+
+
+log: Final = logging.getLogger("torchport.compile")
 
 
 class CompileCosts:
@@ -186,11 +191,35 @@ def next_plan(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
     expected = costs.expected(progress.runtime.backend.name, computation.graph_ops)
     if plan.record is not None:
         plan.record.expected = expected
+    if plan.seconds >= WORTH_A_PROCESS * expected:
+        expected *= _family(plan, progress).factor(plan.sizes)
     if not plan.here and plan.seconds >= WORTH_A_PROCESS * expected:
         _request(plan, progress)
     if plan.here and plan.seconds >= WORTH_WAITING * expected:
         return _compiled_here(plan, progress)
     return plan
+
+
+def _family(plan: InterpretedPlan, progress: Progress) -> Family:
+    """The computations that differ from this one in sizes alone."""
+    if plan.family is None:
+        who = f"{progress.runtime!r} {progress.runtime.backend.name}"
+        known = skeleton_of(who, progress.node.path(), progress.value_ids, progress.leaf_specs())
+        key, plan.sizes, plan.names = known
+        plan.family = family_of(key)
+    return plan.family
+
+
+def _note_sizes(plan: InterpretedPlan, progress: Progress) -> None:
+    """Note that a plan is being compiled: why, and what is another than in those that differ in sizes alone."""
+    progress.note()
+    family = _family(plan, progress)
+    if plan.record is not None and (varied := family.varied(plan.sizes, plan.names)):
+        plan.record.sizes = f"size {len(family.compiled) + 1} of it that is compiled: {varied}"
+        if len(family.compiled) >= FREE:
+            metrics.count("OneMoreSize")
+            log.info("compiled for one more size: %s", varied)
+    family.add(plan.sizes)
 
 
 def _request(plan: InterpretedPlan, progress: Progress) -> None:
@@ -216,7 +245,7 @@ def _request(plan: InterpretedPlan, progress: Progress) -> None:
     except NotSendable:
         plan.here = True
         return
-    progress.note()
+    _note_sizes(plan, progress)
     plan.ticket = service.submit(request)
     if plan.record is not None:
         plan.record.tier = "compiling"
@@ -248,7 +277,7 @@ def _taken_over(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
 def _compiled_here(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
     """The compiled plan, if it compiles in this process: the backend, or an operator, is known to no other."""
     runtime, path = progress.runtime, progress.node.path()
-    progress.note()
+    _note_sizes(plan, progress)
     try:
         made = make_plan(runtime, path, progress.value_ids, progress.leaf_specs(), donated=progress.donated())
     except CompileError as error:

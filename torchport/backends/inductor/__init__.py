@@ -176,7 +176,7 @@ class InductorBackend(Backend):
         releases_gil=True,
         concurrent=True,
         slow_to_compile=True,
-        fixed_compile_cost=350,
+        fixed_compile_cost=100,
         donation=True,
         restores_donated=True,
         compile_options={

@@ -25,6 +25,7 @@ from ...core.default_state import default_state, modes_are_on
 from ...core.errors import GraphError, UnsupportedOp
 from ...core.frames import warn_user
 from ...core.specs import TensorSpec
+from ...run.sizes import Family
 from ...trace.handle import DEVICE_TYPE
 from ..device.expanded import exact_writes
 from ..device.fake import handle_handles
@@ -99,6 +100,8 @@ class CompiledGraph:
         self.wanted = [_device(value) for value in outputs]
         self.symbolic = any(map(has_symbols, inputs))
         self._programs: OrderedDict[Any, Run] = OrderedDict()
+        self._families: dict[str, Family] = {}
+        """By a delegate's name, the shapes that it was compiled for."""
         self._symbols = self._find_symbols() if self.symbolic and options.buckets is not None else None
         self._place(inputs, outputs)
 
@@ -164,7 +167,8 @@ class CompiledGraph:
         if backend is INTERPRETER:
             return interpreted_graph(delegate.module)
         device, specs = self.place.device_of(backend), self.specs[backend.name]
-        return begin(backend, device, specs, delegate.module, often=self.symbolic)
+        family = self._families.setdefault(delegate.name, Family()) if self.symbolic else None
+        return begin(backend, device, specs, delegate.module, family)
 
     # -- buckets ---------------------------------------------------------------------------------------------
     def _find_symbols(self) -> Symbols | None:

@@ -23,6 +23,7 @@ from ...backend.compiler import EntryRefused, computations
 from ...backend.execution import Computation, execute_on_host
 from ...backend.interface import Backend, BackendData, BackendDevice, ExecutionContext, Processed, TensorData
 from ...backend.interpreted_graph import Interpreter, can_interpret, interpreted_graph
+from ...backend.normal_form import input_specs
 from ...backend.serialize import fingerprint
 from ...core import metrics
 from ...core.config import config
@@ -34,8 +35,9 @@ from ...core.specs import CompileSpecs, TensorSpec
 from ...run.checked_swap import compare, say_dropped, say_that_it_agrees
 from ...run.history import history
 from ...run.reasons import CompileReason
+from ...run.sizes import Family
 from ...run.tier_record import TierRecord
-from ...run.tiers import claim, costs, is_tiered, say_it_stays
+from ...run.tiers import WORTH_A_PROCESS, claim, costs, is_tiered, say_it_stays
 from ...run.whole import watch_pieces
 from ...worker.paths import NotSendable
 from ...worker.request import graph_request
@@ -49,12 +51,12 @@ log: Final = logging.getLogger("torchport.compile")
 
 
 def begin(
-    backend: Backend, device: BackendDevice, specs: CompileSpecs, graph: fx.GraphModule, often: bool
+    backend: Backend, device: BackendDevice, specs: CompileSpecs, graph: fx.GraphModule, family: Family | None = None
 ) -> Computation | Part:
     """A delegate's computation, compiled; or as a :class:`Part`, which is interpreted at first.
 
-    ``often``: whether to wait for the second call before the other process is asked, because the graph is for one set
-    of shapes among many. Raises :class:`CompileError`.
+    ``family``: of a graph that is for one set of shapes among many, those of them that are compiled: whether one more
+    is depends on what it costs, and is not before its second call. Raises :class:`CompileError`.
     """
     if not _is_tiered(backend):
         return computations.get(backend, device, specs, graph, None)
@@ -63,7 +65,7 @@ def begin(
     if known is not None or not can_interpret(graph):
         return known or computations.get(backend, device, specs, graph, None)
     try:
-        return Part(backend, device, specs, graph, mark, often)
+        return Part(backend, device, specs, graph, mark, family)
     except NotSendable:
         return computations.get(backend, device, specs, graph, None)
 
@@ -94,13 +96,15 @@ class Part:
         specs: CompileSpecs,
         graph: fx.GraphModule,
         mark: str,
-        often: bool,
+        family: Family | None,
     ) -> None:
-        """Ask for it, at once or ``often`` enough. Raises :class:`NotSendable`."""
+        """Ask for it, at once or when it has cost enough. Raises :class:`NotSendable`."""
         self.backend = backend
         self.device = device
         self.specs = specs
         self.graph = graph
+        self.family = family
+        self.sizes = tuple(size for spec in input_specs(graph) for size in spec.shape)
         # With the settings that are in force now, which it would have been compiled under.
         key = ("graph", backend.name, str(device), specs.fingerprint(), mark)
         self._request = graph_request(key, backend, specs, graph)
@@ -112,7 +116,7 @@ class Part:
         self.record = TierRecord("torch.compile", place, self.computation.graph_ops)
         history.tiers.append(self.record)
         metrics.count("InterpretedPlan")
-        if not often:
+        if family is None:
             self._ask("torch.compile has a graph that neither memory nor the disk cache knows")
 
     def _ask(self, why: str) -> None:
@@ -136,8 +140,20 @@ class Part:
         metrics.count("InterpretedRun")
         self.record.runs += 1
         self.record.seconds += self.computation.seconds
-        if self._ticket is None and not self.settled and self.record.runs >= 2:
+        if self._ticket is None and not self.settled and self.record.runs >= 2 and self._is_worth_it():
             self._ask("a graph of torch.compile has come back with the same shapes")
+
+    def _is_worth_it(self) -> bool:
+        """Whether these shapes have cost enough, beside the others that the graph was compiled for."""
+        assert self.family is not None
+        factor = self.family.factor(self.sizes)
+        if factor > 1:
+            expected = costs.expected(self.backend.name, self.record.operators)
+            if self.record.seconds < WORTH_A_PROCESS * expected * factor:
+                return False
+            metrics.count("OneMoreSize")
+        self.family.add(self.sizes)
+        return True
 
     @property
     def settled(self) -> bool:
