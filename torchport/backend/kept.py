@@ -21,7 +21,7 @@ from .compile_key import Uncacheable, manifest_of
 from .interface import Backend
 from .optional import optional_of
 from .pieced import assemble
-from .pieces import cut, in_pieces, whole
+from .pieces import cut, in_pieces, pays, whole
 from .prepare import Prepared, describe, with_bytes, with_bytes_of_all
 from .serialize import fingerprint
 
@@ -71,12 +71,16 @@ def find_or_prepare(
 
 def _made(backend: Backend, specs: CompileSpecs, graph: fx.GraphModule, about: Prepared) -> Prepared:
     """What is known of a graph, with its bytes: in pieces, where its layers repeat and the backend takes that."""
-    pieces = cut(graph, backend.capabilities.fixed_compile_cost) if in_pieces(backend) else None
+    fixed = backend.capabilities.fixed_compile_cost
+    pieces = cut(graph, fixed) if in_pieces(backend) else None
     if pieces is None:
         return with_bytes(backend, specs, graph, about)
     start = perf_counter()
     graphs = {fingerprint(one): one for one in pieces.graphs}
     with whole():
+        missing = [one for mark, one in graphs.items() if find_kept(backend, specs, one, mark) is None]
+        if not pays(about.ops, missing, fixed):
+            return with_bytes(backend, specs, graph, about)
         if optional_of(backend).preprocess_all is not None:
             found = {one.mark: one for one in prepare_all(backend, specs, graphs, about.source)}
             prepared = [found[mark] for mark in graphs]

@@ -35,7 +35,7 @@ from .partition import extracted, inputs_of, needed_for
 from .repeats import Run, find_runs, live_bytes, specs_of, tokens_of
 from .segments import Segments
 
-__all__ = ["Pack", "Piece", "Pieces", "cut", "in_pieces", "whole"]
+__all__ = ["Pack", "Piece", "Pieces", "cut", "in_pieces", "pays", "whole"]
 
 _getitem: Any = operator.getitem
 aten = torch.ops.aten
@@ -226,14 +226,14 @@ def _placed(run: Run, slack: int, alive: Any, tokens: Any) -> list[int]:
     return [run.start + best[2] + at * period for at in range(count + 1)]
 
 
-def _pieces(order: _Order, free: Set[fx.Node], fixed: int) -> dict[fx.Node, int] | None:
+def _pieces(order: _Order, free: dict[fx.Node, None], fixed: int) -> dict[fx.Node, int] | None:
     """Each call's piece; ``None`` if cutting is not worth it."""
     calls, updates = order.calls, order.updates
     tokens = tokens_of(calls)
     runs = find_runs(tokens, LEAST)
     if sum(run.saved for run, _ in runs) <= fixed:
         return None
-    roots = _roots(free)
+    roots = _roots(free.keys())
     alive = live_bytes(calls, roots)
     alive[order.inside] += UNCUTTABLE
     place = {node: at for at, node in enumerate(calls)}
@@ -241,13 +241,10 @@ def _pieces(order: _Order, free: Set[fx.Node], fixed: int) -> dict[fx.Node, int]
         if node.target is _getitem:
             alive[place[node.args[0]] + 1 : place[node] + 1] += UNCUTTABLE  # type: ignore[index]
     bounds, repeated = {0, updates, len(calls)}, set[int]()
-    compiled = different = 0
     for run, slack in runs:
         placed = _placed(run, slack, alive, tokens)
         bounds.update(placed)
         repeated.update(placed[:-1])
-        compiled += run.period if placed else 0
-        different += bool(placed)
     number: dict[fx.Node, int] = {}
     count = -1
     rest: int | None = None
@@ -259,21 +256,24 @@ def _pieces(order: _Order, free: Set[fx.Node], fixed: int) -> dict[fx.Node, int]
         else:
             mine = count = count + 1
             rest = mine if start >= updates and start not in repeated else rest
-            different += start not in repeated
-        compiled += end - start if start not in repeated else 0
         number.update(dict.fromkeys(calls[start:end], mine))
-    if compiled + fixed * different > MOST * (len(calls) + fixed):
-        return None
-    for node in sorted(free, key=lambda node: node._sort_key, reverse=True):  # pyright: ignore[reportPrivateUsage]
+    for node in reversed(free):
         users = [number[user] for user in node.users if user in number]
         source = roots[node]
         number[node] = min(users) if users else number.get(source, 0)
     return number
 
 
+# -- whether it pays ---------------------------------------------------------------------------------------------------
+def pays(ops: int, missing: Sequence[fx.GraphModule], fixed: int) -> bool:
+    """Whether compiling these pieces takes clearly less than compiling a graph of so many operators."""
+    cost = sum(fixed + sum(node.op == "call_function" for node in one.graph.nodes) for one in missing)
+    return cost <= MOST * (ops + fixed)
+
+
 # -- cutting -----------------------------------------------------------------------------------------------------------
 def cut(graph: fx.GraphModule, fixed: int) -> Pieces | None:
-    """A graph in normal form in pieces; ``None`` if compiling them would not take clearly less. It is not changed.
+    """A graph in normal form in pieces; ``None`` if too little of it repeats. It is not changed.
 
     ``fixed``: the operators that take as long to compile as there is in compiling anything.
     """
@@ -282,16 +282,16 @@ def cut(graph: fx.GraphModule, fixed: int) -> Pieces | None:
         return None
     segments = Segments(graph, dict.fromkeys(calls, 0))
     made = segments.graph
-    free = {
+    taken = {user for node in made.find_nodes(op="placeholder") if is_pack(node) for user in node.users}
+    free = dict.fromkeys(
         node
         for node in made.nodes
-        if node.op == "call_function" and (segments.is_free_view(node) or _is_constant(node.target))
-    }
-    free.update(user for node in made.find_nodes(op="placeholder") if is_pack(node) for user in node.users)
-    number = _pieces(_ordered(made, free), free, fixed)
+        if node.op == "call_function" and (segments.is_free_view(node) or _is_constant(node.target) or node in taken)
+    )
+    number = _pieces(_ordered(made, free.keys()), free, fixed)
     if number is None:
         return None
-    segments.give_to_users(number, free)
+    segments.give_to_users(number, free.keys())
     members: dict[int, list[fx.Node]] = {}
     for node in made.nodes:
         if node in number:
