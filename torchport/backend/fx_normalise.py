@@ -29,6 +29,7 @@ from ..core.specs import TensorSpec, is_dense
 from .builder import OF_MEMORY, REFUSAL, REFUSED_OP, Capture, GraphBuilder, Refused, capture_of
 from .control_flow import CONTROL_FLOW, inner_graph
 from .decompositions import DECOMPOSE
+from .graph_modules import graph_module
 from .infer import DataDependent, Inferred, NoShapeRule, fake_tensor, infer
 from .interface import Backend
 from .lowering import view_form
@@ -379,7 +380,7 @@ class _Normaliser:
         if self.keys is not None and not self.keys.users:
             self.builder.graph.erase_node(self.keys)
         self.builder.graph.eliminate_dead_code()
-        made = fx.GraphModule(self.root, self.builder.graph)
+        made = graph_module(self.builder.graph, self.root)
         made.meta["random_ops"] = self.drawn
         return made
 

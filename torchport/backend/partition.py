@@ -18,6 +18,7 @@ from torch import fx
 from ..core.errors import UnsupportedOp
 from .builder import REFUSAL, REFUSED_OP, GraphBuilder, capture_of
 from .control_flow import inner_graph
+from .graph_modules import graph_module
 from .grouping import HOST, group
 from .interface import Backend
 from .normal_form import is_view, source_of
@@ -117,7 +118,7 @@ def extracted(
     builder.debug_handle, builder.source = last.get("debug_handle", 0), last.get("source")
     results = builder.separate([inside[node] for node in wanted])
     builder.graph.output(tuple(results)).meta["val"] = tuple(builder.val(node) for node in results)
-    return fx.GraphModule(held, builder.graph), inputs
+    return graph_module(builder.graph, held), inputs
 
 
 def inputs_of(nodes: Sequence[fx.Node]) -> list[fx.Node]:
@@ -213,7 +214,7 @@ class _Splitter:
             if not node.users and inner_graph(self.root, node) is not None:
                 self.outer.erase_node(node)
         self.outer.lint()
-        return Partitioned(fx.GraphModule(self.root, self.outer), self.delegates, self.leftovers)
+        return Partitioned(graph_module(self.outer, self.root), self.delegates, self.leftovers)
 
 
 _REARRANGING: Final = {

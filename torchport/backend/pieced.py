@@ -20,10 +20,10 @@ from .container import pack, spec_from_json, spec_to_json, unpack
 from .execution import Computation
 from .interface import Backend, BackendData, BackendDevice, ExecutionContext, Processed
 from .optional import SupportsHostExecution, optional_of
-from .pieces import Pack, Piece, Pieces
+from .pieces import Pack, PieceCall, Pieces
 from .prepare import Prepared
 
-__all__ = ["Call", "PiecedProgram", "assemble", "is_pieced", "make_pieced", "owner_of", "taken_apart"]
+__all__ = ["LinkedCall", "PiecedProgram", "assemble", "is_pieced", "make_pieced", "owner_of", "taken_apart"]
 
 _MAGIC: Final = b"TPPIECE1"
 
@@ -63,7 +63,7 @@ def taken_apart(whole: Prepared, backend: str) -> tuple[list[Prepared], Pieces]:
                 Prepared(sections[str(at)], *specs, tuple(names), mark, ops, label, source, seconds, kept=whole.kept)
             )
         packs = tuple(Pack(source, tuple(places)) for source, places in document["packs"])
-        calls = tuple(Piece(graph, tuple(given), tuple(made)) for graph, given, made in document["calls"])
+        calls = tuple(PieceCall(graph, tuple(given), tuple(made)) for graph, given, made in document["calls"])
         return prepared, Pieces((), document["inputs"], packs, calls, tuple(document["results"]))
 
     return unpack(_MAGIC, whole.data, backend, build)
@@ -71,7 +71,7 @@ def taken_apart(whole: Prepared, backend: str) -> tuple[list[Prepared], Pieces]:
 
 # -- running -----------------------------------------------------------------------------------------------------------
 @dataclass(slots=True)
-class Call:
+class LinkedCall:
     """One call of a piece: where its arguments and results are, and which values nobody needs after it."""
 
     computation: Computation
@@ -94,7 +94,7 @@ class WholeBeside(Protocol):
 class PiecedProgram:
     """The calls in order, how many values there are, and which of them are the results."""
 
-    calls: list[Call]
+    calls: list[LinkedCall]
     packs: list[tuple[int, Callable[[torch.Tensor], torch.Tensor]]]
     """For each value after the inputs that is part of a pack: the pack, and what takes the part."""
     values: int
@@ -138,7 +138,7 @@ def program_of(pieces: Pieces, computations: Sequence[Computation]) -> PiecedPro
         count += len(piece.outputs)
     for value in pieces.results:
         last[value] = len(pieces.calls)
-    calls: list[Call] = []
+    calls: list[LinkedCall] = []
     for at, piece in enumerate(pieces.calls):
         ends = tuple(
             one for one in dict.fromkeys((*piece.inputs, *piece.outputs)) if last[one] == at and one >= pieces.inputs
@@ -149,7 +149,7 @@ def program_of(pieces: Pieces, computations: Sequence[Computation]) -> PiecedPro
             for position, one in enumerate(piece.inputs)
             if one < pieces.inputs and last[one] == at and one in once
         )
-        calls.append(Call(computations[piece.graph], piece.inputs, piece.outputs, ends, given))
+        calls.append(LinkedCall(computations[piece.graph], piece.inputs, piece.outputs, ends, given))
     packs = [(one.source, _taking(one.places)) for one in pieces.packs]
     return PiecedProgram(calls, packs, count, pieces.results, len(computations))
 

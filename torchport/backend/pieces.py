@@ -35,7 +35,7 @@ from .partition import extracted, inputs_of, needed_for
 from .repeats import Run, find_runs, live_bytes, specs_of, tokens_of
 from .segments import Segments
 
-__all__ = ["Pack", "Piece", "Pieces", "cut", "in_pieces", "pays", "whole"]
+__all__ = ["Pack", "PieceCall", "Pieces", "cut", "in_pieces", "pays", "whole"]
 
 _getitem: Any = operator.getitem
 aten = torch.ops.aten
@@ -63,7 +63,7 @@ class Pack:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PieceCall:
     """One call: the graph's number, and the values that go in and come out, by number."""
 
     graph: int
@@ -81,7 +81,7 @@ class Pieces:
     graphs: tuple[fx.GraphModule, ...]
     inputs: int
     packs: tuple[Pack, ...]
-    calls: tuple[Piece, ...]
+    calls: tuple[PieceCall, ...]
     results: tuple[int, ...]
 
 
@@ -337,12 +337,12 @@ class _Written:
             ]
             calls.append((known[key], parts, wanted))
         count = len(given) + len(self.packs)
-        made: list[Piece] = []
+        made: list[PieceCall] = []
         for graph, parts, wanted in calls:
             outputs = tuple(range(count, count + len(wanted)))
             count += len(outputs)
             self.numbers.update(zip(wanted, outputs, strict=True))
-            made.append(Piece(graph, tuple(self.numbers[one] for one in parts), outputs))
+            made.append(PieceCall(graph, tuple(self.numbers[one] for one in parts), outputs))
         results: Any = module.graph.output_node().args[0]
         self.pieces = Pieces(
             tuple(graphs), len(given), tuple(self.packs), tuple(made), tuple(self.numbers[one] for one in results)

@@ -17,6 +17,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from .builder import REFUSAL, is_factory
+from .graph_modules import graph_module
 from .grouping import HOST, group
 from .normal_form import is_view
 
@@ -90,7 +91,7 @@ class Segments:
         original = graph.graph.output_node()
         self.copies[original] = self.graph.output(result)
         self.copies[original].meta.update(original.meta)
-        self.module = fx.GraphModule(graph, self.graph)
+        self.module = graph_module(self.graph, graph)
         self.colour: dict[fx.Node, Hashable | None] = {}
         for node, copy in self.copies.items():
             if node.op == "call_function":

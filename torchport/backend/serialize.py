@@ -20,6 +20,7 @@ from ..core.errors import GraphError
 from ..core.specs import TensorSpec
 from .arguments import check_arguments
 from .control_flow import CONTROL_FLOW, inner_graph
+from .graph_modules import graph_module
 
 __all__ = ["check_calls", "decode", "decode_arg", "encode", "encode_arg", "fingerprint", "resolve_op"]
 
@@ -217,4 +218,4 @@ def _decoded(document: Any) -> fx.GraphModule:
     if not isinstance(outputs, list) or not all(map(_is_node, outputs)):  # pyright: ignore[reportUnknownArgumentType]
         raise GraphError("its outputs are not a list of values")
     graph.output(tuple(outputs))  # pyright: ignore[reportUnknownArgumentType]
-    return fx.GraphModule(root, graph)
+    return graph_module(graph, root)

@@ -12,6 +12,7 @@ from torch import fx
 from torch.utils._pytree import tree_map
 
 from ..backend.builder import OF_MEMORY, Capture, GraphBuilder, Refusal, refusals
+from ..backend.graph_modules import graph_module
 from ..backend.random import RANDOM
 from ..core import metrics
 from ..core.errors import CompileError, GraphError
@@ -142,7 +143,7 @@ class _TraceBuilder:
                 spec = TensorSpec((len(positions),), dtype, (1,))
                 places = {position: place for place, position in enumerate(sorted(positions))}
                 self.packs[name] = self.b.placeholder(name, spec), places
-        unused = fx.GraphModule(torch.nn.Module(), fx.Graph())
+        unused = graph_module(fx.Graph())
         ordered = {"leaves": leaves, "singles": singles, "doubles": doubles, "random_keys": keys}
         return TraceGraph(
             module=unused, refusals=(), **{name: tuple(sorted(positions)) for name, positions in ordered.items()}
@@ -271,7 +272,7 @@ def build_graph(
     output = builder.graph.output(tuple(results))
     output.meta["val"] = tuple(builder.val(node) for node in results)
     builder.graph.eliminate_dead_code()
-    made.module = fx.GraphModule(torch.nn.Module(), builder.graph)
+    made.module = graph_module(builder.graph)
     if not capture.takes_all:
         made.refusals = refusals(made.module)
     return made
