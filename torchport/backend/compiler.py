@@ -23,6 +23,7 @@ from ..core.config import config
 from ..core.errors import CompileError
 from ..core.forks import guarded_rlock
 from ..core.profiling import profiled
+from ..core.sharding import is_partitioned
 from ..core.specs import CompileSpecs
 from .execution import Computation
 from .inferences import keep_inferences
@@ -69,6 +70,9 @@ class Computations:
         key = _key(backend, device, specs, mark)
         with self._lock:
             found = self._cache.get(key)
+            # How values lie on several devices is decided for a whole graph.
+            if found is not None and owner_of(found.backend) is not found.backend and is_partitioned(backend):
+                found = None
             if found is not None and owner_of(found.backend) is backend:
                 self._cache.move_to_end(key)
                 metrics.count("CachedCompile")

@@ -174,6 +174,27 @@ def test_a_failure_in_a_piece_names_the_engine_and_leaves_the_rest(engine: InPie
         torch.testing.assert_close(other.cpu(), x.cpu() + 1)
 
 
+def test_backends_are_checked_in_pieces_too(engine: InPieces, monkeypatch: Any) -> None:
+    """``config.check_backends`` looks at the whole's arguments and results."""
+    model, x = deep(8).to("port").eval(), torch.randn(2, 5, 4).to("port")
+    with torch.no_grad(), config.override(check_backends=True):
+        for _ in range(2):
+            torch.testing.assert_close(model(x).cpu(), deep(8).eval()(x.cpu()))
+    assert metrics.counter("PiecesCalled") > 0
+
+
+def test_values_on_several_devices_are_computed_whole(engine: InPieces, monkeypatch: Any) -> None:
+    model, x = deep(8).to("port").eval(), torch.randn(2, 5, 4).to("port")
+    with torch.no_grad():
+        wanted = model(x).cpu()
+        _next_process()
+        monkeypatch.setattr("torchport.backend.pieces.is_partitioned", lambda backend: True)
+        monkeypatch.setattr("torchport.backend.compiler.is_partitioned", lambda backend: True)
+        torch.testing.assert_close(deep(8).to("port").eval()(x).cpu(), wanted)
+    assert metrics.counter("PiecesCalled") == 0
+    assert metrics.counter("UncachedCompile") > 0
+
+
 class _Ended:
     """A ticket whose answer is there."""
 

@@ -55,6 +55,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers.costs, "note", lambda *args: None)
     monkeypatch.setattr(sizes, "families", type(sizes.families)())
     monkeypatch.setattr(tiers, "FEW", 0)
+    monkeypatch.setattr(tiers, "RECORDING", 0.0)
 
 
 def _model() -> nn.Module:
