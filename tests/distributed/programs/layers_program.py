@@ -90,6 +90,36 @@ def split_groups() -> None:
     dist.monitored_barrier(group=dist.new_group(backend="gloo"))
 
 
+def default_device() -> None:
+    """Under a default device a group is made, and collectives are as without."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.set_default_device("port")
+    try:
+        group = dist.new_group(backend="cpu:gloo,port:port")
+        x = torch.full((3,), float(rank))
+        dist.all_reduce(x, group=group)
+        assert x.tolist() == [float(sum(range(size)))] * 3
+        parts = [torch.empty(2) for _ in range(size)]
+        dist.all_gather(parts, torch.full((2,), float(rank)), group=group)
+        assert [part[0].item() for part in parts] == list(range(size))
+        mine = torch.empty(1)
+        dist.reduce_scatter(mine, [torch.ones(1) * n for n in range(size)], group=group)
+        assert mine.item() == rank * size
+        swapped = torch.empty(size)
+        dist.all_to_all_single(swapped, torch.full((size,), float(rank)), group=group)
+        assert swapped.tolist() == list(range(size))
+        y = torch.full((2,), float(rank))
+        dist.broadcast(y, 1, group=group)
+        assert y.tolist() == [1.0, 1.0]
+        if rank == 0:
+            dist.send(x, 1)
+        elif rank == 1:
+            dist.recv(y := torch.empty(3), 0)
+            assert y.tolist() == x.tolist()
+    finally:
+        torch.set_default_device(None)
+
+
 if __name__ == "__main__":
     dist.init_process_group()
     for name in sys.argv[1:]:
