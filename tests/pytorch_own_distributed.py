@@ -26,14 +26,15 @@ RANKS = 2
 OUTCOME = re.compile(r"^(\S+::\S+) (PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS)", re.MULTILINE)
 WHY = re.compile(r"^(?:FAILED|ERROR) (\S+::\S+) - (.*)$", re.MULTILINE)
 
-OWN = '''from torch.testing._internal.common_utils import run_tests
+OWN = '''from torch.multiprocessing import get_context
+from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed import distributed_test as own
 
 
-class TestDistBackendWithSpawn(own.TestDistBackend, own.DistributedTest._DistTestBase):
+class TestDistBackendWithFork(own.TestDistBackend, own.DistributedTest._DistTestBase):
     def setUp(self):
         super().setUp()
-        self._spawn_processes()
+        self._start_processes(get_context("fork").Process)
 
 
 if __name__ == "__main__":
@@ -41,13 +42,15 @@ if __name__ == "__main__":
 '''
 """A test file for the wheel's tests of ``c10d`` and DDP: they are a class to inherit from."""
 
+OWN_NAME = "c10d_and_ddp"
+
 KNOWN: dict[str, str] = {}
 """Parts of names, or of messages, of tests that do not pass, and why."""
 
 
-def environment(folder: Path) -> dict[str, str]:
+def environment(folder: Path, kind: str) -> dict[str, str]:
     path = os.pathsep.join([str(HERE / "pytorch_harness"), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
-    own = {"PYTORCH_OWN_DISTRIBUTED": "1", "BACKEND": "gloo", "WORLD_SIZE": str(RANKS), "TEMP_DIR": str(folder)}
+    own = {"PYTORCH_OWN_DISTRIBUTED": kind, "BACKEND": "gloo", "WORLD_SIZE": str(RANKS), "TEMP_DIR": str(folder)}
     local = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return {"TORCHPORT_BACKEND": "reference", **os.environ, **own, **local, "PYTHONPATH": path}
 
@@ -61,7 +64,7 @@ def run(file: Path, keyword: str, limit: float, folder: Path) -> tuple[dict[str,
         process = subprocess.Popen(
             [sys.executable, "-m", "pytest", *flags, file.name],
             cwd=file.parent,
-            env=environment(folder) | {"COLUMNS": "400"},
+            env=environment(folder, "c10d" if file.stem == OWN_NAME else "device") | {"COLUMNS": "400"},
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -95,7 +98,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        own = folder / "c10d_and_ddp.py"
+        own = folder / f"{OWN_NAME}.py"
         own.write_text(OWN)
         for file in arguments.files or [own]:
             outcomes, why = run(file.resolve(), arguments.keyword, arguments.limit, folder)

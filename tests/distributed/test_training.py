@@ -19,7 +19,7 @@ def test_two_ranks_train_as_one() -> None:
 
 
 def test_layers_that_know_of_ranks() -> None:
-    ways = ("sync_batch_norm", "split_groups", "uneven_inputs", "sharded_optimizer", "default_device")
+    ways = ("sync_batch_norm", "split_groups", "uneven_inputs", "sharded_optimizer", "default_device", "own_number")
     all_well(run_ranks("layers_program.py", *ways))
 
 
@@ -37,7 +37,7 @@ def test_other_ways_of_two_ranks() -> None:
 
 @pytest.mark.slow
 def test_layers_that_know_of_four_ranks() -> None:
-    ways = ("sync_batch_norm", "split_groups", "uneven_inputs", "sharded_optimizer", "default_device")
+    ways = ("sync_batch_norm", "split_groups", "uneven_inputs", "sharded_optimizer", "default_device", "own_number")
     all_well(run_ranks("layers_program.py", *ways, ranks=4, limit=300))
 
 

@@ -63,7 +63,8 @@ def install() -> None:
     """Watch for the harness's modules."""
     torchport.use(os.environ["TORCHPORT_BACKEND"])
     torch.accelerator.device_count = torch.port.device_count = lambda: RANKS  # type: ignore[attr-defined]
-    when_imported(f"{INTERNAL}.common_distributed", _common)
+    if os.environ["PYTORCH_OWN_DISTRIBUTED"] == "device":  # the tests of c10d that ask for devices name CUDA
+        when_imported(f"{INTERNAL}.common_distributed", _common)
     when_imported(f"{INTERNAL}.common_fsdp", _fully_sharded)
     when_imported(f"{INTERNAL}.distributed._tensor.common_dtensor", _tensors)
     when_imported(f"{INTERNAL}.distributed.distributed_test", _c10d)

@@ -90,6 +90,37 @@ def split_groups() -> None:
     dist.monitored_barrier(group=dist.new_group(backend="gloo"))
 
 
+def own_number() -> None:
+    """A script that writes ``f"cuda:{local_rank}"``, with the device's name changed."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    device = torch.device(f"port:{rank}")
+    torch.accelerator.set_device_index(rank)
+    dist.barrier(device_ids=[rank])
+    losses: list[list[float]] = []
+    for place in (device, torch.device("cpu")):
+        torch.manual_seed(0)
+        net = DistributedDataParallel(net_of(nn.ReLU()).to(place), device_ids=[rank] if place is device else None)
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+        found: list[float] = []
+        for step in range(3):
+            x, y = (one.to(place) for one in images(10 * rank + step, 4))
+            optimizer.zero_grad()
+            loss = F.cross_entropy(net(x), y)
+            loss.backward()
+            optimizer.step()
+            whole = loss.detach().clone()
+            dist.all_reduce(whole)
+            found.append(whole.item() / size)
+        losses.append(found)
+    torch.testing.assert_close(*losses, rtol=1e-4, atol=0)
+    try:
+        torch.zeros(1, device=f"port:{size + 1}")
+    except RuntimeError as error:
+        assert "no backend is bound" in str(error)
+    else:
+        raise AssertionError("an index that is no rank's was taken")
+
+
 def default_device() -> None:
     """Under a default device a group is made, and collectives are as without."""
     rank, size = dist.get_rank(), dist.get_world_size()

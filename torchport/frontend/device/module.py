@@ -248,15 +248,30 @@ def get_device_name(device: Any = None) -> str:
     return f"{runtime.backend.name} on {runtime.device}"
 
 
-def get_device_properties(device: Any = None) -> dict[str, Any]:
-    """The backend's name, hardware and memory figures."""
+class DeviceProperties(dict[str, Any]):
+    """What is known of a device: by key, and as attributes, which is how programs read CUDA's properties."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"nothing is known of {name!r}; there are: {', '.join(self)}") from None
+
+
+def get_device_properties(device: Any = None) -> DeviceProperties:
+    """The backend's name, hardware and memory figures; ``total_memory`` is the machine's where the device is its CPU."""
     runtime = _runtime(device)
-    return {
-        "name": get_device_name(device),
-        "backend": runtime.backend.name,
-        "hardware": str(runtime.device),
-        **runtime.memory_info(),
-    }
+    info = runtime.memory_info()
+    total = info.get("total", 0)
+    if not total and runtime.device.type == "cpu" and hasattr(os, "sysconf"):
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return DeviceProperties(
+        name=get_device_name(device),
+        backend=runtime.backend.name,
+        hardware=str(runtime.device),
+        total_memory=total,
+        **info,
+    )
 
 
 def get_device_capability(device: Any = None) -> tuple[int, int]:
