@@ -12,6 +12,9 @@ MODELS = ("gpt2", "llama", "mixtral")
 WAYS = ("ddp_views", "fsdp", "simple_fsdp", "tensor_parallel", "two_dimensional", "schedule")
 MORE = ("ddp", "ddp_unused", "ddp_static", "ddp_hook", "ddp_power", "ddp_accumulated", "pipeline", "checkpointed")
 
+LAYERS = ("sync_batch_norm", "split_groups", "uneven_inputs", "sharded_optimizer", "own_number", "deferred_weights")
+LAYERS += ("default_device",)
+
 
 def test_two_ranks_train_as_one() -> None:
     ways = ("ddp_unused", "tensor_parallel", "fsdp", "simple_fsdp", "two_dimensional", "pipeline")
@@ -19,8 +22,7 @@ def test_two_ranks_train_as_one() -> None:
 
 
 def test_layers_that_know_of_ranks() -> None:
-    ways = ("sync_batch_norm", "split_groups", "uneven_inputs", "sharded_optimizer", "default_device", "own_number")
-    all_well(run_ranks("layers_program.py", *ways))
+    all_well(run_ranks("layers_program.py", *LAYERS))
 
 
 @pytest.mark.slow
@@ -37,8 +39,7 @@ def test_other_ways_of_two_ranks() -> None:
 
 @pytest.mark.slow
 def test_layers_that_know_of_four_ranks() -> None:
-    ways = ("sync_batch_norm", "split_groups", "uneven_inputs", "sharded_optimizer", "default_device", "own_number")
-    all_well(run_ranks("layers_program.py", *ways, ranks=4, limit=300))
+    all_well(run_ranks("layers_program.py", *LAYERS, ranks=4, limit=300))
 
 
 @pytest.mark.slow

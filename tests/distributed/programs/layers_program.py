@@ -10,6 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -119,6 +121,21 @@ def own_number() -> None:
         assert "no backend is bound" in str(error)
     else:
         raise AssertionError("an index that is no rank's was taken")
+
+
+def deferred_weights() -> None:
+    """A module of ``meta``, sharded, then given memory and weights: as large models are made."""
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    fully_shard(net, mesh=init_device_mesh("port", (dist.get_world_size(),)))
+    net.to_empty(device="port")
+    for parameter in net.parameters():
+        nn.init.constant_(parameter, 0.5)
+    y = net(torch.ones(2, 4, device="port"))
+    y.sum().backward()
+    assert y.tolist() == [[8.0, 8.0], [8.0, 8.0]]
+    gradient: Any = net[1].weight.grad
+    assert gradient.full_tensor().tolist() == [[5.0] * 6] * 2
 
 
 def default_device() -> None:

@@ -44,6 +44,7 @@ __all__ = [
     "max_memory_reserved",
     "mem_get_info",
     "memory_allocated",
+    "memory_stats",
     "memory_reserved",
     "reset_peak_memory_stats",
     "seed",
@@ -283,6 +284,12 @@ def mem_get_info(device: Any = None) -> tuple[int, int]:
     """``(free, total)`` bytes as far as the backend says, else zeros."""
     info = _runtime(device).memory_info()
     return info.get("free", 0), info.get("total", 0)
+
+
+def memory_stats(device: Any = None) -> dict[str, int]:
+    """The figures that the backend has, by CUDA's names; those it has not are left out."""
+    allocated = _runtime(device).memory_info().get("allocated")
+    return {} if allocated is None else {"allocated_bytes.all.current": allocated}
 
 
 def memory_allocated(device: Any = None) -> int:
