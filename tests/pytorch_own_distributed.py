@@ -12,6 +12,7 @@ the default device. Everything talks on the loopback. Exits with 1 if a test fai
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import signal
@@ -26,7 +27,7 @@ RANKS = 2
 OUTCOME = re.compile(r"^(\S+::\S+) (PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS)", re.MULTILINE)
 WHY = re.compile(r"^(?:FAILED|ERROR) (\S+::\S+) - (.*)$", re.MULTILINE)
 
-OWN = '''from torch.multiprocessing import get_context
+OWN = """from torch.multiprocessing import get_context
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed import distributed_test as own
 
@@ -39,7 +40,7 @@ class TestDistBackendWithFork(own.TestDistBackend, own.DistributedTest._DistTest
 
 if __name__ == "__main__":
     run_tests()
-'''
+"""
 """A test file for the wheel's tests of ``c10d`` and DDP: they are a class to inherit from."""
 
 OWN_NAME = "c10d_and_ddp"
@@ -74,10 +75,8 @@ def run(file: Path, keyword: str, limit: float, folder: Path) -> tuple[dict[str,
         except subprocess.TimeoutExpired:
             print(f"  {file.name} was not done after {limit:.0f} s; what it did not reach is not counted", flush=True)
         finally:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             process.wait()
     text = said.read_text(errors="replace")
     return dict(OUTCOME.findall(text)), dict(WHY.findall(text))
@@ -89,7 +88,9 @@ def reason_of(test: str, message: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("files", nargs="*", type=Path, help="PyTorch's test files, of the installed release if possible")
+    parser.add_argument(
+        "files", nargs="*", type=Path, help="PyTorch's test files, of this release if possible"
+    )
     parser.add_argument("--keyword", default="", help="pytest's -k")
     parser.add_argument("--limit", type=float, default=1800, metavar="S", help="seconds for one file")
     parser.add_argument("--keep", type=Path, help="a folder for what the tests said")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from ..core.specs import TensorSpec, contiguous_strides
-from .trie import Leaf, Node, Value
+from .trie import Node, Value
 
 if TYPE_CHECKING:
     from torch import fx
@@ -42,7 +42,10 @@ class JoinedWrites:
 
 
 def joined_writes(
-    nodes: Sequence[Node], outputs: Collection[int], spec_of: Callable[[Any], TensorSpec | None], used: Mapping[int, int]
+    nodes: Sequence[Node],
+    outputs: Collection[int],
+    spec_of: Callable[[Any], TensorSpec | None],
+    used: Mapping[int, int],
 ) -> dict[Node, JoinedWrites]:
     """The writes that can be joined, by the last of each row; nobody uses the whole that another one gives.
 
@@ -81,9 +84,7 @@ def _place(args: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(tuple(one) if isinstance(one, list) else one for one in args)
 
 
-def _parts(
-    row: Sequence[Node], spec_of: Callable[[Any], TensorSpec | None]
-) -> tuple[tuple[int, int, Any], ...] | None:
+def _parts(row: Sequence[Node], spec_of: Callable[[Any], TensorSpec | None]) -> tuple[tuple[int, int, Any], ...] | None:
     """What the writes put where; ``None`` where they overlap, or one of them is not in one piece."""
     (whole,) = row[-1].specs
     base = spec_of(row[0].args[0])

@@ -44,8 +44,8 @@ __all__ = [
     "max_memory_reserved",
     "mem_get_info",
     "memory_allocated",
-    "memory_stats",
     "memory_reserved",
+    "memory_stats",
     "reset_peak_memory_stats",
     "seed",
     "seed_all",
@@ -260,7 +260,7 @@ class DeviceProperties(dict[str, Any]):
 
 
 def get_device_properties(device: Any = None) -> DeviceProperties:
-    """The backend's name, hardware and memory figures; ``total_memory`` is the machine's where the device is its CPU."""
+    """The backend's name, hardware and memory; ``total_memory`` is the machine's where the device is its CPU."""
     runtime = _runtime(device)
     info = runtime.memory_info()
     total = info.get("total", 0)
