@@ -88,9 +88,7 @@ def reason_of(test: str, message: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "files", nargs="*", type=Path, help="PyTorch's test files, of this release if possible"
-    )
+    parser.add_argument("files", nargs="*", type=Path, help="PyTorch's test files, of this release if possible")
     parser.add_argument("--keyword", default="", help="pytest's -k")
     parser.add_argument("--limit", type=float, default=1800, metavar="S", help="seconds for one file")
     parser.add_argument("--keep", type=Path, help="a folder for what the tests said")
