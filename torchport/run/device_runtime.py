@@ -47,7 +47,7 @@ from .values import settle
 if TYPE_CHECKING:
     from ..trace.kernels import Kernel
 
-__all__ = ["DeviceRuntime", "Runtimes", "default_backend", "rebind", "runtimes"]
+__all__ = ["DeviceRuntime", "Runtimes", "default_backend", "is_own_rank", "rebind", "runtimes"]
 
 _generations = itertools.count(1)
 
@@ -173,7 +173,7 @@ class DeviceRuntime:
         return f"port:{self.index} ({self.backend.name} on {self.device})"
 
 
-def _is_own_rank(index: int) -> bool:
+def is_own_rank(index: int) -> bool:
     """Whether a device index is the number of this process among those of a distributed program."""
     return str(index) == os.environ.get("LOCAL_RANK") or index == journal.rank
 
@@ -193,7 +193,7 @@ class Runtimes:
             if index == 0 and self._by_index[0] is None:
                 self._by_index[0] = self._make(0, *default_backend())
             runtime = self._by_index[index] if 0 <= index < len(self._by_index) else None
-            if runtime is None and index > 0 and _is_own_rank(index):
+            if runtime is None and index > 0 and is_own_rank(index):
                 runtime = self._stand_in(index)
         if runtime is None:
             bound = ", ".join(repr(r) for r in self._by_index if r is not None) or "none yet"

@@ -109,14 +109,20 @@ def current_device() -> int:
     return _current
 
 
+def _is_own_rank(index: int) -> bool:
+    from ...run.device_runtime import is_own_rank  # on demand: ``import torch`` must stay light
+
+    return is_own_rank(index)
+
+
 def set_device(device: Any) -> None:
     """Only index 0 can be the current device: PyTorch's Python-defined devices know no other.
 
-    A process of a distributed program may name its ``LOCAL_RANK``: each has one device, which is index 0 there.
+    A process of a distributed program may name its own number: each has one device, which is index 0 there.
     Raises ``RuntimeError`` for another index. ``torchport.use(name)`` binds index 0 to another backend.
     """
     index = _index(device)
-    if index != 0 and str(index) != os.environ.get("LOCAL_RANK"):
+    if index != 0 and not _is_own_rank(index):
         raise RuntimeError(
             f"port:{index} cannot be made the current device: PyTorch knows index 0 only for devices defined in "
             "Python. Write the index in full, torch.device('port', index), or bind index 0 with torchport.use(name)"
