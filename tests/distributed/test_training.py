@@ -12,6 +12,9 @@ MODELS = ("gpt2", "llama", "mixtral")
 WAYS = ("ddp_views", "fsdp", "simple_fsdp", "tensor_parallel", "two_dimensional", "schedule")
 MORE = ("ddp", "ddp_unused", "ddp_static", "ddp_hook", "ddp_power", "ddp_accumulated", "pipeline", "checkpointed")
 
+LAYERS = ("sync_batch_norm", "split_groups", "uneven_inputs", "sharded_optimizer", "own_number", "deferred_weights")
+LAYERS += ("default_device",)
+
 
 def test_two_ranks_train_as_one() -> None:
     ways = ("ddp_unused", "tensor_parallel", "fsdp", "simple_fsdp", "two_dimensional", "pipeline")
@@ -19,8 +22,7 @@ def test_two_ranks_train_as_one() -> None:
 
 
 def test_layers_that_know_of_ranks() -> None:
-    ways = ("sync_batch_norm", "split_groups", "uneven_inputs", "sharded_optimizer")
-    all_well(run_ranks("layers_program.py", *ways))
+    all_well(run_ranks("layers_program.py", *LAYERS))
 
 
 @pytest.mark.slow
@@ -37,20 +39,20 @@ def test_other_ways_of_two_ranks() -> None:
 
 @pytest.mark.slow
 def test_layers_that_know_of_four_ranks() -> None:
-    ways = ("sync_batch_norm", "split_groups", "uneven_inputs", "sharded_optimizer")
-    all_well(run_ranks("layers_program.py", *ways, ranks=4, limit=300))
+    all_well(run_ranks("layers_program.py", *LAYERS, ranks=4, limit=300))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("backend", "kind", "ways"),
-    [*[("xla", kind, WAYS) for kind in MODELS], ("inductor", "gpt2", ("ddp_views", "fsdp", "tensor_parallel"))],
-)
-def test_ten_steps_on_compilers(backend: str, kind: str, ways: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("backend", ["xla", "inductor"])
+def test_ten_steps_on_compilers(backend: str, kind: str, ranks: int, tmp_path: Path) -> None:
     """Ranks that share a disk cache compile no graph twice between them."""
     cache = {"TORCHPORT_CACHE": "on", "TORCHPORT_CACHE_DIR": str(tmp_path)}
-    ended = run_ranks("training_program.py", kind, "2", "10", *ways, backend=backend, limit=1800, **cache)
+    program = ("training_program.py", kind, str(ranks), "10", *WAYS)
+    ended = run_ranks(*program, ranks=ranks, backend=backend, limit=3000, **cache)
     all_well(ended)
     compiled = [int(n) for one in ended for n in re.findall(r"^compiled (\d+)", one.text, re.M)]
     kept = [entry for entry in tmp_path.rglob("*") if entry.name.endswith(".entry")]
     assert sum(compiled) <= len(kept), (compiled, len(kept))
+    print(f"{backend} {kind} {ranks}: compiled {compiled}, kept {len(kept)}")

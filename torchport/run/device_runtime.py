@@ -27,6 +27,7 @@ from ..core.forks import guarded_rlock
 from ..core.random_state import DEFAULT_SEED, RandomState, state_in_use
 from ..core.sharding import is_partitioned
 from ..core.specs import CompileSpecs
+from ..core.traffic import journal
 from ..trace.decide import AtOnce
 from ..trace.handle import LazyTensor
 from ..trace.threads import ThreadTraces, every_trace, threads
@@ -46,7 +47,7 @@ from .values import settle
 if TYPE_CHECKING:
     from ..trace.kernels import Kernel
 
-__all__ = ["DeviceRuntime", "Runtimes", "default_backend", "rebind", "runtimes"]
+__all__ = ["DeviceRuntime", "Runtimes", "default_backend", "is_own_rank", "rebind", "runtimes"]
 
 _generations = itertools.count(1)
 
@@ -172,6 +173,11 @@ class DeviceRuntime:
         return f"port:{self.index} ({self.backend.name} on {self.device})"
 
 
+def is_own_rank(index: int) -> bool:
+    """Whether a device index is the number of this process among those of a distributed program."""
+    return str(index) == os.environ.get("LOCAL_RANK") or index == journal.rank
+
+
 class Runtimes:
     """Which device index stands for which backend device. Index 0 is the default, bound on first use."""
 
@@ -187,6 +193,8 @@ class Runtimes:
             if index == 0 and self._by_index[0] is None:
                 self._by_index[0] = self._make(0, *default_backend())
             runtime = self._by_index[index] if 0 <= index < len(self._by_index) else None
+            if runtime is None and index > 0 and is_own_rank(index):
+                runtime = self._stand_in(index)
         if runtime is None:
             bound = ", ".join(repr(r) for r in self._by_index if r is not None) or "none yet"
             raise TorchportError(
@@ -194,6 +202,13 @@ class Runtimes:
                 "Write torchport.device('backend name') to get the device of a backend"
             )
         return runtime
+
+    def _stand_in(self, index: int) -> DeviceRuntime:
+        """This rank's own number stands for its device: programs write ``f"cuda:{local_rank}"``."""
+        own = self.get(0)
+        self._by_index += [None] * (index + 1 - len(self._by_index))
+        made = self._by_index[index] = self._make(index, own.backend, own.device.ordinal)
+        return made
 
     def _make(self, index: int, backend: Backend, ordinal: int) -> DeviceRuntime:
         recall_inferences()

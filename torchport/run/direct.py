@@ -29,7 +29,7 @@ from ..trace.record import mismatch
 from ..trace.threads import threads
 from ..trace.trace import Trace
 from ..trace.trie import Sights
-from ..trace.wrapping import call_above, is_below, unwrap, wrap
+from ..trace.wrapping import call_above, is_bypassed, unwrap, wrap
 from .flush import flush
 from .host_forms import as_tensor, keep_tensor
 from .regions import Anchor, Log, Rounds
@@ -255,7 +255,7 @@ def _real(trace: Trace, manner: How, value: Any, used: list[Any]) -> tuple[Any, 
         return (_CPU, _CPU) if cls is torch.device else (value, value)
     inner = unwrap(value)
     if inner is not value:
-        if is_below():
+        if is_bypassed(value):
             raise _Bypassed
         if isinstance(inner, LazyTensor) and inner.get_device() != trace.index:
             raise _OtherIndex(inner.get_device())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from time import perf_counter
@@ -11,12 +12,13 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
-from ..backend.builder import OF_MEMORY, Capture, GraphBuilder, Refusal, refusals
+from ..backend.builder import OF_MEMORY, Capture, GraphBuilder, Refusal, Refused, refusals
 from ..backend.graph_modules import graph_module
 from ..backend.random import RANDOM
 from ..core import metrics
 from ..core.errors import CompileError, GraphError
 from ..core.specs import TensorSpec, is_dense
+from .joined_writes import JoinedWrites, join, joined_writes
 from .trie import HostScalar, Leaf, Node, RandomKey, ScalarInput, Value, is_template
 
 __all__ = [
@@ -155,6 +157,39 @@ class _TraceBuilder:
             return True
         return any(isinstance(t, HostScalar) and t.dtype in _WIDE for t in templates_of(node))
 
+    # -- operators -------------------------------------------------------------------------------------------
+    def emit_all(self, nodes: Sequence[Node], outputs: Sequence[int]) -> None:
+        """Add traced ops to the graph, for the given values; writes in a row as one."""
+        used = Counter(one.value_id for node in nodes for one in templates_of(node) if isinstance(one, Value))
+        joined = joined_writes(nodes, outputs, self._spec, used)
+        put_off = {node for writes in joined.values() for node in writes.nodes[:-1]}
+        written = {node: given for writes in joined.values() for node, given in writes.reads}
+        for node in nodes:
+            if node in joined:
+                self._emit_joined(joined[node])
+            elif node in written:
+                self.values[node.first_id] = self._argument(written[node], False)
+            elif node not in put_off:
+                self.emit(node)
+
+    def _spec(self, template: Any) -> TensorSpec | None:
+        if isinstance(template, Leaf):
+            return self.leaf_specs[template.position]
+        return self.specs.get(template.value_id) if isinstance(template, Value) else None
+
+    def _emit_joined(self, writes: JoinedWrites) -> None:
+        last = writes.nodes[-1]
+        self.b.debug_handle, self.b.source = last.depth, last.source
+        try:
+            made = self.b.attempt(self.b.capture, lambda: join(self.b, writes, lambda one: self._argument(one, False)))
+        except Refused:
+            for node in writes.nodes:
+                self.emit(node)
+            return
+        (spec,) = last.specs
+        assert spec is not None
+        self.values[last.first_id] = self._checked(last, made, spec)
+
     # -- one traced op ---------------------------------------------------------------------------------------
     def _packed(self, pack: str, position: int) -> fx.Node:
         node, places = self.packs[pack]
@@ -242,8 +277,7 @@ def _emitted(
     trace_builder = _TraceBuilder(path, leaf_specs, builder)
     nodes = needed(path, outputs)
     made = trace_builder.declare_inputs(nodes, donated)
-    for node in nodes:
-        trace_builder.emit(node)
+    trace_builder.emit_all(nodes, outputs)
     return made, trace_builder.outputs(outputs)
 
 

@@ -19,6 +19,8 @@ def unwrap(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _FUNCTIONALIZE: Final = torch._C.DispatchKey.Functionalize
+_OUTERMOST: Final = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
+"""The fallback of tensor subclasses switches off this and all keys between; functionalization's kernels do not."""
 _is_excluded: Final = torch._C._dispatch_tls_is_dispatch_key_excluded
 _exclude: Final = torch._C._dispatch_tls_set_dispatch_key_excluded
 
@@ -33,20 +35,23 @@ def is_bypassed(value: object) -> bool:
 
 def call_above(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call an operator with functionalization switched on, as if the program had called it."""
+    inside = _is_excluded(_OUTERMOST)
     _exclude(_FUNCTIONALIZE, False)
+    _exclude(_OUTERMOST, False)
     try:
         return op(*args, **kwargs)
     finally:
         _exclude(_FUNCTIONALIZE, True)
+        _exclude(_OUTERMOST, inside)
 
 
 def is_below() -> bool:
-    """Whether functionalization is switched off: what is made is its own, and in no wrapper."""
-    return _is_excluded(_FUNCTIONALIZE)
+    """Whether functionalization itself is at work: what is made is its own, and in no wrapper."""
+    return _is_excluded(_FUNCTIONALIZE) and not _is_excluded(_OUTERMOST)
 
 
 def wrap(tensor: torch.Tensor) -> torch.Tensor:
     """A new value as the user gets it: in a functionalization wrapper, unless functionalization itself asked for it."""
-    if _is_excluded(_FUNCTIONALIZE):
+    if _is_excluded(_FUNCTIONALIZE) and not _is_excluded(_OUTERMOST):
         return tensor
     return torch._to_functional_tensor(tensor)

@@ -42,6 +42,16 @@ def test_memory_figures_are_the_backends(device: torch.device) -> None:
     torch.accelerator.reset_accumulated_memory_stats()
 
 
+def test_properties_by_key_and_as_attributes(device: torch.device) -> None:
+    found = torch.port.get_device_properties(0)  # type: ignore[attr-defined]
+    assert found.name == found["name"] == torch.port.get_device_name(0)  # type: ignore[attr-defined]
+    assert found.total_memory > 0 or not found.hardware.startswith("cpu")
+    with pytest.raises(AttributeError, match="nothing is known of 'warp_size'; there are: name, backend"):
+        _ = found.warp_size
+    known = torch.port.memory_stats()  # type: ignore[attr-defined]
+    assert known.get("allocated_bytes.all.current", 0) == torch.port.memory_allocated()  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("call", ["set_device_index", "device_index"])
 def test_another_index_cannot_be_the_current_one(device: torch.device, call: str) -> None:
     def use() -> Any:

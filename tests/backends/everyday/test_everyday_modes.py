@@ -47,3 +47,27 @@ def test_aotautograd_watches_the_first_call_with_a_mode() -> None:
         return (x.to("port") * 2 + 1).sum().cpu()
 
     assert torch.compile(fn, backend="aot_eager")(torch.ones(3)).item() == 9
+
+
+class Held(torch.Tensor):
+    """A subclass that holds a tensor and calls operators on it."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Held:
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)  # type: ignore[attr-defined]
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        return op(*(arg.inner if isinstance(arg, Held) else arg for arg in args), **(kwargs or {}))
+
+
+def test_what_a_subclass_of_another_device_makes_here_can_be_used() -> None:
+    """As ``to_empty`` makes memory for a sharded module of ``meta``."""
+    made = torch.zeros_like(Held(torch.empty(2, 3, device="meta")), device="port")
+    flat = made.view(-1)
+    flat += 1
+    assert (made * 2).tolist() == [[2.0] * 3] * 2

@@ -5,11 +5,14 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -88,6 +91,78 @@ def split_groups() -> None:
     dist.all_reduce(x, group=groups[rank % 2])
     assert x.tolist() == [float(sum(parts[rank % 2]))] * 3
     dist.monitored_barrier(group=dist.new_group(backend="gloo"))
+
+
+def own_number() -> None:
+    """A script that writes ``f"cuda:{local_rank}"``, with the device's name changed."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    device = torch.device(f"port:{rank}")
+    torch.accelerator.set_device_index(rank)
+    dist.barrier(device_ids=[rank])
+    losses: list[list[float]] = []
+    for place in (device, torch.device("cpu")):
+        torch.manual_seed(0)
+        net = DistributedDataParallel(net_of(nn.ReLU()).to(place), device_ids=[rank] if place is device else None)
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+        found: list[float] = []
+        for step in range(3):
+            x, y = (one.to(place) for one in images(10 * rank + step, 4))
+            optimizer.zero_grad()
+            loss = F.cross_entropy(net(x), y)
+            loss.backward()
+            optimizer.step()
+            whole = loss.detach().clone()
+            dist.all_reduce(whole)
+            found.append(whole.item() / size)
+        losses.append(found)
+    torch.testing.assert_close(*losses, rtol=1e-4, atol=0)
+    with pytest.raises(RuntimeError, match="no backend is bound"):
+        torch.zeros(1, device=f"port:{size + 1}")  # no rank's number
+
+
+def deferred_weights() -> None:
+    """A module of ``meta``, sharded, then given memory and weights: as large models are made."""
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    fully_shard(net, mesh=init_device_mesh("port", (dist.get_world_size(),)))
+    net.to_empty(device="port")
+    for parameter in net.parameters():
+        nn.init.constant_(parameter, 0.5)
+    y = net(torch.ones(2, 4, device="port"))
+    y.sum().backward()
+    assert y.tolist() == [[8.0, 8.0], [8.0, 8.0]]
+    gradient: Any = net[1].weight.grad
+    assert gradient.full_tensor().tolist() == [[5.0] * 6] * 2
+
+
+def default_device() -> None:
+    """Under a default device a group is made, and collectives are as without."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.set_default_device("port")
+    try:
+        group = dist.new_group(backend="cpu:gloo,port:port")
+        x = torch.full((3,), float(rank))
+        dist.all_reduce(x, group=group)
+        assert x.tolist() == [float(sum(range(size)))] * 3
+        parts = [torch.empty(2) for _ in range(size)]
+        dist.all_gather(parts, torch.full((2,), float(rank)), group=group)
+        assert [part[0].item() for part in parts] == list(range(size))
+        mine = torch.empty(1)
+        dist.reduce_scatter(mine, [torch.ones(1) * n for n in range(size)], group=group)
+        assert mine.item() == rank * size
+        swapped = torch.empty(size)
+        dist.all_to_all_single(swapped, torch.full((size,), float(rank)), group=group)
+        assert swapped.tolist() == list(range(size))
+        y = torch.full((2,), float(rank))
+        dist.broadcast(y, 1, group=group)
+        assert y.tolist() == [1.0, 1.0]
+        if rank == 0:
+            dist.send(x, 1)
+        elif rank == 1:
+            dist.recv(y := torch.empty(3), 0)
+            assert y.tolist() == x.tolist()
+    finally:
+        torch.set_default_device(None)
 
 
 if __name__ == "__main__":

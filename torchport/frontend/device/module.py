@@ -45,6 +45,7 @@ __all__ = [
     "mem_get_info",
     "memory_allocated",
     "memory_reserved",
+    "memory_stats",
     "reset_peak_memory_stats",
     "seed",
     "seed_all",
@@ -108,14 +109,20 @@ def current_device() -> int:
     return _current
 
 
+def _is_own_rank(index: int) -> bool:
+    from ...run.device_runtime import is_own_rank  # on demand: ``import torch`` must stay light
+
+    return is_own_rank(index)
+
+
 def set_device(device: Any) -> None:
     """Only index 0 can be the current device: PyTorch's Python-defined devices know no other.
 
-    A process of a distributed program may name its ``LOCAL_RANK``: each has one device, which is index 0 there.
+    A process of a distributed program may name its own number: each has one device, which is index 0 there.
     Raises ``RuntimeError`` for another index. ``torchport.use(name)`` binds index 0 to another backend.
     """
     index = _index(device)
-    if index != 0 and str(index) != os.environ.get("LOCAL_RANK"):
+    if index != 0 and not _is_own_rank(index):
         raise RuntimeError(
             f"port:{index} cannot be made the current device: PyTorch knows index 0 only for devices defined in "
             "Python. Write the index in full, torch.device('port', index), or bind index 0 with torchport.use(name)"
@@ -248,15 +255,30 @@ def get_device_name(device: Any = None) -> str:
     return f"{runtime.backend.name} on {runtime.device}"
 
 
-def get_device_properties(device: Any = None) -> dict[str, Any]:
-    """The backend's name, hardware and memory figures."""
+class DeviceProperties(dict[str, Any]):
+    """What is known of a device: by key, and as attributes, which is how programs read CUDA's properties."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"nothing is known of {name!r}; there are: {', '.join(self)}") from None
+
+
+def get_device_properties(device: Any = None) -> DeviceProperties:
+    """The backend's name, hardware and memory; ``total_memory`` is the machine's where the device is its CPU."""
     runtime = _runtime(device)
-    return {
-        "name": get_device_name(device),
-        "backend": runtime.backend.name,
-        "hardware": str(runtime.device),
-        **runtime.memory_info(),
-    }
+    info = runtime.memory_info()
+    total = info.get("total", 0)
+    if not total and runtime.device.type == "cpu" and hasattr(os, "sysconf"):
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return DeviceProperties(
+        name=get_device_name(device),
+        backend=runtime.backend.name,
+        hardware=str(runtime.device),
+        total_memory=total,
+        **info,
+    )
 
 
 def get_device_capability(device: Any = None) -> tuple[int, int]:
@@ -268,6 +290,12 @@ def mem_get_info(device: Any = None) -> tuple[int, int]:
     """``(free, total)`` bytes as far as the backend says, else zeros."""
     info = _runtime(device).memory_info()
     return info.get("free", 0), info.get("total", 0)
+
+
+def memory_stats(device: Any = None) -> dict[str, int]:
+    """The figures that the backend has, by CUDA's names; those it has not are left out."""
+    allocated = _runtime(device).memory_info().get("allocated")
+    return {} if allocated is None else {"allocated_bytes.all.current": allocated}
 
 
 def memory_allocated(device: Any = None) -> int:

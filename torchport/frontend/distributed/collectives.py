@@ -84,7 +84,7 @@ def _blank(like: LazyTensor, spec: torch.Tensor) -> LazyTensor:
 
 
 def _empty(handle: torch.Tensor) -> torch.Tensor:
-    return torch.empty(handle.shape, dtype=handle.dtype)
+    return torch.empty(handle.shape, dtype=handle.dtype, device="cpu")
 
 
 def contiguous(shape: Sequence[int], dtype: torch.dtype) -> TensorSpec:
@@ -180,7 +180,7 @@ def reduce_scatter(
     what = f"{name}({reduction.name}) to {describe(outputs)}"
     communicator.agree(what)
     staged = _staged(reduction, flat)
-    shares = [torch.empty(one.numel() // size, dtype=one.dtype) for one in staged]
+    shares = [torch.empty(one.numel() // size, dtype=one.dtype, device="cpu") for one in staged]
     options = _options(c10d.ReduceScatterOptions, communicator, begin(communicator, flat), reduceOp=reduction.op)
     if size == 1:
         shares = [one.reshape(-1) for one in staged]
@@ -237,7 +237,7 @@ def all_gather(
     what = f"{name} of {describe(inputs)}"
     communicator.agree(what)
     options = _options(c10d.AllgatherOptions, communicator, begin(communicator, hosts) * size)
-    wholes = [torch.empty(size, host.numel(), dtype=host.dtype) for host in hosts]
+    wholes = [torch.empty(size, host.numel(), dtype=host.dtype, device="cpu") for host in hosts]
     if size == 1:
         wholes = [host.reshape(1, -1).clone() for host in hosts]
     results = [
@@ -315,7 +315,7 @@ def all_to_all(
     flat = _flat(_values(communicator, name, inputs))
     what = f"{name} of {str(kind.dtype).removeprefix('torch.')}"
     communicator.agree(what, sent, received)
-    whole = torch.empty(sum(received), dtype=kind.dtype) if communicator.size > 1 else flat.clone()
+    whole = torch.empty(sum(received), dtype=kind.dtype, device="cpu") if communicator.size > 1 else flat.clone()
     width = kind.element_size()
     options = _options(c10d.AllToAllOptions, communicator, begin(communicator, [flat]))
 

@@ -276,7 +276,7 @@ def create_gloo(options: Any) -> Any:
         traffic.journal.rank = rank
         if size > 1:
             _world.append(Watch(options.store, rank))
-    nonce = torch.tensor([secrets.randbits(62)])
+    nonce = torch.tensor([secrets.randbits(62)], device="cpu")  # the program may have a default device
     if size > 1:  # a store may have the keys of an earlier group of this name
         gloo.broadcast(nonce, 0).wait()
     watch = _world[0] if size > 1 else None

@@ -80,7 +80,7 @@ def _wake() -> None:
         communicator.leave()
         other = (communicator.rank + 1) % communicator.size
         with contextlib.suppress(RuntimeError):
-            communicator.gloo.recv([torch.zeros(1)], other, _NOBODYS).wait(timedelta(milliseconds=1))
+            communicator.gloo.recv([torch.zeros(1, device="cpu")], other, _NOBODYS).wait(timedelta(milliseconds=1))
     for thread in threads:
         thread.join(5)
 
@@ -186,7 +186,8 @@ def receive(
     sender = "any rank" if source is None else f"rank {communicator.ranks[source]}"
     what = f"receive from {sender} of {expected} with tag {tag}"
     line = _place(communicator, what)
-    header, host = torch.zeros(HEADER, dtype=torch.uint8), torch.empty(tensor.shape, dtype=tensor.dtype)
+    header = torch.zeros(HEADER, dtype=torch.uint8, device="cpu")
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     received = Received(source)
     key = (id(communicator), -1 if source is None else source, tag)
     before, posted, met = _last.get(key), threading.Event(), threading.Event()

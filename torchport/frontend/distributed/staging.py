@@ -45,7 +45,7 @@ def host_values(op: str, handles: Sequence[LazyTensor], private: bool = False) -
 def as_bytes(host: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous CPU tensor: what is only moved has no dtype that gloo could refuse."""
     if not host.numel():  # its strides may be anything
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return host.reshape(-1).view(torch.uint8)
 
 
