@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from torchport.backend.interface import Support
+from torchport.core.releases import operators
 
 from .dtypes import JAX_DTYPES
 from .ops import TABLE
@@ -27,7 +28,10 @@ _VALUES: Final = {aten.nonzero.default, aten._local_scalar_dense.default}
 _SIZES: Final = "sym_"
 _NO_LDL: Final = "XLA has no factorisation of symmetric indefinite matrices (LAPACK's sytrf)"
 _ON_THE_HOST: Final[Mapping[Any, str]] = {
-    aten.cholesky.default: "it raises where a matrix is not positive definite: XLA cannot, cholesky_ex can",
+    # PyTorch 2.14 has no such operator any more.
+    **dict.fromkeys(
+        operators(aten, "cholesky"), "it raises where a matrix is not positive definite: XLA cannot, cholesky_ex can"
+    ),
     aten.linalg_eig.default: "eigenvectors have no definite sign: XLA's LAPACK chooses another than PyTorch's",
     aten.linalg_ldl_factor_ex.default: _NO_LDL,
     aten.linalg_ldl_solve.default: _NO_LDL,
