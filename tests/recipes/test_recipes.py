@@ -10,12 +10,13 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from recipes import RECIPES, missing
-from table import outcome
+from table import BACKENDS, outcome
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("on", BACKENDS)
 @pytest.mark.parametrize("name", RECIPES)
-def test_recipe(name: str) -> None:
+def test_recipe(name: str, on: str) -> None:
     if absent := missing(name):
         pytest.skip(f"not installed: {', '.join(absent)}")
-    assert outcome(name)[1] == "works"
+    assert outcome(name, on)[1] == "works"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.metadata
 import json
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import torchport
+from torchport.core import releases
 
 ROOT = Path(torchport.__file__).parent
 PROJECT = ROOT.parent / "pyproject.toml"
@@ -48,6 +50,7 @@ def test_importing_torch_sets_up_the_device_without_any_engine() -> None:
         "opaque", "parameters", "patches", "ready", "register", "storages", "streams",
     )  # fmt: skip
     expected = {"torchport", "torchport.core", "torchport.core.forks", "torchport.core.random_state"}
+    expected |= {"torchport.core.releases"}
     expected |= {"torchport.frontend", "torchport.frontend.device", "torchport.frontend.register"}
     expected |= {"torchport.frontend.distributed", "torchport.frontend.distributed.register"}
     expected |= {"torchport.frontend.spmd", "torchport.frontend.spmd.register"}
@@ -147,13 +150,32 @@ def test_one_version() -> None:
     assert version in (PROJECT.parent / "CHANGELOG.md").read_text()
 
 
-def test_one_version_of_torch() -> None:
+def test_the_releases_of_torch_are_those_that_were_tested() -> None:
+    (makefile,) = re.findall(r"^TORCH := (.*)$", (PROJECT.parent / "Makefile").read_text(), re.MULTILINE)
+    (wanted,) = [d for d in tomllib.loads(PROJECT.read_text())["project"]["dependencies"] if d.startswith("torch>")]
+    tested = sorted(releases.version(text) for text in releases.TESTED)
+    (first, last), after = (tested[0], tested[-1]), (tested[-1][0], tested[-1][1] + 1)
+    assert wanted == f"torch>={first[0]}.{first[1]},<{after[0]}.{after[1]}", (first, last)
+    assert makefile in releases.TESTED
+
+
+def test_names_that_came_with_a_release_are_there_from_it_on() -> None:
     import torch
 
-    (makefile,) = re.findall(r"^TORCH := (.*)$", (PROJECT.parent / "Makefile").read_text(), re.MULTILINE)
-    (wanted,) = [d for d in tomllib.loads(PROJECT.read_text())["project"]["dependencies"] if d.startswith("torch=")]
-    assert torch.__version__.split("+")[0].startswith(wanted.removeprefix("torch==").removesuffix("*"))
-    assert makefile.startswith(wanted.removeprefix("torch==").removesuffix("*"))
+    assert releases.version("2.13.0+cpu") == (2, 13)
+    assert releases.has("torch.Tensor.data")
+    for name in releases.SINCE:
+        *path, last = name.split(".")[1:]
+        owner = functools.reduce(getattr, path, torch)
+        assert hasattr(owner, last) == releases.has(name), name
+
+
+def test_what_is_said_of_a_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    for version, said in (("2.13.0+cpu", "tested"), ("2.13.9", "another patch"), ("3.1.0", "not tested")):
+        monkeypatch.setattr(torch, "__version__", version)
+        assert said in releases.said()
 
 
 def test_the_package_is_typed() -> None:

@@ -60,8 +60,10 @@ def functional_form(exported: torch.export.ExportedProgram, whole: bool = True) 
     """The program without writes: new values of buffers are results. A new object; operators stay ``whole``, or are
     decomposed to PyTorch's core ones."""
     with warnings.catch_warnings():
-        # torch 2.13 warns about its own use of tree specs when it copies a program.
+        # PyTorch warns about its own use of tree specs when it copies a program, and, from 2.14, where it removes the
+        # copy of a value that two buffers take twice.
         warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+        warnings.filterwarnings("ignore", message="erase_node.* on an already erased node", category=UserWarning)
         return exported.run_decompositions({} if whole else None)
 
 

@@ -18,9 +18,10 @@ from .. import __version__, native
 from ..backend.registry import registry
 from ..cache.current import folder_in_settings
 from ..cache.folder import CacheFolder, trouble_with
+from ..core import releases
 from ..core.config import config
 from ..frontend.device.libraries import ACCELERATE, LIGHTNING
-from ..frontend.device.patches import ADDITIONS, PATCHES, TORCH, WHILE_COMPILING
+from ..frontend.device.patches import ADDITIONS, PATCHES, WHILE_COMPILING
 from ..native.twins import twins
 
 __all__ = ["SECTIONS", "report"]
@@ -48,7 +49,7 @@ def _version(package: str) -> str | None:
 
 def _versions() -> Rows:
     yield "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    yield "torch", torch.__version__
+    yield "torch", f"{torch.__version__}, {releases.said()}"
     yield "torchport", __version__
     for engine in _ENGINES:
         yield engine, _version(engine) or "not installed"
@@ -100,8 +101,9 @@ def _disk_cache() -> Rows:
 
 
 def _patches() -> Rows:
+    tested = ", ".join(releases.TESTED)
     for target, (what, why, when) in (PATCHES | WHILE_COMPILING | ADDITIONS).items():
-        versions = f"torch {TORCH}" if target.startswith(("torch", "*", "PrivateUse1")) else "any version"
+        versions = f"torch {tested}" if target.startswith(("torch", "*", "PrivateUse1")) else "any version"
         yield target, f"{what}: {why} (at {when}; {versions})"
 
 

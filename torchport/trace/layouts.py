@@ -12,8 +12,8 @@ NESTED: Final = "nested"
 ONEDNN: Final = "mkldnn"
 
 _INSTEAD: Final = {
-    SPARSE: "keep it on the CPU (x.cpu()), or move its dense form (x.to_dense()); for gradients of an embedding write "
-    "sparse=False",
+    SPARSE: "keep it on the CPU (x.cpu()), or move its dense form (x.to_dense()); for gradients of a gather write "
+    "sparse_grad=False",
     QUANTIZED: "keep it on the CPU (x.cpu()), or move x.dequantize()",
     NESTED: "write layout=torch.jagged, which works on this device, or keep it on the CPU (x.cpu())",
     ONEDNN: "keep it on the CPU (x.cpu()), or leave the layout out",

@@ -23,6 +23,7 @@ NUMBERS = {
         m.put(m.long(), m, accumulate=True), m.index_put((m.long(),), m, accumulate=True),
         m.scatter(0, m.long(), 1.5, reduce="add"), m.scatter(0, m.long(), 0.0, reduce="multiply"),
     ),
+    "bounds of a logit that are the wrong way round": lambda x, m: (torch.logit(x, 0.6), torch.logit(x / 2, 0.6)),
     "the spread of nothing": lambda x, m: torch.std_mean(x.reshape(4, 1)[:0], [0], correction=-200),
     "a number beyond half precision": lambda x, m: (torch.xlogy(m.half(), 70_000),),
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
@@ -90,13 +91,17 @@ def test_a_profile_shows_what_would_run_beside_the_program() -> None:
     assert sum(_ranges(profile).values()) >= 1
 
 
+_Bag: Any = functools.partial(torch.nn.EmbeddingBag, mode="sum")
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Embedding, _Bag], ids=["Embedding", "EmbeddingBag"])
 @pytest.mark.parametrize("options", [{}, {"padding_idx": 1}, {"scale_grad_by_freq": True}])
-def test_sparse_embeddings_have_dense_gradients(options: dict[str, Any]) -> None:
-    ids = torch.tensor([1, 2, 2, 4])
+def test_sparse_embeddings_have_dense_gradients(kind: Any, options: dict[str, Any]) -> None:
+    ids = torch.tensor([[1, 2, 2, 4]])
 
     def trained(on: str, sparse: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        table = torch.nn.Embedding(5, 3, sparse=sparse, **options).to(on)
+        table = kind(5, 3, sparse=sparse, **options).to(on)
         table(ids.to(on)).square().sum().backward()
         assert table.weight.grad is not None
         torch.optim.SGD(table.parameters(), lr=0.1).step()

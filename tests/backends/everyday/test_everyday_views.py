@@ -306,6 +306,17 @@ def test_an_expanded_tensor_can_be_filled(device: torch.device) -> None:
     agree(run, device)
 
 
+def test_a_threshold_of_an_expanded_tensor_is_itself(device: torch.device) -> None:
+    """It is the same twice as once, so PyTorch lets it write to elements that share memory."""
+
+    def run(d: torch.device) -> Any:
+        base = ramp(1, 6, device=d)
+        shown = torch.nn.functional.threshold_(base.expand(3, 6), 2.5, 0.5)
+        return shown, base
+
+    agree(run, device)
+
+
 @pytest.mark.parametrize(
     "write",
     [

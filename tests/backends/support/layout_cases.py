@@ -50,13 +50,6 @@ def _with_buffer(value: torch.Tensor, d: Any) -> torch.Tensor:
     return module.to(d).b
 
 
-def _embedding_step(kind: Any, d: Any) -> Any:
-    torch.manual_seed(0)
-    table = kind(5, 2, sparse=True).to(d)
-    table(_i(d, [1, 1, 2])).sum().backward()
-    return table.weight.grad.to_dense()
-
-
 def _default(d: Any) -> Any:
     torch.set_default_device(d)
     try:
@@ -115,7 +108,6 @@ SPARSE: dict[str, Case] = {
     "host coo product": lambda d: C.to_sparse() @ _x(d).t(),
     "copied from": lambda d: _x(d).copy_(C.to_sparse()),
     "spdiags": lambda d: torch.sparse.spdiags(torch.ones(1, 3).to(d), _i(d, 0), (3, 3)),
-    "embedding bag": lambda d: _embedding_step(torch.nn.EmbeddingBag, d),
     "gather": _gathered,
     "vmap": lambda d: torch.vmap(lambda a: a.to_sparse())(_x(d)),
     "grad of to_sparse": lambda d: _x(d).requires_grad_().to_sparse().sum().backward(),

@@ -26,13 +26,14 @@ _RANDOM: Final = {aten.rand.default, aten.randn.default, aten.randperm.default, 
 _VALUES: Final = {aten.nonzero.default, aten._local_scalar_dense.default}
 _SIZES: Final = "sym_"
 _NO_LDL: Final = "XLA has no factorisation of symmetric indefinite matrices (LAPACK's sytrf)"
-_ON_THE_HOST: Final[Mapping[Any, str]] = {
-    aten.cholesky.default: "it raises where a matrix is not positive definite: XLA cannot, cholesky_ex can",
-    aten.linalg_eig.default: "eigenvectors have no definite sign: XLA's LAPACK chooses another than PyTorch's",
-    aten.linalg_ldl_factor_ex.default: _NO_LDL,
-    aten.linalg_ldl_solve.default: _NO_LDL,
+_ON_THE_HOST: Final[Mapping[str, str]] = {
+    "aten.cholesky.default": "it raises where a matrix is not positive definite: XLA cannot, cholesky_ex can",
+    "aten.linalg_eig.default": "eigenvectors have no definite sign: XLA's LAPACK chooses another than PyTorch's",
+    "aten.linalg_ldl_factor_ex.default": _NO_LDL,
+    "aten.linalg_ldl_solve.default": _NO_LDL,
 }
-"""Operators without a lowering, and why: what :func:`supports` answers."""
+"""Operators without a lowering, by name, since PyTorch 2.14 has the first no more, and why: what :func:`supports`
+answers."""
 
 
 def _refused_value(value: Any) -> str | None:
@@ -49,8 +50,8 @@ def _refused_value(value: Any) -> str | None:
 def supports(node: fx.Node) -> Support:
     """Whether a node can be lowered, or why not."""
     answer = TABLE.supports(node)
-    if node.target in _ON_THE_HOST:
-        return Support.no(_ON_THE_HOST[node.target])
+    if (reason := _ON_THE_HOST.get(str(node.target))) is not None:
+        return Support.no(reason)
     if not answer:
         return answer
     for value in (node.meta.get("val"), *(source.meta.get("val") for source in node.all_input_nodes)):
@@ -162,7 +163,7 @@ def page() -> str:
     rows = [f"| {topic} | {', '.join(names)} |" for topic, names in sorted(topics.items())]
     head = _HEAD.format(core=len(core), counts=counts)
     rest = _REST.format(rest=len(set(TABLE) - set(core)))
-    host = [f"| `{str(op).removeprefix('aten.')}` | {reason} |" for op, reason in _ON_THE_HOST.items()]
+    host = [f"| `{op.removeprefix('aten.')}` | {reason} |" for op, reason in _ON_THE_HOST.items()]
     host += [f"| {calls} | {reason} |" for calls, reason in _REFUSED_CALLS.items()]
     return head + "\n".join(lines) + "\n" + rest + "\n".join(rows) + "\n" + _HOST + "\n".join(host) + "\n"
 

@@ -14,10 +14,13 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from ...core.errors import GraphError
+from ...core.releases import operators
 
 __all__ = ["Epilogue"]
 
 _COPY: Final = torch.ops.aten.copy_.default
+_OTHER_MEMORY: Final = (torch.ops.aten.set_.source_Tensor, *operators(torch.ops.aten, "shallow_copy_data_"))
+"""``x.data = y`` is the second of them from PyTorch 2.14 on."""
 _unseen: Final = torch._C._AutoDispatchBelowADInplaceOrView
 
 
@@ -30,7 +33,7 @@ class Epilogue:
     def __init__(self, graph: fx.GraphModule) -> None:
         self.graph = graph
         placeholders = graph.graph.find_nodes(op="placeholder")
-        if graph.graph.find_nodes(op="call_function", target=torch.ops.aten.set_.source_Tensor):
+        if any(graph.graph.find_nodes(op="call_function", target=op) for op in _OTHER_MEMORY):
             raise GraphError(
                 "the program replaces the memory of an input (x.data = y, or set_), which AOTAutograd loses writes and "
                 "views by; write x.copy_(y), or do it outside the compiled function"

@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from ...core.releases import has
 from . import module, storages
 from .names import NAME, device_of, unheard
 from .opaque import opaque
@@ -89,6 +90,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 def install() -> None:
     """Wrap the functions; other accelerators keep PyTorch's."""
     for name, fn in _FUNCTIONS.items():
+        if not has(f"torch.accelerator.{name}"):
+            continue
         wrapped = _where_ours(getattr(torch.accelerator, name), fn)
         replace(f"torch.accelerator.{name}", wrapped)
         if (target := f"torch.accelerator.memory.{name}") in PATCHES:

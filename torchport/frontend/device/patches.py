@@ -16,11 +16,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final
 
+from ...core.releases import SINCE, has
+
 __all__ = ["ADDITIONS", "PATCHES", "WHILE_COMPILING", "is_applied", "replace", "replaced", "when_imported"]
 
-
-TORCH: Final = "2.13"
-"""The versions of PyTorch that the tables were tested with."""
 
 _IMPORT: Final = "import torch"
 _USE: Final = "first use"
@@ -326,6 +325,9 @@ PATCHES: Final[dict[str, tuple[str, str, str]]] = {
     ),
 }
 """What :func:`replace` may change (``*``: any class), and for each what the change does, why, and when it is made."""
+for _later in SINCE:
+    if not has(_later):
+        del PATCHES[_later]
 
 ADDITIONS: Final[dict[str, tuple[str, str, str]]] = {
     "torch.port.*": ("the device module", "torch.get_device_module and programs ask it", _IMPORT),

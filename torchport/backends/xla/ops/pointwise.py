@@ -280,5 +280,7 @@ def frac(call: Call, x: Array) -> Array:
 def logit(call: Call, x: Array, eps: float | None = None) -> Array:
     value = cast(x, compute_dtype(call))
     if eps is not None:
-        value = lax.clamp(literal(eps, value.dtype), value, literal(1 - eps, value.dtype))
+        low, high = lax.full_like(value, eps), lax.full_like(value, 1 - eps)
+        # No clamp: with eps above a half it would choose the other bound than PyTorch.
+        value = lax.select(lax.lt(value, low), low, lax.select(lax.gt(value, high), high, value))
     return lax.log(lax.div(value, lax.sub(lax.full(out_shape(call), literal(1, value.dtype)), value)))
