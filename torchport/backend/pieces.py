@@ -48,6 +48,13 @@ _FILLED: Final = frozenset({
     aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.fill.Scalar, aten.zero.default,
 })  # fmt: skip
 """Operators whose results are one number everywhere, as an optimizer's state is at first."""
+_CHEAP: Final = frozenset({
+    aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar, aten.mul.Tensor, aten.neg.default, aten.relu.default,
+    aten.clamp.default, aten.clamp_min.default, aten.where.self, aten.gt.Scalar, aten.ge.Scalar, aten.le.Scalar,
+    aten.lt.Scalar, aten.eq.Scalar, aten.ne.Scalar, aten.bitwise_not.default, aten.logical_not.default,
+    aten.add.Scalar, aten.mul.Scalar, aten.sub.Scalar, aten._to_copy.default,
+})  # fmt: skip
+"""Elementwise operators that take less than reading their result from memory."""
 FEW_USERS: Final = 16
 """What has as many is shared."""
 UNCUTTABLE: Final = 1 << 50
@@ -264,6 +271,38 @@ def _pieces(order: _Order, free: dict[fx.Node, None], fixed: int) -> dict[fx.Nod
     return number
 
 
+def _made_again(graph: fx.Graph, number: dict[fx.Node, int], free: dict[fx.Node, None]) -> list[fx.Node]:
+    """Values that other pieces make again, as an engine would that sees the whole: cheap elementwise operators whose
+    inputs these pieces are given anyway. In a backward pass that is much of what a forward pass would have to keep."""
+    uses: dict[fx.Node, set[int]] = {}
+    for node in graph.nodes:
+        if node in number and node not in free:
+            for used in node.all_input_nodes:
+                while used in free and used.all_input_nodes:
+                    used = used.all_input_nodes[0]
+                uses.setdefault(used, set()).add(number[node])
+    found: list[fx.Node] = []
+    for node in reversed(graph.nodes):
+        if node not in number or node in free or not _is_cheap(node):
+            continue
+        others = uses.get(node, set()) - {number[node]}
+        if not others:
+            continue
+        for used in node.all_input_nodes:
+            while used in free and used.all_input_nodes:
+                used = used.all_input_nodes[0]
+            if used.op == "call_function" and used not in free and not others <= uses[used] - {number[used]}:
+                break
+        else:
+            found.append(node)
+    return found
+
+
+def _is_cheap(node: fx.Node) -> bool:
+    """Whether an engine makes such a value again rather than read it from memory."""
+    return node.target in _CHEAP and isinstance(node.meta.get("val"), torch.Tensor)
+
+
 # -- whether it pays ---------------------------------------------------------------------------------------------------
 def pays(ops: int, missing: Sequence[fx.GraphModule], fixed: int) -> bool:
     """Whether compiling these pieces takes clearly less than compiling a graph of so many operators."""
@@ -291,6 +330,7 @@ def cut(graph: fx.GraphModule, fixed: int) -> Pieces | None:
     number = _pieces(_ordered(made, free.keys()), free, fixed)
     if number is None:
         return None
+    free.update(dict.fromkeys(_made_again(made, number, free)))
     segments.give_to_users(number, free.keys())
     members: dict[int, list[fx.Node]] = {}
     for node in made.nodes:
