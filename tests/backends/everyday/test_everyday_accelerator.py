@@ -42,6 +42,13 @@ def test_memory_figures_are_the_backends(device: torch.device) -> None:
     torch.accelerator.reset_accumulated_memory_stats()
 
 
+def test_record_stream_does_nothing(device: torch.device) -> None:
+    x = torch.ones(3, device=device, requires_grad=True)
+    y = x * 2
+    y.record_stream(torch.port.current_stream())  # type: ignore[attr-defined]
+    assert y.tolist() == [2.0] * 3
+
+
 def test_properties_by_key_and_as_attributes(device: torch.device) -> None:
     found = torch.port.get_device_properties(0)  # type: ignore[attr-defined]
     assert found.name == found["name"] == torch.port.get_device_name(0)  # type: ignore[attr-defined]

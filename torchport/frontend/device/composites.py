@@ -23,6 +23,10 @@ _IMPLICIT = torch._C.DispatchKey.CompositeImplicitAutograd
 _EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
 
 
+def _record_stream(self: torch.Tensor, s: torch.Stream) -> None:
+    """Nothing: a value lives as long as what uses it. DDP with ``device_ids`` calls it on its inputs."""
+
+
 def install(library: torch.library.Library) -> None:
     """Register every composite of ATen that has no kernel of its own at functionalization."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -38,6 +42,7 @@ def install(library: torch.library.Library) -> None:
             if op is not None and op not in COMPRESSED:
                 whole = torch.library.get_kernel(op, "Functionalize")
                 library.impl(short, opaque(_apart(op, whole)), "Functionalize", with_keyset=True)
+    library.impl("record_stream", opaque(_record_stream), "AutogradPrivateUse1")
     # The lengths and one of the results are on the host, whatever device the sequence is on.
     op = torch.ops.aten._pack_padded_sequence.default
     whole = torch.library.get_kernel(op, "Functionalize")
