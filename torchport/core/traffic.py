@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-__all__ = ["Collective", "collective_report", "collectives", "journal", "notes", "step_ended", "table"]
+__all__ = ["Collective", "collective_report", "collectives", "is_own_rank", "journal", "notes", "step_ended", "table"]
 
 KEPT: Final = 10_000
 """So many of the newest records are kept."""
@@ -163,3 +164,8 @@ def notes() -> list[str]:
     newest = sorted({one.step for one in journal.records})[-_ROWS:]
     rows = table(one for one in list(journal.records) if one.step >= newest[0])
     return ["", f"collectives of rank {journal.rank}, by step:", *rows.split("\n")]
+
+
+def is_own_rank(index: int) -> bool:
+    """Whether a device index is the number of this process among those of a distributed program."""
+    return str(index) == os.environ.get("LOCAL_RANK") or index == journal.rank

@@ -27,7 +27,7 @@ from ..core.forks import guarded_rlock
 from ..core.random_state import DEFAULT_SEED, RandomState, state_in_use
 from ..core.sharding import is_partitioned
 from ..core.specs import CompileSpecs
-from ..core.traffic import journal
+from ..core.traffic import is_own_rank
 from ..trace.decide import AtOnce
 from ..trace.handle import LazyTensor
 from ..trace.threads import ThreadTraces, every_trace, threads
@@ -47,7 +47,7 @@ from .values import settle
 if TYPE_CHECKING:
     from ..trace.kernels import Kernel
 
-__all__ = ["DeviceRuntime", "Runtimes", "default_backend", "is_own_rank", "rebind", "runtimes"]
+__all__ = ["DeviceRuntime", "Runtimes", "default_backend", "rebind", "runtimes"]
 
 _generations = itertools.count(1)
 
@@ -171,11 +171,6 @@ class DeviceRuntime:
 
     def __repr__(self) -> str:
         return f"port:{self.index} ({self.backend.name} on {self.device})"
-
-
-def is_own_rank(index: int) -> bool:
-    """Whether a device index is the number of this process among those of a distributed program."""
-    return str(index) == os.environ.get("LOCAL_RANK") or index == journal.rank
 
 
 class Runtimes:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ...core.random_state import DEFAULT_SEED, RandomState
+from ...core.traffic import is_own_rank
 from . import streams
 from .fork import forked_after_use
 from .ready import at_first_use, init, is_ready
@@ -109,12 +110,6 @@ def current_device() -> int:
     return _current
 
 
-def _is_own_rank(index: int) -> bool:
-    from ...run.device_runtime import is_own_rank  # on demand: ``import torch`` must stay light
-
-    return is_own_rank(index)
-
-
 def set_device(device: Any) -> None:
     """Only index 0 can be the current device: PyTorch's Python-defined devices know no other.
 
@@ -122,7 +117,7 @@ def set_device(device: Any) -> None:
     Raises ``RuntimeError`` for another index. ``torchport.use(name)`` binds index 0 to another backend.
     """
     index = _index(device)
-    if index != 0 and not _is_own_rank(index):
+    if index != 0 and not is_own_rank(index):
         raise RuntimeError(
             f"port:{index} cannot be made the current device: PyTorch knows index 0 only for devices defined in "
             "Python. Write the index in full, torch.device('port', index), or bind index 0 with torchport.use(name)"
