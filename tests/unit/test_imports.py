@@ -10,7 +10,7 @@ from pathlib import Path
 import torchport
 
 ROOT = Path(torchport.__file__).parent
-AT_MOST_INSIDE_FUNCTIONS = 40
+AT_MOST_INSIDE_FUNCTIONS = 41
 
 
 def _modules() -> dict[str, Path]:

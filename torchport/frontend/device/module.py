@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from ...core.random_state import DEFAULT_SEED, RandomState
-from ...core.traffic import is_own_rank
 from . import streams
 from .fork import forked_after_use
 from .ready import at_first_use, init, is_ready
@@ -116,6 +115,8 @@ def set_device(device: Any) -> None:
     A process of a distributed program may name its own number: each has one device, which is index 0 there.
     Raises ``RuntimeError`` for another index. ``torchport.use(name)`` binds index 0 to another backend.
     """
+    from ...core.traffic import is_own_rank  # on demand: ``import torch`` must stay light
+
     index = _index(device)
     if index != 0 and not is_own_rank(index):
         raise RuntimeError(
