@@ -384,7 +384,8 @@ def refuse_overlap(op: Any, tensor: torch.Tensor) -> None:
 
 
 def _write_overlapping(op: Any, self: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """Filling an expanded tensor, or a threshold, which is the same twice as once, writes what it shows; other writes to elements that share memory are refused."""
+    """Filling an expanded tensor, or a threshold, which is the same twice as once, writes what it shows; other writes
+    to elements that share memory are refused."""
     aten = torch.ops.aten
     part = self
     if op in (aten.fill_.Scalar, aten.zero_.default, aten.threshold_.default):
