@@ -55,6 +55,7 @@ def test_prompts_of_other_lengths_compile_next_to_nothing(
 ) -> None:
     """A compiler's work is bounded by the cache and the model, not by the number of tokens or of prompts."""
     port, compiled, entered = copy.deepcopy(gpt2).to(device), [], metrics.counter("RegionEntered")
+    on_the_host = metrics.counter("Fallback")
     for prompt in PROMPTS:
         before = metrics.counter("UncachedCompile")
         assert _generate(port, prompt, **options) == _generate(gpt2, prompt, **options), prompt
@@ -63,7 +64,7 @@ def test_prompts_of_other_lengths_compile_next_to_nothing(
     assert metrics.counter("RegionEntered") > entered + 50
     assert 0 < sum(compiled) <= most, compiled
     assert sum(compiled[5:]) <= 2, compiled
-    assert metrics.counter("Fallback") == 0
+    assert metrics.counter("Fallback") == on_the_host
 
 
 def test_a_static_cache_of_another_size_compiles_once_not_once_per_token(device: torch.device, gpt2: Any) -> None:
