@@ -27,6 +27,10 @@ with warnings.catch_warnings():
     warnings.simplefilter("default")
     import torch
 
+if torch.version.cuda and not torch.cuda.is_available():
+    # Such a build says on standard error that it found CUDA's tools and no GPU; tests look at what is printed there.
+    os.environ.setdefault("TORCH_LOGS", "-torch.utils.cpp_extension")
+
 STARTED = pytest.StashKey[float]()
 
 # -- slow tests: left out, or every one (--runslow), or a seeded sample and nothing else (--slow-sample N) ------------

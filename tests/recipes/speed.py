@@ -64,7 +64,7 @@ def transformers_gpt2(device: str) -> Step:
 
 
 def peft_lora(device: str) -> Step:
-    """LoRA on the same model."""
+    """LoRA on GPT-2, 4 layers of 256, with dropout."""
     import peft
 
     config = peft.LoraConfig(r=8, target_modules=["c_attn"], fan_in_fan_out=True)
@@ -72,7 +72,7 @@ def peft_lora(device: str) -> Step:
 
 
 def accelerate_gpt2(device: str) -> Step:
-    """The same model, prepared by accelerate."""
+    """GPT-2, 4 layers of 256, with dropout, prepared by accelerate."""
     os.environ["ACCELERATE_TORCH_DEVICE"] = device
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, PartialState
@@ -131,7 +131,7 @@ def lightning_fabric(device: str) -> Step:
 
 
 def geometric_gcn(device: str) -> Step:
-    """A graph network on 2,000 nodes."""
+    """A graph network on 8,000 nodes."""
     from torch_geometric.nn import GCNConv
 
     class Net(nn.Module):
@@ -143,8 +143,8 @@ def geometric_gcn(device: str) -> Step:
             return self.last(self.first(x, edges).relu(), edges)
 
     net = Net().to(device)
-    x, edges = torch.randn(2000, 64).to(device), torch.randint(2000, (2, 20000)).to(device)
-    y = torch.randint(16, (2000,)).to(device)
+    x, edges = torch.randn(8000, 64).to(device), torch.randint(8000, (2, 80000)).to(device)
+    y = torch.randint(16, (8000,)).to(device)
     return _loop(device, net, lambda: nn.functional.cross_entropy(net(x, edges), y))
 
 
@@ -165,7 +165,7 @@ def sentence_transformers_minilm(device: str) -> Step:
 
 
 def timm_resnet(device: str) -> Step:
-    """timm's resnet10t on 32 x 32 images."""
+    """timm's resnet10t on 64 x 64 images."""
     import timm
 
     model = timm.create_model("resnet10t", num_classes=10).to(device).train()

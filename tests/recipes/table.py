@@ -28,6 +28,8 @@ HEAD = """# Libraries
 Typical programs of each library, run on `port` with the libraries as pip installs them. `python tests/recipes/table.py`
 makes this page from the recipes in `tests/recipes/recipes.py`; `pytest tests/recipes --runslow` runs the recipes. A row
 has the library's version, what came of it on each backend, and what a program has to set besides the device's name.
+timm needs torchvision, which cannot be imported beside the CPU build of PyTorch 2.13: its rows ran with PyTorch 2.14.1
+and torchvision 0.29.1.
 
 | library | version | what | `reference` | `inductor` | `xla` | to set |
 |---|---|---|---|---|---|---|
