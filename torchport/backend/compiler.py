@@ -71,16 +71,16 @@ class Computations:
         with self._lock:
             found = self._cache.get(key)
             # How values lie on several devices is decided for a whole graph.
-            if found is not None and owner_of(found.backend) is not found.backend and is_partitioned(backend):
-                found = None
-            if found is not None and owner_of(found.backend) is backend:
+            own = found is not None and owner_of(found.backend) is backend
+            if found is not None and own and (found.backend is backend or not is_partitioned(backend)):
                 self._cache.move_to_end(key)
                 metrics.count("CachedCompile")
                 return found
         for other in compilation_devices(backend, device):
             with self._lock:
                 found = self._cache.get(_key(backend, other, specs, mark))
-            if found is not None and owner_of(found.backend) is backend and not found.released:
+            # Pieces are shared one by one: each has a device of its own.
+            if found is not None and found.backend is backend and not found.released:
                 metrics.count("SharedComputation")
                 return self.keep(found.on(device), specs)
         return None

@@ -76,17 +76,20 @@ def _made(backend: Backend, specs: CompileSpecs, graph: fx.GraphModule, about: P
     if pieces is None:
         return with_bytes(backend, specs, graph, about)
     start = perf_counter()
-    graphs = {fingerprint(one): one for one in pieces.graphs}
+    marks = [fingerprint(one) for one in pieces.graphs]
+    graphs = dict(zip(marks, pieces.graphs, strict=True))
     with whole():
-        missing = [one for mark, one in graphs.items() if find_kept(backend, specs, one, mark) is None]
-        if not pays(about.ops, missing, fixed):
+        kept = {mark: find_kept(backend, specs, one, mark) for mark, one in graphs.items()}
+        missing = {mark: one for mark, one in graphs.items() if kept[mark] is None}
+        if not pays(about.ops, list(missing.values()), fixed):
             return with_bytes(backend, specs, graph, about)
         if optional_of(backend).preprocess_all is not None:
-            found = {one.mark: one for one in prepare_all(backend, specs, graphs, about.source)}
-            prepared = [found[mark] for mark in graphs]
+            made = prepare_all(backend, specs, missing, about.source)
         else:
-            prepared = [find_or_prepare(backend, specs, one, mark, about.source) for mark, one in graphs.items()]
-    return replace(about, data=assemble(pieces, prepared), seconds=perf_counter() - start)
+            made = [find_or_prepare(backend, specs, one, mark, about.source) for mark, one in missing.items()]
+    found = {one.mark: one for one in (*kept.values(), *made) if one is not None}
+    data = assemble(pieces, [found[mark] for mark in marks])
+    return replace(about, data=data, seconds=perf_counter() - start)
 
 
 def prepare_all(

@@ -200,7 +200,8 @@ class _Splitter:
         self.root.add_module(name, module)
         call = self.outer.call_module(name, tuple(self.values[node] for node in inputs))
         results: Any = module.graph.output_node().args[0]
-        handle = nodes[-1].meta.get("debug_handle", 0)
+        last = next(node for node in reversed(module.graph.nodes) if node.op == "call_function")
+        handle = last.meta.get("debug_handle", 0)
         call.meta.update(val=tuple(result.meta["val"] for result in results), debug_handle=handle)
         for position, node in enumerate(wanted):
             item = self.outer.call_function(_getitem, (call, position))

@@ -6,7 +6,7 @@ once, and in which order they are called. In memory pieces are computations that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, cast
 
@@ -247,33 +247,12 @@ class _PiecedOnHost(_Pieced):
         return [values[one] for one in handle.results]
 
 
-class _PiecedOverlapping(_Pieced):
-    """The same for a backend that says when a thread of its own pays."""
-
-    def should_overlap(self) -> bool:
-        """As the backend says."""
-        overlap = optional_of(self.of).overlap
-        return overlap is not None and overlap.should_overlap()
-
-
-class _PiecedOnHostOverlapping(_PiecedOnHost, _PiecedOverlapping):
-    """Both."""
-
-
-_KINDS: Final[Mapping[tuple[bool, bool], type[_Pieced]]] = {
-    (False, False): _Pieced,
-    (True, False): _PiecedOnHost,
-    (False, True): _PiecedOverlapping,
-    (True, True): _PiecedOnHostOverlapping,
-}
-
-
 def runner(backend: Backend) -> Backend:
-    """What calls the pieces of a backend: with the optional protocols that matter to whoever runs a computation."""
+    """What calls the pieces of a backend: on CPU tensors, too, if the backend computes on them."""
     found = vars(backend).get("_pieced")
     if found is None:
-        able = optional_of(backend)
-        found = vars(backend)["_pieced"] = _KINDS[able.host_execution is not None, able.overlap is not None](backend)
+        kind = _Pieced if optional_of(backend).host_execution is None else _PiecedOnHost
+        found = vars(backend)["_pieced"] = kind(backend)
     return cast("Backend", found)
 
 

@@ -22,6 +22,8 @@ FREE: Final = 3
 """Sets of sizes that are compiled as if there were no others."""
 FAMILIES: Final = 1_024
 """Skeletons that are remembered."""
+MOST_DOUBLINGS: Final = 30
+"""After these one more costs no more than the one before it."""
 SHOWN: Final = 4
 """Sizes that are told at most where one changes."""
 
@@ -37,7 +39,7 @@ class Family:
     def factor(self, sizes: tuple[int, ...] = ()) -> int:
         """How many times as much as usual one more has to have cost before it is compiled."""
         others = len(self.compiled) - (sizes in self.compiled)
-        return 1 << min(max(0, others - FREE + 1), 30) if others >= FREE else 1
+        return 1 << max(0, min(others - FREE + 1, MOST_DOUBLINGS))
 
     def add(self, sizes: tuple[int, ...]) -> None:
         """These are compiled."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from ..backend.compiler import EntryRefused, finish
+from ..backend.compiler import finish
 from ..backend.execution import Computation
 from ..backend.pieced import PiecedProgram
 from ..core import metrics
@@ -58,7 +58,6 @@ class WholeGraph:
         self._record = record
         self._left = max(SOONEST, WORTH * seconds)
         self._ticket: Ticket | None = None
-        self._asked = False
         self._whole: Computation | None = None
         self._times: tuple[list[float], list[float]] = ([], [])
         self.settled = False
@@ -78,18 +77,16 @@ class WholeGraph:
         return results
 
     def _advance(self) -> None:
-        if not self._asked:
-            self._asked = True
+        if self._ticket is None:
             if service.off or service.failed:
                 self.settled = True
                 return
             metrics.count("WholeAsked")
             self._ticket = service.submit(as_whole(self._request))
-        elif self._ticket is not None and self._ticket.done():
-            ticket, self._ticket = self._ticket, None
+        elif self._ticket.done():
             try:
-                self._whole = finish(self._backend, self._device, self._specs, ticket.result())
-            except (TorchportError, NotSendable, Cancelled, EntryRefused):
+                self._whole = finish(self._backend, self._device, self._specs, self._ticket.result())
+            except (TorchportError, NotSendable, Cancelled):
                 self.settled = True  # the pieces are right, and stay
 
     def _tried(self, pieces: Callable[[], Any], whole: Callable[[Computation], Any], compiled: Computation) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -17,8 +18,9 @@ from torch import nn
 
 import torchport
 from torchport import metrics
-from torchport.backend import compile_key
+from torchport.backend import compile_key, kept
 from torchport.backend.compiler import computations
+from torchport.backend.pieces import cut
 from torchport.backend.registry import registry
 from torchport.core.config import config
 from torchport.run import whole
@@ -174,13 +176,30 @@ def test_a_failure_in_a_piece_names_the_engine_and_leaves_the_rest(engine: InPie
         torch.testing.assert_close(other.cpu(), x.cpu() + 1)
 
 
-def test_backends_are_checked_in_pieces_too(engine: InPieces, monkeypatch: Any) -> None:
+def test_backends_are_checked_in_pieces_too(engine: InPieces) -> None:
     """``config.check_backends`` looks at the whole's arguments and results."""
     model, x = deep(8).to("port").eval(), torch.randn(2, 5, 4).to("port")
     with torch.no_grad(), config.override(check_backends=True):
         for _ in range(2):
             torch.testing.assert_close(model(x).cpu(), deep(8).eval()(x.cpu()))
     assert metrics.counter("PiecesCalled") > 0
+
+
+def test_pieces_that_are_told_apart_and_are_equal_are_one(engine: InPieces, monkeypatch: Any) -> None:
+    """Who cuts may tell two pieces apart that have one fingerprint: each call still gets its own."""
+
+    def one_per_call(graph: Any, fixed: int) -> Any:
+        found = cut(graph, fixed)
+        if found is None:
+            return None
+        calls = tuple(dataclasses.replace(call, graph=at) for at, call in enumerate(found.calls))
+        return dataclasses.replace(found, graphs=tuple(found.graphs[call.graph] for call in found.calls), calls=calls)
+
+    monkeypatch.setattr(kept, "cut", one_per_call)
+    model, x = deep(8).to("port").eval(), torch.randn(2, 5, 4).to("port")
+    with torch.no_grad():
+        torch.testing.assert_close(model(x).cpu(), deep(8).eval()(x.cpu()))
+    assert metrics.counter("PiecesCompiled") == metrics.counter("PiecesCalled") > len(compiled())
 
 
 def test_values_on_several_devices_are_computed_whole(engine: InPieces, monkeypatch: Any) -> None:
@@ -267,11 +286,13 @@ _WORKER = """
 import time
 import torch, torchport
 from torchport import metrics
+from torchport.run import whole
 from cache_engine import InPieces
 from test_in_pieces import deep, losses
 torchport.register(InPieces)
 torchport.use("in_pieces")
 torchport.config.tiers = "on"
+whole.SOONEST = whole.WORTH = 0.0  # the whole is asked for at once
 model = deep(8).to("port").eval()
 x = torch.randn(2, 5, 4).to("port")
 with torch.no_grad():
@@ -281,18 +302,24 @@ with torch.no_grad():
         torch.testing.assert_close(model(x).cpu(), wanted)
     torch.testing.assert_close(model(x).cpu(), wanted)
 assert metrics.counter("PiecesCalled") > 0, metrics.snapshot()
+with torch.no_grad():
+    while not metrics.counter("PiecesStay") + metrics.counter("WholeTookOver") and time.monotonic() < end:
+        torch.testing.assert_close(model(x).cpu(), wanted)
+    torch.testing.assert_close(model(x).cpu(), wanted)
+assert metrics.counter("PiecesStay") + metrics.counter("WholeTookOver") == 1, metrics.snapshot()
 print([str(record) for record in torchport.tiers()])
 """
 
 
-def test_the_other_process_compiles_pieces(tmp_path: Path) -> None:
+def test_the_other_process_compiles_pieces_and_then_the_whole(tmp_path: Path) -> None:
+    """A process of its own: pieces take over from the interpreter, the whole runs beside them, and one of both stays."""
     environ = {"TORCHPORT_CACHE_DIR": str(tmp_path), "PYTHONPATH": f"{HERE}:{Path(__file__).parent}"}
     done = subprocess.run(
         [sys.executable, "-c", _WORKER], env={**os.environ, **environ}, capture_output=True, text=True,
         timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "in pieces" in done.stdout
+    assert "in pieces (the whole would take" in done.stdout or "whole (" in done.stdout
 
 
 @pytest.mark.parametrize("name", ["xla", pytest.param("inductor", marks=pytest.mark.slow)])
