@@ -312,7 +312,7 @@ print([str(record) for record in torchport.tiers()])
 
 
 def test_the_other_process_compiles_pieces_and_then_the_whole(tmp_path: Path) -> None:
-    """A process of its own: pieces take over from the interpreter, the whole runs beside them, and one of both stays."""
+    """A process of its own: pieces take over from the interpreter, the whole is tried, and one of them stays."""
     environ = {"TORCHPORT_CACHE_DIR": str(tmp_path), "PYTHONPATH": f"{HERE}:{Path(__file__).parent}"}
     done = subprocess.run(
         [sys.executable, "-c", _WORKER], env={**os.environ, **environ}, capture_output=True, text=True,
