@@ -84,6 +84,8 @@ def is_padded(dim: Dim) -> bool:
 
 def regrouped(layout: Layout, shape: Sequence[int]) -> Layout:
     """The layout after a ``view`` to this shape. Raises :class:`Inexact` where a padded factor would be cut."""
+    if 0 in shape and not any(map(is_padded, layout)):
+        return tuple(dim_of([(size, None)]) for size in shape)
     left = [factor for dim in layout for factor in dim]
     made: list[Dim] = []
     for wanted in shape:

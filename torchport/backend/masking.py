@@ -188,8 +188,14 @@ def _slice(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
 @rule_for(aten.cat.default)
 def _cat(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     tensors, dim = _args(node, "tensors", "dim")
-    layouts = [m.layout(n) for n in tensors]
-    dim %= len(layouts[0])
+    rank = node.meta["val"].dim()
+    dim %= rank
+    # What is empty adds nothing, also where it has another number of dimensions.
+    layouts = [
+        m.layout(n) for n in tensors if n.meta["val"].dim() == rank and (n.meta["val"].shape[dim] or len(tensors) == 1)
+    ]
+    if len(layouts) == 1:
+        return m.copy(node), layouts[0]
     if any(is_padded(layout[dim]) for layout in layouts):
         raise Inexact("the padded dimension is joined to another")
     made = list(broadcast([(*layout[:dim], (), *layout[dim + 1 :]) for layout in layouts]))
