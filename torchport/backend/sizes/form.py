@@ -10,17 +10,17 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from torch import fx
 
-from ...core.specs import TensorSpec, is_dense
+from ...core.specs import TensorSpec
 from ..normal_form import input_specs, output_specs
 from ..serialize import encode_arg
 
-__all__ = ["Form", "Size", "Sketch", "argument_sizes", "form_of", "replaced", "sketch_of"]
+__all__ = ["Form", "Size", "Sketch", "form_of", "memory_order", "replaced", "sketch_of", "strides_in"]
 
 MOST_SYMBOLS: Final = 6
 """Sizes that may vary independently in one form."""
@@ -61,14 +61,6 @@ def replaced(value: Any, size: Callable[[int], Any]) -> Any:
     return value
 
 
-def argument_sizes(node: fx.Node) -> Iterator[int]:
-    """The integers among a node's arguments, in the order of :func:`replaced`."""
-    found: list[int] = []
-    for value in (*node.args, *node.kwargs.values()):
-        replaced(value, found.append)
-    return iter(found)
-
-
 @dataclass(frozen=True, slots=True)
 class Sketch:
     """A graph as what does not depend on sizes, a digest, and its integers: first of its inputs' dimensions."""
@@ -91,9 +83,22 @@ def _order(spec: TensorSpec) -> Any:
     """How a tensor lies in memory, whatever its sizes are; ``None`` where that cannot be told from its strides."""
     if spec.is_contiguous:
         return "contiguous"
-    if not is_dense(spec.shape, spec.strides) or 1 in spec.shape or 0 in spec.shape:
-        return None
-    return sorted(range(len(spec.shape)), key=lambda dim: -spec.strides[dim])
+    order = memory_order(spec)
+    return order if strides_in(order, spec.shape) == spec.strides else None
+
+
+def strides_in(order: Sequence[int], shape: Sequence[Any]) -> tuple[Any, ...]:
+    """Strides of a dense tensor whose dimensions lie in memory in this order, the outermost first."""
+    strides, step = [0] * len(shape), 1
+    for dim in reversed(order):
+        strides[dim], step = step, step * shape[dim]
+    return tuple(strides)
+
+
+def memory_order(spec: TensorSpec) -> list[int]:
+    """The dimensions of a tensor by how far apart their elements lie in memory, farthest first."""
+    dims = range(len(spec.shape))
+    return list(dims) if spec.is_contiguous else sorted(dims, key=lambda dim: (-spec.strides[dim], dim))
 
 
 def sketch_of(graph: fx.GraphModule) -> Sketch | None:

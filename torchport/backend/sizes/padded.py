@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from ...core.specs import TensorSpec, contiguous_strides
+from ...core.specs import TensorSpec
 from ..buckets import Buckets, other_size, require_products
 from ..builder import GraphBuilder, capture_of
 from ..container import spec_from_json, spec_to_json
@@ -23,7 +23,7 @@ from ..interface import Backend, BackendData, BackendDevice, ExecutionContext
 from ..masking import Inexact, Layout, mask_padding
 from ..prepare import Prepared
 from ..runner import Runner, runner_of
-from .form import Form, Sketch, replaced
+from .form import Form, Sketch, memory_order, replaced, strides_in
 from .symbolic import SymbolicGraph
 
 __all__ = ["Padding", "bucket_of", "make_padded", "padded_graph", "padding_from_json", "padding_to_json"]
@@ -66,7 +66,9 @@ def _resized(graph: fx.GraphModule, form: Form, sketch: Sketch, values: Sequence
         if node.op == "placeholder":
             spec = next(given)
             shape = tuple(next(integers) for _ in spec.shape)
-            made[node] = builder.placeholder(node.name, TensorSpec(shape, spec.dtype, _laid_out(spec, shape)))
+            made[node] = builder.placeholder(
+                node.name, TensorSpec(shape, spec.dtype, strides_in(memory_order(spec), shape))
+            )
         elif node.op == "output":
             results = [made[one] for one in node.args[0]]  # type: ignore[union-attr]
             output = builder.graph.output(tuple(results))
@@ -80,13 +82,6 @@ def _resized(graph: fx.GraphModule, form: Form, sketch: Sketch, values: Sequence
             else:
                 made[node] = builder.item(*args)
     return fx.GraphModule(torch.nn.Module(), builder.graph)
-
-
-def _laid_out(spec: TensorSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides for another shape, in the order of memory of a spec's."""
-    order = sorted(range(len(shape)), key=lambda dim: (-spec.strides[dim], dim))
-    dense = contiguous_strides([shape[dim] for dim in order])
-    return tuple(dense[order.index(dim)] for dim in range(len(shape)))
 
 
 @dataclass(frozen=True, slots=True)

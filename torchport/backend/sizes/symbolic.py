@@ -23,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...core.errors import TorchportError
-from .form import Form, Sketch, replaced
+from .form import Form, Sketch, memory_order, replaced, strides_in
 
 __all__ = ["NotSymbolic", "SymbolicGraph", "symbolic_graph"]
 
@@ -60,7 +60,7 @@ class SymbolicGraph:
     """PyTorch's ``ShapeEnv``: it notes what is asked of the symbols from now on, too."""
 
     def guards(self) -> str:
-        """The condition on the symbols' values (:func:`.guards.hold`) under which what was made of the graph is right."""
+        """The condition on the symbols (:func:`.guards.hold`) under which what was made of the graph is right."""
         return self.environment.produce_guards_expression(self.symbols) or "True"
 
 
@@ -112,10 +112,7 @@ def symbolic_graph(graph: fx.GraphModule, form: Form, sketch: Sketch) -> Symboli
     with _disable_current_modes(), mode:
         for spec in sketch.inputs:
             shape = [next(integers) for _ in spec.shape]
-            order = sorted(range(len(shape)), key=lambda dim: (-spec.strides[dim], dim))
-            strides, step = [0] * len(shape), 1
-            for dim in reversed(order):
-                strides[dim], step = step, step * shape[dim]
+            strides = strides_in(memory_order(spec), shape)
             inputs.append(torch.empty_strided(shape, strides, dtype=spec.dtype, device="cpu"))
 
     def run(*given: torch.Tensor) -> Any:
