@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         SupportsSeed,
         SupportsSharding,
         SupportsStart,
+        SupportsSymbolicSizes,
         SupportsText,
     )
     from .backend.own_kernels import kernel
@@ -108,7 +109,7 @@ _HOMES = {
     "torchport.backend.optional": (
         "Started SupportsBorrow SupportsCacheKey SupportsCompilationDevices SupportsCompilerSettings SupportsFork "
         "SupportsHostExecution SupportsMemoryInfo SupportsMethods SupportsMetrics SupportsOverlap "
-        "SupportsPreprocessAll SupportsSeed SupportsSharding SupportsStart SupportsText"
+        "SupportsPreprocessAll SupportsSeed SupportsSharding SupportsStart SupportsSymbolicSizes SupportsText"
     ),
     "torchport.backend.own_kernels": "kernel",
     "torchport.backend.registry": "BackendInfo Registry registry",

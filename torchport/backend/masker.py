@@ -180,6 +180,20 @@ class Masker:
             raise Inexact(f"a size is computed from one that changes ({size})")
         return ((size, at),)
 
+    def true_number(self, number: Any, variants: Sequence[Any]) -> fx.Node:
+        """A number that is a constant times symbols, of the true sizes. Raises :class:`Inexact` for any other."""
+        moved = [at for at, other in enumerate(variants) if other != number]
+        rest, b = number, self.builder
+        for at in moved:
+            fits = number.__class__ is int and variants[at] * self.sizes[at] == number * self.others[at]
+            if not fits or rest % self.sizes[at]:
+                raise Inexact("a number is computed from a size that changes")
+            rest //= self.sizes[at]
+        made = b(aten.full.default, [], rest, dtype=torch.float32, device=torch.device("cpu"))
+        for at in moved:
+            made = b(aten.mul.Tensor, made, b.cast(self.true[at], torch.float32))
+        return made
+
     def from_shapes(self, node: fx.Node, variants: Sequence[fx.Node]) -> Layout:
         """The layout of a tensor all whose dimensions are symbols or none."""
         shapes = [tuple(one.meta["val"].shape) for one in variants]
@@ -218,16 +232,19 @@ class Masker:
         """Which places of a dimension are true ones: bool, 1-D."""
         if dim in self._masks:
             return self._masks[dim]
-        b, inner, found = self.builder, 1, None
-        place = b(aten.arange.start_step, 0, size_of(dim), 1, dtype=torch.int64, device=torch.device("cpu"))
-        for size, symbol in reversed(dim):
+        b, found = self.builder, None
+        shape = [size for size, _ in dim]
+        for at, (size, symbol) in enumerate(dim):
             if symbol is not None:
-                at = place if inner == 1 else b(aten.div.Tensor_mode, place, inner, rounding_mode="floor")
-                at = at if inner * size == size_of(dim) else b(aten.remainder.Scalar, at, size)
+                place = b(aten.arange.start_step, 0, size, 1, dtype=torch.int64, device=torch.device("cpu"))
                 # Positions are compared as what sizes are: engines that compute in floats only have no integers.
-                holds = b(aten.lt.Tensor, b.cast(at, self.number), self.true[symbol])
+                holds = b(aten.lt.Tensor, b.cast(place, self.number), self.true[symbol])
+                if len(dim) > 1:
+                    holds = b(aten.view.default, holds, [size if one == at else 1 for one in range(len(dim))])
                 found = holds if found is None else b(aten.logical_and.default, found, holds)
-            inner *= size
+        if len(dim) > 1:
+            found = b(aten.clone.default, b(aten.expand.default, found, shape), memory_format=torch.contiguous_format)
+            found = b(aten.view.default, found, [size_of(dim)])
         assert found is not None
         self._masks[dim] = found
         return found

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from .masker import Inexact, Masker, arguments, is_padded, rule_for, whole
+from .masker import Inexact, Masker, arguments, broadcast, is_padded, rule_for, whole
 
 __all__: list[str] = []
 
@@ -33,6 +33,22 @@ def _picked_losses(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any
     if node.target is aten.nll_loss_backward.default:
         return made, layout
     return made, [layout[:-1] if reduction == 0 else (), ()]
+
+
+@rule_for(aten.div.Tensor, aten.div.Scalar, aten.mul.Tensor, aten.mul.Scalar)
+def _scaled(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
+    """Elementwise; a number that is a multiple of sizes, as in a mean's gradient, becomes that of the true ones."""
+    number, others = node.args[1], [one.args[1] for one in variants]
+    after = broadcast([m.layout(one) for one in node.all_input_nodes])
+    if isinstance(number, fx.Node) or all(other == number for other in others):
+        m.same_constants(node, variants)
+        return m.copy(node), after
+    b, dtype = m.builder, node.meta["val"].dtype
+    true = m.true_number(number, others)
+    by_tensor = aten.div.Tensor if node.target in (aten.div.Tensor, aten.div.Scalar) else aten.mul.Tensor
+    if not dtype.is_floating_point:
+        raise Inexact("a number is computed from a size that changes")
+    return b(by_tensor, m.values[node.args[0]], b.cast(true, dtype)), after  # type: ignore[index]
 
 
 @rule_for(aten.native_layer_norm_backward.default)

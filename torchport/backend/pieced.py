@@ -21,7 +21,7 @@ from .interface import Backend, BackendData, BackendDevice, ExecutionContext
 from .optional import optional_of
 from .pieces import Pack, PieceCall, Pieces
 from .prepare import Prepared
-from .runner import Runner, runner_of
+from .runner import CallingBackend, runner_of
 
 __all__ = ["LinkedCall", "PiecedProgram", "assemble", "is_pieced", "make_pieced", "taken_apart"]
 
@@ -154,7 +154,7 @@ def program_of(pieces: Pieces, computations: Sequence[Computation]) -> PiecedPro
     return PiecedProgram(calls, packs, count, pieces.results, len(computations))
 
 
-class _Pieced(Runner):
+class _Pieced(CallingBackend):
     """Calls pieces in order. Its values are those of the backend that compiled them."""
 
     def execute(

@@ -10,12 +10,12 @@ from torch import fx
 from ..core.specs import CompileSpecs
 from .interface import Backend, BackendData, BackendDevice, Processed
 
-__all__ = ["Runner", "owner_of", "runner_of"]
+__all__ = ["CallingBackend", "owner_of", "runner_of"]
 
-_Kind = TypeVar("_Kind", bound="Runner")
+_Kind = TypeVar("_Kind", bound="CallingBackend")
 
 
-class Runner(Backend):
+class CallingBackend(Backend):
     """Calls computations of a backend, ``of``, whose values its own are. It compiles nothing."""
 
     def __init__(self, backend: Backend) -> None:
@@ -36,7 +36,7 @@ class Runner(Backend):
 
 def runner_of(backend: Backend, kind: type[_Kind]) -> _Kind:
     """A backend's runner of a kind, made once."""
-    known = cast("dict[type[Runner], Runner]", vars(backend).setdefault("_runners", {}))
+    known = cast("dict[type[CallingBackend], CallingBackend]", vars(backend).setdefault("_runners", {}))
     found = known.get(kind)
     if found is None:
         found = known[kind] = kind(backend)
@@ -45,4 +45,4 @@ def runner_of(backend: Backend, kind: type[_Kind]) -> _Kind:
 
 def owner_of(backend: Backend) -> Backend:
     """The backend that compiled what another runs."""
-    return backend.of if isinstance(backend, Runner) else backend
+    return backend.of if isinstance(backend, CallingBackend) else backend

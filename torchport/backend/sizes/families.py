@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, Final
 
+import torch
 from torch import fx
 
 from ...cache.current import disk_cache
@@ -33,10 +34,9 @@ from ..masking import Inexact
 from ..optional import optional_of
 from ..prepare import Prepared, describe, failure_of, with_bytes
 from .form import Form, Size, Sketch, form_of, sketch_of
-from .guards import hold
+from .guards import NotSymbolic, hold
 from .padded import Padding, bucket_of, padded_graph, padding_from_json, padding_to_json
 from .sized import base_from, base_to, sized
-from .symbolic import NotSymbolic, symbolic_graph
 
 __all__ = ["compiled_for_several", "families", "forget", "may_vary", "served"]
 
@@ -92,13 +92,15 @@ families: Final[OrderedDict[tuple[str, ...], _Family]] = OrderedDict()
 def may_vary(backend: Backend) -> bool:
     """Whether one computation of a backend may serve several sizes: it has symbols for sizes, or its values are in
     memory of the host, where padding them is cheap. The settings allow it."""
-    if config.sizes != "auto" or is_partitioned(backend):
+    # Which sizes share a computation depends on which came before, and the last bits of a value depend on that.
+    if config.sizes != "auto" or is_partitioned(backend) or torch.are_deterministic_algorithms_enabled():
         return False
     return optional_of(backend).symbolic_sizes is not None or _is_padded(backend)
 
 
 def _is_padded(backend: Backend) -> bool:
-    return backend.capabilities.slow_to_compile and next(iter(backend.devices())).type == "cpu"
+    able = backend.capabilities
+    return able.slow_to_compile and not able.skips_cache and next(iter(backend.devices())).type == "cpu"
 
 
 def _family(backend: Backend, specs: CompileSpecs, sketch: Sketch) -> _Family:
@@ -161,7 +163,7 @@ def compiled_for_several(
         log.info("compiled for one set of sizes, since there is no code for several: %s", error)
         return None
     made = replace(made, base=replace(made.base, seconds=perf_counter() - start))
-    if not made.serves(sketch) or not (made.padding or any(map(made.serves, alike))):
+    if not made.serves(sketch):
         metrics.count("NotSymbolic")
         log.info("compiled for one set of sizes, since code for several would need %s", made.guards)
         return None
@@ -177,6 +179,8 @@ def compiled_for_several(
 def _compiled(
     backend: Backend, specs: CompileSpecs, graph: fx.GraphModule, about: Prepared, form: Form, sketch: Sketch
 ) -> _ForSeveral:
+    from .symbolic import symbolic_graph  # on demand: compiling needs it and sympy, running does not
+
     symbolic = symbolic_graph(graph, form, sketch)
     able = optional_of(backend).symbolic_sizes
     mark = f"{about.mark} for several sizes, as {','.join(map(str, form.values(sketch)))}"

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any, Final
 
-from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
+__all__ = ["NotSymbolic", "hold"]
 
-__all__ = ["hold"]
+_PLAIN: Final[dict[str, Any]] = {"__builtins__": {"max": max, "min": min, "abs": abs}, "math": math}
+
+
+class NotSymbolic(Exception):
+    """A graph has no form whose sizes are symbols; the text says why."""
 
 
 def hold(guards: str, values: Sequence[int]) -> bool:
@@ -14,4 +20,10 @@ def hold(guards: str, values: Sequence[int]) -> bool:
 
     It is Python that torchport's own process wrote: with the code that it belongs to, out of the same file.
     """
-    return bool(eval(guards, SYMPY_INTERP, {"L": {f"t{at}": value for at, value in enumerate(values)}}))
+    given = {"L": {f"t{at}": value for at, value in enumerate(values)}}
+    try:
+        return bool(eval(guards, dict(_PLAIN), given))
+    except NameError:  # a function of PyTorch's, which takes long to import
+        from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
+
+        return bool(eval(guards, SYMPY_INTERP, given))

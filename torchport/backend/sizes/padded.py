@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import fx
@@ -22,9 +22,11 @@ from ..execution import Computation
 from ..interface import Backend, BackendData, BackendDevice, ExecutionContext
 from ..masking import Inexact, Layout, mask_padding
 from ..prepare import Prepared
-from ..runner import Runner, runner_of
+from ..runner import CallingBackend, runner_of
 from .form import Form, Sketch, memory_order, replaced, strides_in
-from .symbolic import SymbolicGraph
+
+if TYPE_CHECKING:
+    from .symbolic import SymbolicGraph
 
 __all__ = ["Padding", "bucket_of", "make_padded", "padded_graph", "padding_from_json", "padding_to_json"]
 
@@ -137,7 +139,7 @@ def _numbers(sketch: Sketch, at: int) -> range:
 
 # -- running -----------------------------------------------------------------------------------------------------------
 @dataclass(slots=True)
-class PaddedProgram:
+class PaddedHandle:
     """A computation for the sizes of a bucket, and what is done before and after it."""
 
     computation: Computation
@@ -146,11 +148,11 @@ class PaddedProgram:
     cuts: Sequence[Callable[[torch.Tensor], torch.Tensor] | None]
 
 
-class _Padding(Runner):
+class _Padding(CallingBackend):
     """Pads inputs, runs a computation, and cuts its results."""
 
     def execute(
-        self, handle: PaddedProgram, args: Sequence[BackendData], context: ExecutionContext
+        self, handle: PaddedHandle, args: Sequence[BackendData], context: ExecutionContext
     ) -> Sequence[BackendData]:
         backend, computation, device = self.of, handle.computation, context.device
         given = list(args)
@@ -164,7 +166,7 @@ class _Padding(Runner):
                 results[at] = backend.to_device(cut(backend.from_device(results[at])), device)
         return results
 
-    def destroy(self, handle: PaddedProgram | None) -> None:
+    def destroy(self, handle: PaddedHandle | None) -> None:
         """Nothing: the computation is given back by itself."""
 
 
@@ -196,7 +198,7 @@ def make_padded(
         for at, (layout, spec) in enumerate(zip(padding.results, about.outputs, strict=True))
     ]
     sizes = [torch.tensor(value, dtype=torch.float32) for value in values]
-    program = PaddedProgram(base, dict(padding.inputs), sizes, cuts)
+    program = PaddedHandle(base, dict(padding.inputs), sizes, cuts)
     made = Computation(
         runner_of(backend, _Padding), device, about.inputs, about.names, about.outputs, program,
         ExecutionContext(device, about.outputs), about.mark, about.ops, about.seconds,

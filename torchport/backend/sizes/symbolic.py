@@ -24,8 +24,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...core.errors import TorchportError
 from .form import Form, Sketch, memory_order, replaced, strides_in
+from .guards import NotSymbolic
 
-__all__ = ["NotSymbolic", "SymbolicGraph", "symbolic_graph"]
+__all__ = ["SymbolicGraph", "symbolic_graph"]
 
 
 def _joined(x: torch.Tensor, pad: Sequence[Any], value: Any = 0) -> torch.Tensor:
@@ -44,10 +45,6 @@ def _joined(x: torch.Tensor, pad: Sequence[Any], value: Any = 0) -> torch.Tensor
 
 _REWRITES: Final[Mapping[Any, Callable[..., Any]]] = {torch.ops.aten.constant_pad_nd.default: _joined}
 """Operators whose kernels make numbers of symbolic sizes (torch 2.13), written otherwise."""
-
-
-class NotSymbolic(Exception):
-    """The graph has no form whose sizes are symbols; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,250 @@
+"""One computation for several sizes, behind every frontend: how often is compiled, and that values are the CPU's."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from symbolic_engine import Symbolic
+from torch import nn
+
+import torchport
+from torchport import metrics
+from torchport.backend.compiler import computations
+from torchport.backend.registry import registry
+from torchport.backend.sizes import families as known
+from torchport.core.config import config
+from torchport.run import sizes as run_sizes
+from torchport.run import tiers
+
+REAL = ("inductor", "xla", "openvino")
+COUNTERS = ("UncachedCompile", "ForSeveralSizes", "OtherSizes", "NotSymbolic")
+
+
+class Mixed(nn.Module):
+    """Attention over the second dimension, a layer norm, and a mean over it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, length, 6] to [batch, 3]."""
+        h = self.norm(self.first(x)).relu()
+        weights = (h @ h.transpose(-1, -2) / 3.0).softmax(-1)
+        return self.last(weights @ h).mean(1)
+
+
+def _model() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(1)
+    host = Mixed().eval()
+    return host, copy.deepcopy(host).to("port")
+
+
+def _counted() -> dict[str, int]:
+    return {name: metrics.counter(name) for name in COUNTERS}
+
+
+def _forwards(shapes: Sequence[tuple[int, int]]) -> dict[str, int]:
+    """Run shapes through a model and compare with the CPU; what was counted."""
+    host, device = _model()
+    before = _counted()
+    for batch, length in shapes:
+        x = torch.randn(batch, length, 6)
+        with torch.no_grad():
+            torch.testing.assert_close(device(x.to("port")).cpu(), host(x), rtol=1e-4, atol=1e-5)
+    return {name: after - before[name] for name, after in _counted().items()}
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """No sizes are known, and the disk cache is empty."""
+    monkeypatch.setattr(known, "families", type(known.families)())
+    monkeypatch.setattr(run_sizes, "families", type(run_sizes.families)())
+    monkeypatch.setattr(run_sizes.Family, "any_shared", False)
+    with config.override(cache="on", cache_dir=str(tmp_path / "cache"), tiers="off"):
+        computations.clear()
+        yield
+    torchport.use("reference")
+
+
+@pytest.fixture
+def symbolic(fresh: None) -> Iterator[type[Symbolic]]:
+    """The backend that keeps graphs with symbols as they are, on ``port:0``."""
+    for kept in (Symbolic.graphs, Symbolic.exact, Symbolic.destroyed):
+        kept.clear()
+    Symbolic.limit, Symbolic.refuses = 0, ""
+    torchport.register(Symbolic)
+    torchport.use("symbolic")
+    yield Symbolic
+    torchport.sync()
+    torchport.use("reference")
+    registry.unregister("symbolic")
+
+
+# -- the rules, by a backend that computes as the CPU does ------------------------------------------------------------
+def test_the_second_size_leads_to_a_computation_that_serves_every_further_one(symbolic: type[Symbolic]) -> None:
+    found = _forwards([(2, 5), (2, 7), (2, 9), (2, 31), (2, 5), (2, 64)])
+    assert found == {"UncachedCompile": 2, "ForSeveralSizes": 1, "OtherSizes": 3, "NotSymbolic": 0}
+    assert (len(symbolic.exact), len(symbolic.graphs)) == (1, 1)
+
+
+def test_what_varies_later_is_no_constant_any_more(symbolic: type[Symbolic]) -> None:
+    found = _forwards([(2, 5), (2, 7), (3, 7), (4, 9), (9, 12)])
+    assert found == {"UncachedCompile": 3, "ForSeveralSizes": 2, "OtherSizes": 2, "NotSymbolic": 0}
+
+
+def test_a_size_of_one_has_a_computation_of_its_own(symbolic: type[Symbolic]) -> None:
+    found = _forwards([(2, 5), (1, 5), (2, 1), (3, 5), (1, 1)])
+    assert found["ForSeveralSizes"] == 1
+    assert len(symbolic.exact) == 4
+
+
+def test_what_the_compiler_asks_of_a_size_limits_the_computation(symbolic: type[Symbolic]) -> None:
+    symbolic.limit = 20
+    found = _forwards([(2, 5), (2, 7), (2, 19), (2, 21), (2, 40), (2, 8)])
+    # 21 is on the other side: the graph for it is the third, and what is compiled for it serves 40.
+    assert found["OtherSizes"] == 3
+    assert len(symbolic.graphs) == 2
+
+
+def test_what_cannot_have_symbols_is_compiled_for_each_size(symbolic: type[Symbolic]) -> None:
+    symbolic.refuses = "not today"
+    found = _forwards([(2, 5), (2, 7), (2, 9), (2, 11), (2, 13), (2, 15), (2, 17)])
+    assert (found["ForSeveralSizes"], found["OtherSizes"]) == (0, 0)
+    assert len(symbolic.exact) == 7
+    assert found["NotSymbolic"] == known.TRIES  # and is not tried for ever
+
+
+def test_with_the_setting_off_each_size_is_compiled(symbolic: type[Symbolic]) -> None:
+    with config.override(sizes="off"):
+        found = _forwards([(2, 5), (2, 7), (2, 9)])
+    assert found["UncachedCompile"] == 3
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert _forwards([(2, 15), (2, 17)])["ForSeveralSizes"] == 0
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_the_computation_lives_as_long_as_one_that_runs_it(symbolic: type[Symbolic]) -> None:
+    _forwards([(2, 5), (2, 7), (2, 9)])
+    torchport.sync()
+    computations.clear()
+    assert not any(handle[0] == "base" for handle in symbolic.destroyed if isinstance(handle, tuple))
+    found = _forwards([(2, 7), (2, 9)])  # plans hold them
+    assert found["UncachedCompile"] == 0
+
+
+def test_training_steps_of_several_sizes_are_the_cpus(symbolic: type[Symbolic]) -> None:
+    before = _counted()
+    _train(steps=[4, 6, 9, 4, 13, 2, 6], tolerance=1e-5)
+    assert metrics.counter("OtherSizes") > before["OtherSizes"]
+
+
+def _train(steps: Sequence[int], tolerance: float) -> None:
+    host, device = _model()
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (host, device)]
+    lost: list[Any] = []
+    for length in steps:
+        x = torch.randn(2, length, 6)
+        for model, optimizer, given in ((host, optimizers[0], x), (device, optimizers[1], x.to("port"))):
+            optimizer.zero_grad()
+            loss = model(given).square().mean()
+            loss.backward()
+            optimizer.step()
+            lost.append(loss.detach())
+    for want, got in zip(lost[::2], lost[1::2], strict=True):
+        torch.testing.assert_close(got.cpu(), want, rtol=tolerance, atol=tolerance)
+    for want, got in zip(host.parameters(), device.parameters(), strict=True):
+        torch.testing.assert_close(got.detach().cpu(), want, rtol=10 * tolerance, atol=10 * tolerance)
+
+
+def test_in_the_other_process_and_here_later_sizes_are_asked_for_at_once(
+    symbolic: type[Symbolic], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With tiers on: after two sizes were compiled a third one takes over at its second recorded run."""
+    monkeypatch.setattr(tiers.costs, "_per_operator", {"symbolic": 2e-5})
+    monkeypatch.setattr(tiers.costs, "note", lambda *args: None)
+    monkeypatch.setattr(tiers, "FEW", 0)
+    monkeypatch.setattr(tiers, "RECORDING", 0.0)
+    with config.override(tiers="on", compile_workers=0):
+        torchport.use("reference")
+        torchport.use("symbolic")
+        _forwards([(2, 5), (2, 7)] * 12)
+        assert len(symbolic.graphs) == 1
+        tiers.costs._per_operator["symbolic"] = 1e3  # nothing would ever be worth it by itself
+        run_sizes.Family.any_shared = True
+        for family in run_sizes.families.values():
+            family.shared = True
+        found = _forwards([(2, 9)] * 6)
+    assert found["OtherSizes"] == 1
+    assert len(symbolic.exact) == 1
+
+
+def test_torch_compile_has_one_computation_for_several_sizes(symbolic: type[Symbolic]) -> None:
+    host, _ = _model()
+    torch._dynamo.reset()
+    made = torch.compile(host, backend="torchport", dynamic=True, options={"backend": "symbolic"})
+    before = _counted()
+    with torch.no_grad():
+        for length in (5, 7, 9, 30):
+            x = torch.randn(2, length, 6)
+            torch.testing.assert_close(made(x), host(x), rtol=1e-4, atol=1e-5)
+    assert metrics.counter("OtherSizes") - before["OtherSizes"] == 2
+    assert len(symbolic.graphs) == 1
+
+
+# -- the engines ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("engine", REAL)
+def test_an_engine_computes_many_sizes_with_few_computations(engine: str, fresh: None) -> None:
+    if not registry.get(engine).is_available():
+        pytest.skip(f"{engine} is not installed")
+    torchport.use(engine)
+    found = _forwards([(2, 9), (2, 11), (2, 10), (2, 16), (5, 12), (3, 14), (7, 9), (2, 13), (8, 16)])
+    assert found["UncachedCompile"] <= 4
+    assert found["OtherSizes"] >= 5
+    assert not found["NotSymbolic"]
+
+
+@pytest.mark.parametrize("engine", REAL)
+def test_an_engine_trains_on_many_sizes(engine: str, fresh: None) -> None:
+    """Sizes come in turns, so that one library's runs for several sizes follow each other on the engine's own queue."""
+    torchport.use(engine)
+    before = _counted()
+    _train(steps=[9, 11, 14, 9, 12, 14, 11, 10, 16, 12, 9], tolerance=1e-4)
+    assert metrics.counter("OtherSizes") - before["OtherSizes"] >= 2
+
+
+_NEXT = """
+import sys, copy, torch, torchport
+sys.path[:0] = {paths!r}
+torchport.config.tiers = "off"
+torchport.config.cache, torchport.config.cache_dir = "on", {folder!r}
+torchport.use({engine!r})
+import test_several_sizes as own
+found = own._forwards({shapes!r})
+print(found["UncachedCompile"], found["OtherSizes"])
+"""
+
+
+@pytest.mark.parametrize("engine", ["inductor", "xla"])
+def test_another_process_compiles_nothing_for_sizes_that_nobody_has_met(engine: str, tmp_path: Path) -> None:
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
+
+    def run(shapes: list[tuple[int, int]]) -> list[str]:
+        program = _NEXT.format(paths=paths, folder=str(tmp_path), engine=engine, shapes=shapes)
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    assert run([(2, 9), (2, 12)])[0] == "2"
+    assert run([(2, 10), (2, 15)]) == ["0", "2"]
