@@ -96,3 +96,19 @@ def _pool_backward(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any
         raise Inexact(f"{node.target} with padded images")
     m.same_constants(node, variants)
     return m.copy(node), layout
+
+
+@rule_for(aten.scatter.value, aten.scatter.src)
+def _scattered(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
+    """Rows by themselves: what is written to a row comes from the same row of the index."""
+    source, dim, index = arguments(node, "self", "dim", "index")
+    layout, rows = m.layout(source), m.layout(index)
+    dim %= len(layout)
+    others = [m.layout(one) for one in node.all_input_nodes if one not in (source, index)]
+    if any(is_padded(one[dim]) for one in (layout, rows, *others)):
+        raise Inexact("places along the padded dimension are written by number")
+    padded = [tuple(at for at in one if is_padded(at)) for one in (layout, rows, *others)]
+    if any(one != padded[0] for one in padded):
+        raise Inexact("rows are written that are padded in different ways")
+    m.same_constants(node, variants)
+    return m.copy(node), layout
