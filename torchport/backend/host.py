@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.utils._pytree import tree_map
@@ -40,16 +40,17 @@ def cpu_attention(
 
     PyTorch chooses attention kernels in C++ for the devices it knows, and writes it out in full for all others.
     """
+    shape, of_keys = query.shape, key.shape
     fused = (
-        query.dim() == 4
-        and query.dtype in (torch.float32, torch.float64, torch.bfloat16)
-        and query.shape[-1] == key.shape[-1] == value.shape[-1]
-        and query.shape[:2] == key.shape[:2] == value.shape[:2]
-        and key.shape == value.shape
+        len(shape) == 4
+        and query.dtype in _FUSED
+        and of_keys == value.shape
+        and of_keys[-1] == shape[-1]
+        and of_keys[:2] == shape[:2]
         and dropout_p == 0.0
         and not enable_gqa
-        and min(query.shape) > 0
-        and key.shape[2] > 0
+        and 0 not in shape
+        and of_keys[2] > 0
     )
     if attn_mask is not None:
         fused = fused and not is_causal and attn_mask.dim() in (2, 4) and not attn_mask.requires_grad
@@ -62,13 +63,16 @@ def cpu_attention(
         zeros = torch.zeros(attn_mask.shape, dtype=query.dtype, device=query.device)
         attn_mask = zeros.masked_fill(~attn_mask, -torch.inf)
     # The kernel steps through memory as if the last dimension were contiguous, and does not check.
-    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+    query, key, value = [t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value)]
     if attn_mask is not None and attn_mask.stride(-1) not in (0, 1):
         attn_mask = attn_mask.contiguous()
     out, _ = aten._scaled_dot_product_flash_attention_for_cpu.default(
         query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
     )
     return out
+
+
+_FUSED: Final = frozenset({torch.float32, torch.float64, torch.bfloat16})
 
 
 def cpu_fallback(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
