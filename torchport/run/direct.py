@@ -136,8 +136,10 @@ def _manner(runtime: DeviceRuntime, kernel: Kernel) -> Any:
     returns = op._schema.returns
     if len(returns) > 1 and any(str(one.type) == "List[Tensor]" for one in returns):
         return False  # lists beside tensors: no graph holds such results
-    if runtime.kernels.kernel(op) is not None or draws_on_the_host(op) or op in runtime.capture.decompositions:
+    if runtime.kernels.kernel(op) is not None or draws_on_the_host(op):
         return False
+    if op in runtime.capture.decompositions and op.namespace != "aten":
+        return False  # it may mean nothing to the CPU; PyTorch's own operators are what they are, however rewritten
     return how(op)
 
 
