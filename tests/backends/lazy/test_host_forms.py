@@ -159,13 +159,14 @@ def _attention(device: Any, gradients: bool) -> tuple[list[torch.Tensor], int]:
     torch.manual_seed(0)
     before = torchport.metrics.counter("InterpretedOps")
     given = [torch.randn(2, 3, 5, 4).to(device).requires_grad_(gradients) for _ in range(3)]
+    query, key, value = given
     mask = torch.ones(5, 5, dtype=torch.bool).tril().to(device)
-    made = nn.functional.scaled_dot_product_attention(*given, attn_mask=mask)
-    values = [made, nn.functional.scaled_dot_product_attention(*given, is_causal=True)]
+    made = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    values = [made, nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)]
     if gradients:
-        sum(value.square().sum() for value in values).backward()  # type: ignore[union-attr]
+        sum(one.square().sum() for one in values).backward()  # type: ignore[union-attr]
         values += [one.grad for one in given if one.grad is not None]
-    found = [value.detach().cpu() for value in values]
+    found = [one.detach().cpu() for one in values]
     return found, torchport.metrics.counter("InterpretedOps") - before
 
 
