@@ -36,9 +36,12 @@ from .interface import (
 )
 from .kept import find_kept, find_or_prepare, prepare_all
 from .optional import compilation_devices, optional_of
-from .pieced import is_pieced, make_pieced, owner_of
+from .pieced import is_pieced, make_pieced
 from .prepare import Prepared, failure_of, prepare
+from .runner import owner_of
 from .serialize import fingerprint
+from .sizes.families import forget
+from .sizes.sized import is_sized, make_sized
 
 __all__ = ["Computations", "EntryRefused", "compile_graph", "computations", "finish"]
 
@@ -190,20 +193,38 @@ def finish(backend: Backend, device: BackendDevice, specs: CompileSpecs, prepare
         metrics.count("DiskCacheMiss")
         keep_inferences()
     start = perf_counter()
-    if is_pieced(prepared.data):
-        refused: list[str] = []
+    refused: list[str] = []
 
-        def piece(one: Prepared) -> Computation:
-            found = computations.find(backend, device, specs, one.mark)
-            if found is None:
+    def part(one: Prepared) -> Computation:
+        found = computations.find(backend, device, specs, one.mark)
+        if found is None:
+            if is_sized(one.data):
+                found = make_sized(backend, device, one, base)
+            else:
                 found, why = _loaded(backend, device, specs, one)
                 refused.extend([why] if why else [])
-                computations.keep(found, specs)
-            return found
+            computations.keep(found, specs)
+        return found
 
-        made, why = make_pieced(backend, device, prepared, piece), "; ".join(refused)
+    def base(one: Prepared) -> Computation:
+        try:
+            return part(one)
+        except CompileError:
+            forget(one.mark)
+            raise
+
+    if is_pieced(prepared.data):
+        made = make_pieced(backend, device, prepared, part)
+    elif is_sized(prepared.data):
+        made = make_sized(backend, device, prepared, base)
+        if not prepared.missed:
+            metrics.count("OtherSizes")
+            if not prepared.kept:
+                return made
     else:
         made, why = _loaded(backend, device, specs, prepared)
+        refused.extend([why] if why else [])
+    why = "; ".join(refused)
     seconds = made.compile_seconds = prepared.seconds + perf_counter() - start
     if prepared.kept and not why:
         metrics.metrics.count_time("DiskCacheHit", "DiskCacheLoadTime", seconds)

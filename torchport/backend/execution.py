@@ -71,6 +71,8 @@ class Computation:
     """Whether the handle was given back."""
     shared: Computation | None = None
     """The computation of another device whose handle this one has."""
+    resized: Computation | None = None
+    """The computation for several sizes whose code this one runs for some; it is not given back before this one."""
     segments: tuple[Computation, ...] = ()
     """The computations that it consists of, where it consists of several: they are what is counted and kept."""
 
@@ -85,6 +87,7 @@ class Computation:
             lock=self.lock,
         )  # fmt: skip
         made.shared = self.shared or self
+        made.resized = self.resized
         return made
 
     def release(self) -> None:
@@ -94,7 +97,7 @@ class Computation:
             handle, self.handle = self.handle, None
             if self.shared is None:
                 self.backend.destroy(handle)
-            self.shared = None
+            self.shared = self.resized = None
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """Release the handle with the last reference to the computation; not while the interpreter ends."""

@@ -33,7 +33,7 @@ from .graph_modules import graph_module
 from .infer import DataDependent, Inferred, NoShapeRule, fake_tensor, infer
 from .interface import Backend
 from .lowering import view_form
-from .normal_form import alias_root
+from .normal_form import alias_root, at_hint
 
 __all__ = ["Lowering", "has_symbols", "normalise", "source_line"]
 
@@ -183,7 +183,7 @@ class _Normaliser:
         value = self.builder.val(node)
         if not isinstance(original, torch.Tensor) or original.dim() != value.dim():
             return node
-        shape, strides = [_at_hint(size) for size in original.shape], [_at_hint(step) for step in original.stride()]
+        shape, strides = [at_hint(size) for size in original.shape], [at_hint(step) for step in original.stride()]
         if None in shape or None in strides or not is_dense(shape, strides):
             return node
         return self.builder.laid_out(node, strides)
@@ -407,11 +407,6 @@ def _views_between(source: fx.Node, node: fx.Node) -> list[fx.Node]:
         assert isinstance(viewed, fx.Node)
         node = viewed
     return chain[::-1]
-
-
-def _at_hint(number: Any) -> Any:
-    """An integer, or what a symbolic one is in the program's first call; ``None`` where that is not known."""
-    return number.node.hint if isinstance(number, torch.SymInt) else number
 
 
 def _infer(op: Any, args: Any, kwargs: Any) -> Inferred:

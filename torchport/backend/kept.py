@@ -24,6 +24,7 @@ from .pieced import assemble
 from .pieces import cut, in_pieces, pays, whole
 from .prepare import Prepared, describe, with_bytes, with_bytes_of_all
 from .serialize import fingerprint
+from .sizes.families import compiled_for_several, may_vary, served
 
 __all__ = ["find_kept", "find_or_prepare", "prepare_all"]
 
@@ -31,17 +32,26 @@ log: Final = logging.getLogger("torchport.cache")
 
 
 def find_kept(backend: Backend, specs: CompileSpecs, graph: fx.GraphModule, mark: str) -> Prepared | None:
-    """What the disk cache has for this graph; ``None`` where it has nothing. Nothing is compiled or waited for."""
+    """What is there for this graph: in the disk cache, or of a computation for several sizes.
+
+    ``None`` where nothing is. Nothing is compiled or waited for.
+    """
     folder = disk_cache()
-    if folder is None:
-        return None
     about = describe(graph, mark, None)
-    try:
-        key = key_of(manifest_of(backend, specs, graph, mark, about.inputs, about.outputs, folder.digests))
-    except Uncacheable:
-        return None
-    entry = folder.read(key)
-    return None if entry is None else replace(about, data=entry.data, kept=key)
+    if folder is not None:
+        try:
+            key = key_of(manifest_of(backend, specs, graph, mark, about.inputs, about.outputs, folder.digests))
+            entry = folder.read(key)
+        except Uncacheable:
+            entry = None
+        else:
+            if entry is not None:
+                return replace(about, data=entry.data, kept=key)
+    return _served(backend, specs, graph, about)
+
+
+def _served(backend: Backend, specs: CompileSpecs, graph: fx.GraphModule, about: Prepared) -> Prepared | None:
+    return served(backend, specs, graph, about) if may_vary(backend) else None
 
 
 def find_or_prepare(
@@ -55,9 +65,11 @@ def find_or_prepare(
     folder = disk_cache()
     depends_on = None if folder is None else _manifest(folder, backend, specs, graph, about)
     if folder is None or depends_on is None:
-        return _made(backend, specs, graph, about)
+        return _served(backend, specs, graph, about) or _made(backend, specs, graph, about)
     key = key_of(depends_on)
     entry = folder.read(key)
+    if entry is None and (found := _served(backend, specs, graph, about)) is not None:
+        return found
     if entry is None and config.cache == "cache-only":
         raise CacheMiss(_told_of_miss(folder, key, depends_on), op=about.label, source=about.source)
     if entry is None:
@@ -65,16 +77,17 @@ def find_or_prepare(
             entry = folder.read(key)  # whoever had the lock may have made it
             if entry is None:
                 made = _made(backend, specs, graph, about)
-                return _kept_now(folder, backend, specs, graph, depends_on, made)
+                return made if made.missed else _kept_now(folder, backend, specs, graph, depends_on, made)
     return replace(about, data=entry.data, kept=key)
 
 
 def _made(backend: Backend, specs: CompileSpecs, graph: fx.GraphModule, about: Prepared) -> Prepared:
-    """What is known of a graph, with its bytes: in pieces, where its layers repeat and the backend takes that."""
+    """What is known of a graph, with its bytes: in pieces, where its layers repeat and the backend takes that; for
+    several sizes, where it came with others before and the backend has such computations (which are kept already)."""
     fixed = backend.capabilities.fixed_compile_cost
     pieces = cut(graph, fixed) if in_pieces(backend) else None
     if pieces is None:
-        return with_bytes(backend, specs, graph, about)
+        return _whole(backend, specs, graph, about)
     start = perf_counter()
     marks = [fingerprint(one) for one in pieces.graphs]
     graphs = dict(zip(marks, pieces.graphs, strict=True))
@@ -82,7 +95,7 @@ def _made(backend: Backend, specs: CompileSpecs, graph: fx.GraphModule, about: P
         kept = {mark: find_kept(backend, specs, one, mark) for mark, one in graphs.items()}
         missing = {mark: one for mark, one in graphs.items() if kept[mark] is None}
         if not pays(about.ops, list(missing.values()), fixed):
-            return with_bytes(backend, specs, graph, about)
+            return _whole(backend, specs, graph, about)
         if optional_of(backend).preprocess_all is not None:
             made = prepare_all(backend, specs, missing, about.source)
         else:
@@ -90,6 +103,11 @@ def _made(backend: Backend, specs: CompileSpecs, graph: fx.GraphModule, about: P
     found = {one.mark: one for one in (*kept.values(), *made) if one is not None}
     data = assemble(pieces, [found[mark] for mark in marks])
     return replace(about, data=data, seconds=perf_counter() - start)
+
+
+def _whole(backend: Backend, specs: CompileSpecs, graph: fx.GraphModule, about: Prepared) -> Prepared:
+    several = compiled_for_several(backend, specs, graph, about) if may_vary(backend) else None
+    return several or with_bytes(backend, specs, graph, about)
 
 
 def prepare_all(
@@ -102,6 +120,12 @@ def prepare_all(
     found = [find_kept(backend, specs, graph, mark) for mark, graph in graphs.items()]
     missing = {mark: graph for (mark, graph), one in zip(graphs.items(), found, strict=True) if one is None}
     ready = [one for one in found if one is not None]
+    if config.cache != "cache-only" and may_vary(backend):
+        for mark, graph in list(missing.items()):
+            several = compiled_for_several(backend, specs, graph, describe(graph, mark, source))
+            if several is not None:
+                ready.append(several)
+                del missing[mark]
     if len(missing) < 2 or config.cache == "cache-only":
         return ready + [find_or_prepare(backend, specs, graph, mark, source) for mark, graph in missing.items()]
     folder = disk_cache()

@@ -27,6 +27,7 @@ __all__ = [
     "Layout",
     "Masked",
     "Masker",
+    "arguments",
     "broadcast",
     "dim_of",
     "is_padded",
@@ -84,6 +85,8 @@ def is_padded(dim: Dim) -> bool:
 
 def regrouped(layout: Layout, shape: Sequence[int]) -> Layout:
     """The layout after a ``view`` to this shape. Raises :class:`Inexact` where a padded factor would be cut."""
+    if 0 in shape and not any(map(is_padded, layout)):
+        return tuple(dim_of([(size, None)]) for size in shape)
     left = [factor for dim in layout for factor in dim]
     made: list[Dim] = []
     for wanted in shape:
@@ -115,6 +118,15 @@ def broadcast(layouts: Sequence[Layout]) -> Layout:
             raise Inexact("an operator puts dimensions together that are padded in different ways")
         made.append(found.pop() if found else ())
     return tuple(made)
+
+
+def arguments(node: fx.Node, *names: str) -> list[Any]:
+    """Arguments by name, with the schema's defaults."""
+    found: list[Any] = []
+    for name in names:
+        at, argument = next((i, a) for i, a in enumerate(node.target._schema.arguments) if a.name == name)  # type: ignore[union-attr]
+        found.append(node.args[at] if at < len(node.args) else node.kwargs.get(name, argument.default_value))
+    return found
 
 
 Rule: TypeAlias = Callable[["Masker", fx.Node, Sequence[fx.Node]], Any]

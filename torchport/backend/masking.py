@@ -17,12 +17,14 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
+from . import masking_training  # noqa: F401  # its rules
 from .builder import Capture, Refused
 from .masker import (
     Inexact,
     Layout,
     Masked,
     Masker,
+    arguments,
     broadcast,
     dim_of,
     is_padded,
@@ -62,15 +64,6 @@ def mask_padding(
 
 
 # -- rules ------------------------------------------------------------------------------------------------------------
-def _args(node: fx.Node, *names: str) -> list[Any]:
-    """Arguments by name, with the schema's defaults."""
-    found: list[Any] = []
-    for name in names:
-        at, argument = next((i, a) for i, a in enumerate(node.target._schema.arguments) if a.name == name)  # type: ignore[union-attr]
-        found.append(node.args[at] if at < len(node.args) else node.kwargs.get(name, argument.default_value))
-    return found
-
-
 @rule_for(aten.where.self, aten.clone.default, aten._to_copy.default, aten.full_like.default, aten.zeros_like.default,
        aten.ones_like.default, aten.gelu.default, aten.gelu_backward.default, aten.masked_fill.Scalar,
        aten.threshold_backward.default, aten.tanh_backward.default, aten.sigmoid_backward.default)  # fmt: skip
@@ -81,7 +74,9 @@ def _elementwise(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
 
 @rule_for(aten.full.default, aten.zeros.default, aten.ones.default)
 def _filled(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
-    values = [repr(_args(one, "fill_value")) if one.target is aten.full.default else "" for one in (node, *variants)]
+    values = [
+        repr(arguments(one, "fill_value")) if one.target is aten.full.default else "" for one in (node, *variants)
+    ]
     if len(set(values)) > 1:
         raise Inexact("a number is computed from a size that changes")
     return m.copy(node), m.from_shapes(node, variants)
@@ -92,7 +87,7 @@ def _filled(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
 def _divided(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     """What is beyond the true size, mostly 0, would be an error to divide an integer by."""
     m.same_constants(node, variants)
-    (divisor,) = _args(node, "other")
+    (divisor,) = arguments(node, "other")
     whole_numbers = not node.meta["val"].dtype.is_floating_point and isinstance(divisor, fx.Node)
     instead = {divisor: m.masked(divisor, 1)} if whole_numbers else {}
     return m.copy(node, instead), broadcast([m.layout(n) for n in node.all_input_nodes])
@@ -103,12 +98,12 @@ def _counted(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     layout = m.from_shapes(node, variants)
     named = {argument.name for argument in node.target._schema.arguments}  # type: ignore[union-attr]
     start, step = (
-        (_args(node, "start")[0] if "start" in named else 0),
-        (_args(node, "step")[0] if "step" in named else 1),
+        (arguments(node, "start")[0] if "start" in named else 0),
+        (arguments(node, "step")[0] if "step" in named else 1),
     )
     if not is_padded(layout[0]):
         m.same_constants(node, variants)  # where it starts may change, although its length does not
-    elif (start, step) != (0, 1) or any(_args(n, "end")[0] != n.meta["val"].shape[0] for n in (node, *variants)):
+    elif (start, step) != (0, 1) or any(arguments(n, "end")[0] != n.meta["val"].shape[0] for n in (node, *variants)):
         raise Inexact("a range that does not count from 0 up to a size")
     return m.copy(node), layout
 
@@ -159,7 +154,7 @@ def _squeeze(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
 
 @rule_for(aten.select.int)
 def _select(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
-    source, dim, index = _args(node, "self", "dim", "index")
+    source, dim, index = arguments(node, "self", "dim", "index")
     before = m.layout(source)
     if is_padded(before[dim]) and not 0 <= index < m.smallest:
         raise Inexact("one place of the padded dimension is taken, which need not be there")
@@ -169,7 +164,7 @@ def _select(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
 
 @rule_for(aten.slice.Tensor)
 def _slice(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
-    source, dim, start, step = _args(node, "self", "dim", "start", "step")
+    source, dim, start, step = arguments(node, "self", "dim", "start", "step")
     made = list(m.layout(source))
     dim %= len(made)
     length = node.meta["val"].shape[dim]
@@ -187,9 +182,15 @@ def _slice(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
 
 @rule_for(aten.cat.default)
 def _cat(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
-    tensors, dim = _args(node, "tensors", "dim")
-    layouts = [m.layout(n) for n in tensors]
-    dim %= len(layouts[0])
+    tensors, dim = arguments(node, "tensors", "dim")
+    rank = node.meta["val"].dim()
+    dim %= rank
+    # What is empty adds nothing, also where it has another number of dimensions.
+    layouts = [
+        m.layout(n) for n in tensors if n.meta["val"].dim() == rank and (n.meta["val"].shape[dim] or len(tensors) == 1)
+    ]
+    if len(layouts) == 1:
+        return m.copy(node), layouts[0]
     if any(is_padded(layout[dim]) for layout in layouts):
         raise Inexact("the padded dimension is joined to another")
     made = list(broadcast([(*layout[:dim], (), *layout[dim + 1 :]) for layout in layouts]))
@@ -199,7 +200,7 @@ def _cat(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
 
 def _taken_apart(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> tuple[Layout, int]:
     """The layout of what is taken apart, and along which dimension."""
-    source, dim = _args(node, "self", "dim")
+    source, dim = arguments(node, "self", "dim")
     before = m.layout(source)
     dim %= len(before)
     if is_padded(before[dim]):
@@ -228,10 +229,10 @@ _PLACES: Final = {aten.argmax.default, aten.argmin.default, aten.max.dim, aten.m
 def _reduced(m: Masker, node: fx.Node) -> tuple[Any, list[int], Layout]:
     """Input, dimensions that go, and the layout of what is left."""
     names = {argument.name for argument in node.target._schema.arguments}  # type: ignore[union-attr]
-    (source,) = _args(node, "self")
+    (source,) = arguments(node, "self")
     before = m.layout(source)
-    dims: Any = _args(node, "dim")[0] if "dim" in names else None
-    keep = _args(node, "keepdim")[0] if "keepdim" in names else False
+    dims: Any = arguments(node, "dim")[0] if "dim" in names else None
+    keep = arguments(node, "keepdim")[0] if "keepdim" in names else False
     chosen = (
         sorted({d % max(1, len(before)) for d in tree_leaves(dims)})
         if dims not in (None, [])
@@ -268,10 +269,10 @@ def _mean(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     if not any(is_padded(layout[d]) for d in dims):
         m.same_constants(node, variants)
         return m.copy(node), after
-    (dtype,) = _args(node, "dtype")
+    (dtype,) = arguments(node, "dtype")
     result = dtype or source.meta["val"].dtype
     wide = torch.float32 if result in (torch.float16, torch.bfloat16) else result
-    (keep,) = _args(node, "keepdim") if node.target is aten.mean.dim else (False,)
+    (keep,) = arguments(node, "keepdim") if node.target is aten.mean.dim else (False,)
     total = b(aten.sum.dim_IntList, b.cast(m.masked(source, 0, dims), wide), dims, keep)
     plain = math.prod(size for d in dims for size, symbol in layout[d] if symbol is None)
     count = b(aten.full.default, [], plain, dtype=wide, device=torch.device("cpu"))
@@ -283,7 +284,7 @@ def _mean(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
 @rule_for(aten._softmax.default, aten._log_softmax.default, aten._safe_softmax.default, aten.softmax.int,
           aten.log_softmax.int)  # fmt: skip
 def _softmax(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
-    source, dim = _args(node, "self", "dim")
+    source, dim = arguments(node, "self", "dim")
     layout = m.layout(source)
     m.same_constants(node, variants)
     return m.copy(node, {source: m.masked(source, -math.inf, [dim])} if is_padded(layout[dim]) else {}), layout
@@ -291,7 +292,7 @@ def _softmax(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
 
 @rule_for(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
 def _softmax_backward(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
-    grad, output, dim = _args(node, "grad_output", "output", "dim")
+    grad, output, dim = arguments(node, "grad_output", "output", "dim")
     m.same_constants(node, variants)
     instead = {one: m.masked(one, 0, [dim]) for one in (grad, output)} if is_padded(m.layout(grad)[dim]) else {}
     return m.copy(node, instead), broadcast([m.layout(grad), m.layout(output)])
@@ -314,14 +315,14 @@ def _product(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
             raise Inexact("a product of a tensor with itself over the padded dimension")
     after = (*broadcast([left[:-2], right[:-2]]), *left[-2:-1], *(right[-1:] if len(right) > 1 else ()))
     if node.target in (aten.addmm.default, aten.baddbmm.default):
-        after = broadcast([after, m.layout(_args(node, "self")[0])])
+        after = broadcast([after, m.layout(arguments(node, "self")[0])])
     return m.copy(node, instead), after
 
 
 @rule_for(aten._scaled_dot_product_flash_attention_for_cpu.default, aten.scaled_dot_product_attention.default)
 def _attention(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     """Keys beyond the true size get no weight; where each query sees keys up to its own place only, none sees them."""
-    query, key, value, causal, given = _args(node, "query", "key", "value", "is_causal", "attn_mask")
+    query, key, value, causal, given = arguments(node, "query", "key", "value", "is_causal", "attn_mask")
     asked, kept, layout = m.layout(query), m.layout(key), m.layout(value)
     if asked[-1] != kept[-1] or is_padded(kept[-1]) or kept[-2] != layout[-2] or (causal and asked[-2] != kept[-2]):
         raise Inexact("attention over dimensions that are padded in different ways")
@@ -331,7 +332,7 @@ def _attention(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     if given is not None:
         broadcast([(*rows, kept[-2]), m.layout(given)])
     after: Any = (*rows, layout[-1]) if whole_op else [(*rows, layout[-1]), rows]
-    if _args(node, "dropout_p") != [0.0] or (whole_op and _args(node, "enable_gqa") != [False]):
+    if arguments(node, "dropout_p") != [0.0] or (whole_op and arguments(node, "enable_gqa") != [False]):
         raise Inexact("attention with dropout or grouped heads")
     if not is_padded(kept[-2]):
         return m.copy(node), after
@@ -363,7 +364,7 @@ def _attention(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
 @rule_for(aten.embedding.default)
 def _embedding(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     m.same_constants(node, variants)
-    weight, indices = _args(node, "weight", "indices")
+    weight, indices = arguments(node, "weight", "indices")
     if m.any_padded(weight):
         raise Inexact("the table of an embedding is padded")
     within = m.picks_in_order(indices, weight.meta["val"].shape[0])
@@ -372,7 +373,7 @@ def _embedding(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
 
 @rule_for(aten.native_layer_norm.default)
 def _layer_norm(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
-    source, shape = _args(node, "input", "normalized_shape")
+    source, shape = arguments(node, "input", "normalized_shape")
     layout, count = m.layout(source), len(tree_leaves(shape))
     if any(map(is_padded, layout[-count:])):
         raise Inexact("a normalisation over the padded dimension")
@@ -419,7 +420,7 @@ def _images(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
 def _gather(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     """What is picked stands where its index stands, and indices within the true part pick from there."""
     m.same_constants(node, variants)
-    source, dim, index = _args(node, "self", "dim", "index")
+    source, dim, index = arguments(node, "self", "dim", "index")
     before, after = m.layout(source), m.layout(index)
     if len(before) != len(after):
         raise Inexact("places in a number are picked")
@@ -443,7 +444,7 @@ rule_for(*(getattr(aten, name).Tensor for name in ("__and__", "__or__", "__xor__
 
 @rule_for(aten.dropout.default)
 def _dropout(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
-    if _args(node, "train") != [False]:
+    if arguments(node, "train") != [False]:
         raise Inexact("random numbers depend on where they stand in a tensor")
     return _elementwise(m, node, variants)
 
@@ -451,7 +452,7 @@ def _dropout(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
 @rule_for(aten.linear.default)
 def _linear(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     m.same_constants(node, variants)
-    source, weight, bias = _args(node, "input", "weight", "bias")
+    source, weight, bias = arguments(node, "input", "weight", "bias")
     before = m.layout(source)
     if is_padded(before[-1]) or m.any_padded(weight, bias) or len(m.layout(weight)) != 2:
         raise Inexact("a linear layer over the padded dimension")
@@ -461,7 +462,7 @@ def _linear(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
 @rule_for(aten.matmul.default)
 def _matmul(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     m.same_constants(node, variants)
-    first, second = _args(node, "self", "other")
+    first, second = arguments(node, "self", "other")
     left, right = m.layout(first), m.layout(second)
     inner = len(right) - 2 if len(right) > 1 else 0
     if left[-1] != right[inner]:
@@ -477,7 +478,7 @@ def _matmul(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
 
 @rule_for(aten.layer_norm.default)
 def _whole_layer_norm(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
-    source, shape = _args(node, "input", "normalized_shape")
+    source, shape = arguments(node, "input", "normalized_shape")
     layout = m.layout(source)
     if any(map(is_padded, layout[-len(tree_leaves(shape)) :])):
         raise Inexact("a normalisation over the padded dimension")
@@ -489,7 +490,7 @@ def _whole_layer_norm(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> 
 def _index(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     """Places that are picked by number; negative ones count from the true end."""
     m.same_constants(node, variants)
-    source, indices = _args(node, "self", "indices")
+    source, indices = arguments(node, "self", "indices")
     before, b = m.layout(source), m.builder
     at = [d for d, index in enumerate(indices) if index is not None]
     if any(indices[d].meta["val"].dtype is not torch.int64 for d in at):

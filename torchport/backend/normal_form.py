@@ -27,7 +27,16 @@ from ..core.errors import GraphError
 from ..core.specs import TensorSpec
 from .control_flow import CONTROL_FLOW, inner_graph
 
-__all__ = ["alias_root", "alias_roots", "input_specs", "is_view", "output_specs", "source_of", "verify_graph"]
+__all__ = [
+    "alias_root",
+    "alias_roots",
+    "at_hint",
+    "input_specs",
+    "is_view",
+    "output_specs",
+    "source_of",
+    "verify_graph",
+]
 
 _getitem: Any = operator.getitem
 
@@ -72,20 +81,28 @@ def alias_roots(nodes: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
     return roots
 
 
+def at_hint(number: Any) -> Any:
+    """An integer, or what a symbolic one is in the program's first call; ``None`` where that is not known."""
+    return number.node.hint if isinstance(number, torch.SymInt) else number
+
+
 def _specs(values: Any, what: str) -> tuple[TensorSpec, ...]:
     for value in values:
         if not isinstance(value, torch.Tensor):
             raise GraphError(f'{what} has meta["val"] of type {type(value).__name__}; the normal form has only tensors')
-    return tuple(TensorSpec.of(value) for value in values)
+    return tuple(
+        TensorSpec(tuple(map(at_hint, value.shape)), value.dtype, tuple(map(at_hint, value.stride())))
+        for value in values
+    )
 
 
 def input_specs(graph: fx.GraphModule) -> tuple[TensorSpec, ...]:
-    """The specs of the placeholders, in order."""
+    """The specs of the placeholders, in order; where sizes are symbols, those of the sizes that it was written for."""
     return _specs([node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"], "a placeholder")
 
 
 def output_specs(graph: fx.GraphModule) -> tuple[TensorSpec, ...]:
-    """The specs of the outputs, in order."""
+    """The specs of the outputs, in order; symbols as in :func:`input_specs`."""
     outputs: Any = graph.graph.output_node().args[0]
     return _specs([node.meta["val"] for node in outputs], "an output")
 

@@ -20,6 +20,7 @@ from .interface import (
     BackendData,
     BackendDevice,
     ExecutionContext,
+    InitContext,
     Processed,
     check_contract,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "SupportsSeed",
     "SupportsSharding",
     "SupportsStart",
+    "SupportsSymbolicSizes",
     "SupportsText",
     "collectors",
     "ended",
@@ -176,6 +178,31 @@ class SupportsPreprocessAll(Protocol):
 
     def preprocess_all(self, graphs: Sequence[fx.GraphModule], specs: CompileSpecs) -> Sequence[Processed]:
         """What ``preprocess`` would give for each graph, in order; each is loaded by itself (LTC's ``Compile``)."""
+        ...
+
+
+@runtime_checkable
+class SupportsSymbolicSizes(Protocol):
+    """A backend that compiles one computation for several sizes.
+
+    Called where a graph comes that is equal to an earlier one but for sizes: another length, another batch. Without it
+    each set of sizes is compiled for itself, or padded.
+    """
+
+    def preprocess_symbolic(self, graph: fx.GraphModule, specs: CompileSpecs) -> Processed:
+        """As ``preprocess`` for a graph whose sizes are symbols, as PyTorch's own front ends write it.
+
+        ``meta["val"]`` has fake tensors whose sizes may be ``torch.SymInt``; what computes sizes are nodes
+        (``aten.sym_size.int``, Python's arithmetic). Every symbol is a dimension of an input. What is asked of the
+        symbols' values, be it by comparing them, becomes a condition for the use of what is returned.
+        """
+        ...
+
+    def resized(self, handle: Any, context: InitContext) -> Any:
+        """What ``init`` made of those bytes, as a handle for the inputs and outputs of ``context``.
+
+        ``handle`` is destroyed after it; one call of either runs at a time.
+        """
         ...
 
 
@@ -333,7 +360,7 @@ class SupportsSharding(Protocol):
 
 PROTOCOLS: Final = (
     SupportsStart, SupportsOverlap, SupportsBorrow, SupportsHostExecution, SupportsMethods, SupportsPreprocessAll,
-    SupportsCompilationDevices, SupportsCompilerSettings,
+    SupportsSymbolicSizes, SupportsCompilationDevices, SupportsCompilerSettings,
     SupportsCacheKey, SupportsFork, SupportsSeed, SupportsMemoryInfo, SupportsText, SupportsMetrics,
     SupportsSharding,
 )  # fmt: skip
@@ -366,6 +393,7 @@ class OptionalMethods:
     host_execution: SupportsHostExecution | None
     methods: SupportsMethods | None
     preprocess_all: SupportsPreprocessAll | None
+    symbolic_sizes: SupportsSymbolicSizes | None
     compilation_devices: SupportsCompilationDevices | None
     compiler_settings: SupportsCompilerSettings | None
     cache_key: SupportsCacheKey | None

@@ -8,22 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, Protocol
 
 import torch
-from torch import fx
 
 from ..core import metrics
 from ..core.errors import CompileError
-from ..core.specs import CompileSpecs, TensorSpec
+from ..core.specs import TensorSpec
 from .container import pack, spec_from_json, spec_to_json, unpack
 from .execution import Computation
-from .interface import Backend, BackendData, BackendDevice, ExecutionContext, Processed
-from .optional import SupportsHostExecution, optional_of
+from .interface import Backend, BackendData, BackendDevice, ExecutionContext
+from .optional import optional_of
 from .pieces import Pack, PieceCall, Pieces
 from .prepare import Prepared
+from .runner import Runner, runner_of
 
-__all__ = ["LinkedCall", "PiecedProgram", "assemble", "is_pieced", "make_pieced", "owner_of", "taken_apart"]
+__all__ = ["LinkedCall", "PiecedProgram", "assemble", "is_pieced", "make_pieced", "taken_apart"]
 
 _MAGIC: Final = b"TPPIECE1"
 
@@ -154,23 +154,8 @@ def program_of(pieces: Pieces, computations: Sequence[Computation]) -> PiecedPro
     return PiecedProgram(calls, packs, count, pieces.results, len(computations))
 
 
-class _Pieced(Backend):
+class _Pieced(Runner):
     """Calls pieces in order. Its values are those of the backend that compiled them."""
-
-    def __init__(self, backend: Backend) -> None:
-        self.of = backend
-        self.name = backend.name  # type: ignore[misc]  # errors are told of it
-        self.version = backend.version  # type: ignore[misc]
-        self.capabilities = backend.capabilities  # type: ignore[misc]
-
-    def preprocess(self, graph: fx.GraphModule, specs: CompileSpecs) -> Processed:
-        raise NotImplementedError("each piece is compiled by itself")
-
-    def from_device(self, data: BackendData) -> torch.Tensor:
-        return self.of.from_device(data)
-
-    def to_device(self, tensor: torch.Tensor, device: BackendDevice) -> BackendData:
-        return self.of.to_device(tensor, device)
 
     def execute(
         self, handle: PiecedProgram, args: Sequence[BackendData], context: ExecutionContext
@@ -184,7 +169,6 @@ class _Pieced(Backend):
 
     def _run(self, handle: PiecedProgram, args: Sequence[BackendData], context: ExecutionContext) -> list[BackendData]:
         backend = self.of
-        run = backend.execute
         values: list[Any] = [*args, *[None] * (handle.values - len(args))]
         at = len(args)
         for source, take in handle.packs:
@@ -194,7 +178,7 @@ class _Pieced(Backend):
             computation = call.computation
             given = [values[one] for one in call.inputs]
             with computation.lock:
-                results = run(computation.handle, given, told)
+                results = computation.backend.execute(computation.handle, given, told)
             for one, result in zip(call.outputs, results, strict=True):
                 values[one] = result
             for one in call.ends:
@@ -219,15 +203,13 @@ class _PiecedOnHost(_Pieced):
         host = optional_of(self.of).host_execution
         assert host is not None
         if handle.whole is None:
-            return self._run_on_host(host, handle, tensors)
+            return self._run_on_host(handle, tensors)
         return handle.whole.run(
-            lambda: self._run_on_host(host, handle, tensors),
+            lambda: self._run_on_host(handle, tensors),
             lambda computation: host.execute_on_host(computation.handle, tensors, specs, context),
         )
 
-    def _run_on_host(
-        self, host: SupportsHostExecution, handle: PiecedProgram, tensors: list[torch.Tensor]
-    ) -> list[torch.Tensor] | None:
+    def _run_on_host(self, handle: PiecedProgram, tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:
         values: list[Any] = [*tensors, *[None] * (handle.values - len(tensors))]
         at = len(tensors)
         for source, take in handle.packs:
@@ -236,6 +218,9 @@ class _PiecedOnHost(_Pieced):
         for call in handle.calls:
             computation = call.computation
             given = [values[one] for one in call.inputs]
+            host = computation.optional.host_execution
+            if host is None:
+                return None
             with computation.lock:
                 results = host.execute_on_host(computation.handle, given, computation.parameters, computation.context)
             if results is None:
@@ -249,16 +234,7 @@ class _PiecedOnHost(_Pieced):
 
 def runner(backend: Backend) -> Backend:
     """What calls the pieces of a backend: on CPU tensors, too, if the backend computes on them."""
-    found = vars(backend).get("_pieced")
-    if found is None:
-        kind = _Pieced if optional_of(backend).host_execution is None else _PiecedOnHost
-        found = vars(backend)["_pieced"] = kind(backend)
-    return cast("Backend", found)
-
-
-def owner_of(backend: Backend) -> Backend:
-    """The backend that compiled what another runs."""
-    return backend.of if isinstance(backend, _Pieced) else backend
+    return runner_of(backend, _Pieced if optional_of(backend).host_execution is None else _PiecedOnHost)
 
 
 def make_pieced(

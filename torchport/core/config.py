@@ -22,6 +22,8 @@ attribute              environment variable        meaning
 ``compile_nice``       ``TORCHPORT_COMPILE_NICE``  how far those processes stand back for the program, 0 to 19
 ``pieces``             ``TORCHPORT_PIECES``        ``auto`` | ``off``: a graph whose layers repeat is compiled
                                                    in pieces, each different one once; or as a whole
+``sizes``              ``TORCHPORT_SIZES``         ``auto`` | ``off``: graphs that are equal but for sizes share a
+                                                   computation, where the backend has that; or have one each
 ``cache``              ``TORCHPORT_CACHE``         ``on`` | ``read-only`` | ``cache-only`` | ``off``: what is compiled,
                                                    on disk; with ``cache-only`` what is not there is an error
 ``cache_dir``          ``TORCHPORT_CACHE_DIR``     where they are; empty: in the user's cache folder
@@ -115,6 +117,7 @@ _FIELDS: Final[dict[str, tuple[Callable[[object], Any], Any]]] = {
     "compile_timeout": (_count(1), 600),
     "compile_nice": (_count(0, 19), 10),
     "pieces": (_choice("auto", "off"), "auto"),
+    "sizes": (_choice("auto", "off"), "auto"),
     "cache": (_choice("on", "read-only", "cache-only", "off"), "on"),
     "cache_dir": (_text, ""),
     "cache_size": (parse_size, 5 << 30),
@@ -143,6 +146,7 @@ class Config:
     compile_timeout: int
     compile_nice: int
     pieces: str
+    sizes: str
     cache: str
     cache_dir: str
     cache_size: int

@@ -1,7 +1,8 @@
 """Computations that differ in sizes alone: which there are, and when compiling one more of them is worth it.
 
 A program whose lengths or batches vary leads to one path per set of sizes. All of them have one *skeleton*: the same
-operators and the same data flow, other integers. The first sizes of a skeleton are compiled as any computation is.
+operators and the same data flow, other integers. Where one computation serves them all (:mod:`..backend.sizes`), each
+is asked for as soon as its path is recorded. Else the first sizes of a skeleton are compiled as any computation is.
 After that each one more has to have cost twice as much as the one before it: sizes that come back again and again are
 compiled in the end, and the many that do not are interpreted, at near eager speed, and keep no compiler busy.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from ..core.specs import TensorSpec
 from ..trace.trie import HostScalar, Node, ScalarInput, Value, is_template
@@ -29,17 +30,31 @@ SHOWN: Final = 4
 
 
 class Family:
-    """The sizes that were compiled of one skeleton, oldest first: the integers in which they differ, in order."""
+    """The sizes that were compiled of one skeleton, oldest first: the integers in which they differ, in order.
 
-    __slots__ = ("compiled",)
+    ``shared``: whether the last of them needed no compiling, as one computation serves several sizes.
+    """
+
+    __slots__ = ("compiled", "shared")
+
+    any_shared: ClassVar[bool] = False
+    """Whether any skeleton ever was."""
 
     def __init__(self) -> None:
         self.compiled: list[tuple[int, ...]] = []
+        self.shared = False
 
     def factor(self, sizes: tuple[int, ...] = ()) -> int:
         """How many times as much as usual one more has to have cost before it is compiled."""
+        if self.shared:
+            return 0
         others = len(self.compiled) - (sizes in self.compiled)
         return 1 << max(0, min(others - FREE + 1, MOST_DOUBLINGS))
+
+    def note_answer(self, several: bool) -> None:
+        """Note whether what was compiled last is for ``several`` sizes."""
+        self.shared = several
+        Family.any_shared |= several
 
     def add(self, sizes: tuple[int, ...]) -> None:
         """These are compiled."""

@@ -19,6 +19,7 @@ from .. import native
 from ..backend.compiler import EntryRefused, computations
 from ..backend.execution import Computation
 from ..backend.interface import BackendDevice
+from ..backend.sizes.sized import is_sized
 from ..core import metrics
 from ..core.config import config
 from ..core.errors import CompileError, TorchportError
@@ -155,6 +156,8 @@ def is_worth_recording(backend: Backend, sights: Sights) -> bool:
     is_short = sights.ops < FEW and sights.seconds < sights.times * sights.ops * LITTLE
     if is_short and WORTH_A_PROCESS * costs.expected(backend.name, 1):
         return False
+    if Family.any_shared and sights.seconds >= RECORDING * sights.ops:
+        return True  # it may be another size of what is compiled
     return costs_enough(backend, sights.seconds, sights.ops)
 
 
@@ -207,7 +210,7 @@ def next_plan(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
     expected = costs.expected(progress.runtime.backend.name, computation.graph_ops)
     if plan.record is not None:
         plan.record.expected = expected
-    if plan.seconds >= WORTH_A_PROCESS * expected:
+    if plan.seconds >= WORTH_A_PROCESS * expected or Family.any_shared:
         expected *= _family(plan, progress).factor(plan.sizes)
     if not plan.here and plan.seconds >= WORTH_A_PROCESS * expected:
         _request(plan, progress)
@@ -230,7 +233,10 @@ def _note_sizes(plan: InterpretedPlan, progress: Progress) -> None:
     """Note that a plan is being compiled: why, and what is another than in those that differ in sizes alone."""
     progress.note()
     family = _family(plan, progress)
-    if plan.record is not None and (varied := family.varied(plan.sizes, plan.names)):
+    if family.shared:
+        if plan.record is not None:
+            plan.record.sizes = "served by a computation for several sizes"
+    elif plan.record is not None and (varied := family.varied(plan.sizes, plan.names)):
         plan.record.sizes = f"size {len(family.compiled) + 1} of it that is compiled: {varied}"
         if len(family.compiled) >= FREE:
             metrics.count("OneMoreSize")
@@ -286,6 +292,8 @@ def _taken_over(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
         _give_up(plan, error)
         return plan
     watch_pieces(runtime.backend, runtime.device, runtime.specs, computation, ticket.request, plan.record)
+    if plan.family is not None:
+        plan.family.note_answer(is_sized(answer.data))
     made = plan_of(computation, progress.node.path(), progress.value_ids, answer.sources)
     return _successor(plan, progress, made)
 
@@ -332,7 +340,7 @@ def claim(ticket: Ticket, backend: Backend, device: BackendDevice, specs: Compil
     """What the other process has compiled, made runnable here. Raises :class:`CompileError`, :class:`NotSendable`,
     :class:`Cancelled`, and :class:`EntryRefused` where it is to be asked for again."""
     answer = ticket.result()
-    if not answer.kept:
+    if not answer.kept and answer.seconds:
         costs.note(backend.name, answer.ops, answer.seconds)
     native.announce()
     if isinstance(ticket.loaded, Exception):

@@ -244,6 +244,12 @@ class InductorBackend(Backend):
         )
         return Processed(container.encode(artifact))
 
+    def preprocess_symbolic(self, graph: fx.GraphModule, specs: CompileSpecs) -> Processed:
+        return self.preprocess(graph, specs)
+
+    def resized(self, handle: Library, context: InitContext) -> Library:
+        return handle.resized(tuple(context.inputs), tuple(context.outputs))
+
     def compiler_settings(self) -> Mapping[str, Any]:
         if "torch._inductor.config" not in sys.modules:
             return {}

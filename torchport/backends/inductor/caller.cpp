@@ -163,13 +163,23 @@ extern "C" void* torchport_open(
       static_cast<size_t>(inputs), static_cast<size_t>(outputs)});
 }
 
+// The same library for inputs and outputs of other sizes. Whoever has it keeps the first one open.
+extern "C" void* torchport_resize(void* opened, const int64_t* layouts, int64_t length) {
+  const std::shared_ptr<Code>& of = *static_cast<std::shared_ptr<Code>*>(opened);
+  return new std::shared_ptr<Code>(new Code{
+      of->run, of->destroy, of->last_error, of->operator_error, nullptr, std::vector<int64_t>(layouts, layouts + length),
+      of->inputs, of->outputs, of});
+}
+
 // Frees the container once what runs has ended; what would run later fails.
 extern "C" PyObject* torchport_close(void* opened) {
   std::shared_ptr<Code>* code = static_cast<std::shared_ptr<Code>*>(opened);
   Py_BEGIN_ALLOW_THREADS
   {
-    std::lock_guard<std::mutex> alone((*code)->running);
-    (*code)->destroy((*code)->container);
+    std::lock_guard<std::mutex> alone((*code)->turn());
+    if ((*code)->container != nullptr) {
+      (*code)->destroy((*code)->container);
+    }
     (*code)->container = nullptr;
   }
   Py_END_ALLOW_THREADS

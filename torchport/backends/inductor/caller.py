@@ -38,7 +38,8 @@ class Caller:
     """The functions of ``caller.cpp``, by their names without ``torchport_``.
 
     ``open``: (run, destroy, last error, operator's last error, container, layouts, their length, number of inputs, of
-    outputs) → a library; ``close`` frees its container. ``call``: (library, list of tensors, whether to empty it) →
+    outputs) → a library; ``resize``: (library, other layouts, their length) → another one with its container; ``close``
+    frees a container that is the library's own. ``call``: (library, list of tensors, whether to empty it) →
     results, the position of an input that is not as expected, or what went wrong. ``start``: (library, tensors and
     slots, positions of those donated, overwritten and of results to copy, number of threads) → (what says how it goes,
     slots of the results). ``host_copy``: of a tensor or slot, what the host may have.
@@ -48,6 +49,7 @@ class Caller:
         pointer, obj, count = ctypes.c_void_p, ctypes.py_object, ctypes.c_int64
         for name, result, arguments in (
             ("open", pointer, [*[pointer] * 6, *[count] * 3]),
+            ("resize", pointer, [pointer, pointer, count]),
             ("close", obj, [pointer]),
             ("call", obj, [pointer, obj, ctypes.c_int]),
             ("start", obj, [pointer, obj, obj, obj, obj, ctypes.c_int]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _ctypes
+import copy
 import ctypes
 import os
 import re
@@ -50,11 +51,10 @@ class Library:
 
     def __init__(self, artifact: InductorArtifact) -> None:
         machine.keep_freed_memory()
-        self.inputs = artifact.inputs
-        self.outputs = artifact.outputs
-        self._expected = [(spec.dtype, spec.shape, spec.strides) for spec in artifact.inputs]
+        self._set_interface(artifact.inputs, artifact.outputs)
         self._lock = guarded_lock()
-        self._copies: tuple[int, ...] | None = None
+        self._of: Library | None = None
+        """The library for other sizes, whose code this one runs."""
         self._always = artifact.borrowed
         self._overwritten = artifact.overwritten
         self._runner: Any = None
@@ -73,6 +73,23 @@ class Library:
             except (OSError, RuntimeError) as error:
                 raise CompileError(f"the compiled library cannot be loaded: {error}") from error
         self._open()
+
+    def _set_interface(self, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]) -> None:
+        self.inputs = inputs
+        self.outputs = outputs
+        self._expected = [(spec.dtype, spec.shape, spec.strides) for spec in inputs]
+        self._copies: tuple[int, ...] | None = None
+
+    def resized(self, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]) -> Library:
+        """The same code for inputs and outputs of other sizes; this library stays open as long as that one is."""
+        made = copy.copy(self)
+        made._set_interface(inputs, outputs)
+        made._of = self
+        if self._code is not None and self._caller is not None:
+            layouts = caller.layouts((*inputs, *outputs))
+            assert layouts is not None  # the dtypes are this library's
+            made._code = self._caller.resize(self._code, layouts, len(layouts))
+        return made
 
     def _open(self) -> None:
         create = self._dll.AOTInductorModelContainerCreateWithDevice
@@ -212,10 +229,12 @@ class Library:
                 if self._caller is not None and self._code is not None:
                     self._caller.close(self._code)
                     self._code = None
-                else:
+                elif self._of is None:
                     self._dll.AOTInductorModelContainerDelete(self._container)
                 self._container = ctypes.c_void_p()
-                _ctypes.dlclose(self._dll._handle)
+                if self._of is None:
+                    _ctypes.dlclose(self._dll._handle)
+            self._of = None
 
 
 def _with_strides(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

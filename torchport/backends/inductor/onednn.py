@@ -6,8 +6,8 @@ million multiplications on oneDNN is faster in every layout (0.44 to 0.92 of the
 takes 10 µs to begin.
 
 Private torch APIs used here: ``torch._inductor.mkldnn_ir.LinearUnary`` and ``_create_output_node``,
-``torch._inductor.lowering.permute`` and ``torch._inductor.ir.ExternKernel`` (Inductor's own lowering of the operator
-wants the weight to be a constant).
+``torch._inductor.lowering.permute``, ``torch._inductor.virtualized.V`` and ``torch._inductor.ir.ExternKernel``
+(Inductor's own lowering of the operator wants the weight to be a constant).
 """
 
 from __future__ import annotations
@@ -46,15 +46,23 @@ def lower(target: Any, args: Any, kwargs: Any) -> Any:
         return None
     if x.get_dtype() is not torch.float32:
         return None
-    rows, inner, columns = map(int, [*x.get_size(), weight.get_size()[1]])  # graphs here have static shapes
+    sizes = [*x.get_size(), weight.get_size()[1]]
+    rows, inner, columns = map(_at_first, sizes)
     if min(rows, columns) < _FEW or rows * inner * columns < ENOUGH:
         return None
-    if bias is not None and list(bias.get_size()) != [columns]:
+    if bias is not None and list(bias.get_size()) != [sizes[2]]:
         return None
-    return _linear(x, weight, bias, (rows, columns))
+    return _linear(x, weight, bias, (sizes[0], sizes[2]))
 
 
-def _linear(x: Any, weight: Any, bias: Any, shape: tuple[int, int]) -> Any:
+def _at_first(size: Any) -> int:
+    """A size, or what a symbolic one is in the program's first call."""
+    from torch._inductor.virtualized import V
+
+    return V.graph.sizevars.optimization_hint(size)
+
+
+def _linear(x: Any, weight: Any, bias: Any, shape: tuple[Any, Any]) -> Any:
     from torch._inductor import lowering
     from torch._inductor.ir import ExternKernel, FixedLayout, TensorBox
     from torch._inductor.mkldnn_ir import LinearUnary, _create_output_node

@@ -130,11 +130,13 @@ struct Code {
   Destroy destroy;
   LastError last_error;
   OperatorError operator_error;
-  void* container; // null once closed
+  void* container; // null once closed, and where it is another's
   std::vector<int64_t> layouts; // of inputs and outputs
   size_t inputs, outputs;
+  std::shared_ptr<Code> of; // the same library for other sizes, whose container this one runs
   std::mutex running;
 
+  std::mutex& turn() { return of ? of->running : running; }
   Layout first() const { return {layouts.data()}; }
 
   // What went wrong in the last call of this thread.
@@ -151,8 +153,9 @@ struct Code {
 
   // Whether it ran. Takes the inputs; the code frees each after its last use, if nobody else holds it.
   bool call(std::vector<at::Tensor>& given, std::vector<at::Tensor>& results, std::string& said) {
-    std::lock_guard<std::mutex> alone(running);
-    if (container == nullptr) {
+    std::lock_guard<std::mutex> alone(turn());
+    void* const own = of ? of->container : container;
+    if (own == nullptr) {
       said = "it was destroyed";
       return false;
     }
@@ -161,7 +164,7 @@ struct Code {
       handles.push_back(new at::Tensor(std::move(tensor)));
     }
     given.clear();
-    if (run(container, handles.data(), handles.size(), outcomes.data(), outputs, nullptr, nullptr) != 0) {
+    if (run(own, handles.data(), handles.size(), outcomes.data(), outputs, nullptr, nullptr) != 0) {
       said = error();
       return false;
     }

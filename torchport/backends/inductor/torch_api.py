@@ -40,12 +40,13 @@ from __future__ import annotations
 import ctypes
 import gc
 import logging
+import math
 import os
 import shlex
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -53,7 +54,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from torchport.backend.normal_form import input_specs
+from torchport.backend.normal_form import at_hint, input_specs
 from torchport.core.errors import ConfigError
 from torchport.core.forks import guarded_rlock
 
@@ -241,7 +242,7 @@ def _separate_updates(graph: fx.GraphModule) -> Iterator[None]:
     scheduling: Any = cpp.CppScheduling
 
     inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-    if sum(value.numel() * value.element_size() for value in inputs) < _LARGE:
+    if sum(_elements(value) * value.element_size() for value in inputs) < _LARGE:
         yield
         return
     before = scheduling.MAX_FUSED_KERNEL_ARGS_NUM
@@ -267,7 +268,23 @@ def _outside_ci() -> Iterator[None]:
             os.environ["CI"] = before
 
 
+def _elements(value: torch.Tensor) -> int:
+    """How many elements a fake tensor has; of one whose sizes are symbols, in the program's first call."""
+    return math.prod(map(at_hint, value.shape))
+
+
+def _symbols_of(graph: fx.GraphModule) -> Any:
+    """The fake mode of a graph whose sizes are symbols; ``None`` for any other graph."""
+    for node in graph.graph.find_nodes(op="placeholder"):
+        value = node.meta["val"]
+        if any(isinstance(size, torch.SymInt) for size in value.shape):
+            return value.fake_mode
+    return None
+
+
 def _fake_inputs(graph: fx.GraphModule, mode: Any) -> list[torch.Tensor]:
+    if _symbols_of(graph) is mode:
+        return [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
     with mode:
         return [
             torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device="cpu") for spec in input_specs(graph)
@@ -327,7 +344,8 @@ def _decompose(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.Grap
         return Restriding(graph).run(*args)
 
     functional = torch.func.functionalize(call, remove="mutations")
-    with torch.no_grad():
+    symbolic = _symbols_of(graph)
+    with torch.no_grad(), symbolic or nullcontext():  # else kernels would make numbers of symbols
         traced = make_fx(functional, decomposition_table=_decompositions(), _allow_non_fake_inputs=True)(*inputs)
     # An operator that writes to an input behind its schema's back (native_batch_norm) ends in a copy_ to it.
     for node in traced.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
@@ -518,8 +536,8 @@ def channels_last_pays(graph: fx.GraphModule) -> bool:
             return False
         if node.target is aten.convolution.default:
             weight, result = node.args[1].meta["val"], node.meta["val"]
-            weights += weight.numel()
-            multiplications += result.numel() * weight.numel() // max(1, weight.shape[0])
+            weights += _elements(weight)
+            multiplications += _elements(result) * _elements(weight) // max(1, at_hint(weight.shape[0]))
     return multiplications > 128 * weights
 
 
@@ -552,7 +570,7 @@ def generate(graph: fx.GraphModule, options: Mapping[str, Any]) -> Generated:
         stack.enter_context(V.set_aot_compilation(True))
         stack.enter_context(DebugContext())
         stack.enter_context(_disable_current_modes())
-        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+        mode = _symbols_of(graph) or FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
         inputs = _fake_inputs(graph, mode)
         stack.enter_context(tracing(TracingContext(mode)))
         decomposed = _decompose(graph, inputs)

@@ -1,0 +1,271 @@
+"""Which graphs are equal but for sizes, and the computations that serve several of them.
+
+The first graph of a form is compiled for its sizes. With the second, one computation is compiled whose sizes are
+symbols, or for a bucket of sizes where the backend has no symbols. It serves every further graph that the form
+describes and the guards allow. A graph that does not fit, since what was taken for a constant varies, too, leads to
+another. Families are kept with the disk cache: a process that meets sizes which none has met before compiles nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import Any, Final
+
+from torch import fx
+
+from ...cache.current import disk_cache
+from ...cache.entry import CacheEntry, key_of
+from ...cache.folder import CacheFolder
+from ...core import metrics
+from ...core.config import config
+from ...core.errors import CompileError
+from ...core.sharding import is_partitioned
+from ...core.specs import CompileSpecs
+from ..answers import checked_processed
+from ..compile_key import Uncacheable, manifest_of
+from ..container import pack, unpack
+from ..interface import Backend
+from ..masking import Inexact
+from ..optional import optional_of
+from ..prepare import Prepared, describe, failure_of, with_bytes
+from .form import Form, Size, Sketch, form_of, sketch_of
+from .guards import hold
+from .padded import Padding, bucket_of, padded_graph, padding_from_json, padding_to_json
+from .sized import base_from, base_to, sized
+from .symbolic import NotSymbolic, symbolic_graph
+
+__all__ = ["compiled_for_several", "families", "forget", "may_vary", "served"]
+
+log: Final = logging.getLogger("torchport.compile")
+
+FAMILIES: Final = 256
+"""Forms that are remembered."""
+SKETCHES: Final = 8
+"""Graphs of one form that are remembered: what varied once is known to vary."""
+TRIES: Final = 4
+"""Computations with symbols for sizes of one digest, and failures to make one."""
+BUCKETS: Final = 8
+"""The same for computations of which each is for one bucket."""
+_MAGIC: Final = b"TPFORMS1"
+
+
+@dataclass(frozen=True, slots=True)
+class _ForSeveral:
+    """A computation for several sizes: of which form, under which condition on its symbols."""
+
+    form: Form
+    guards: str
+    base: Prepared
+    padding: Padding | None = None
+    """How sizes become those that it was compiled for, where they are no symbols to the backend."""
+
+    def serves(self, sketch: Sketch) -> bool:
+        """Whether it computes what a graph with the form's digest does."""
+        if not self.form.describes(sketch):
+            return False
+        values = self.form.values(sketch)
+        fits = self.padding is None or bucket_of(values) == self.padding.bucket
+        return fits and hold(self.guards, values)
+
+    def prepared(self, about: Prepared, sketch: Sketch, new: bool) -> Prepared:
+        """A graph that it serves, of which ``about`` is known; ``new``: it was made just now."""
+        return sized(about, self.base, new, self.padding, self.form.values(sketch))
+
+
+@dataclass(slots=True)
+class _Family:
+    """What is known of the graphs of one digest."""
+
+    sketches: list[Sketch] = field(default_factory=list[Sketch])
+    made: list[_ForSeveral] = field(default_factory=list[_ForSeveral])
+    tries: int = 0
+
+
+families: Final[OrderedDict[tuple[str, ...], _Family]] = OrderedDict()
+"""By backend, compile specs and digest; the one that was used last is at the end."""
+
+
+def may_vary(backend: Backend) -> bool:
+    """Whether one computation of a backend may serve several sizes: it has symbols for sizes, or its values are in
+    memory of the host, where padding them is cheap. The settings allow it."""
+    if config.sizes != "auto" or is_partitioned(backend):
+        return False
+    return optional_of(backend).symbolic_sizes is not None or _is_padded(backend)
+
+
+def _is_padded(backend: Backend) -> bool:
+    return backend.capabilities.slow_to_compile and next(iter(backend.devices())).type == "cpu"
+
+
+def _family(backend: Backend, specs: CompileSpecs, sketch: Sketch) -> _Family:
+    key = (backend.name, str(backend.version), specs.fingerprint(), sketch.digest)
+    found = families.get(key)
+    if found is None:
+        found = families[key] = _Family()
+        while len(families) > FAMILIES:
+            families.popitem(last=False)
+    else:
+        families.move_to_end(key)
+    return found
+
+
+def served(backend: Backend, specs: CompileSpecs, graph: fx.GraphModule, about: Prepared) -> Prepared | None:
+    """What a computation for several sizes gives for a graph; ``None`` where there is none. Nothing is compiled."""
+    sketch = sketch_of(graph)
+    if sketch is None:
+        return None
+    family = _family(backend, specs, sketch)
+    found = next((one for one in family.made if one.serves(sketch)), None)
+    if found is None:  # another process may have made one meanwhile: the one that compiles beside this
+        known = {one.base.mark for one in family.made}
+        family.made += [one for one in _kept(backend, specs, graph, about, sketch) if one.base.mark not in known]
+        found = next((one for one in family.made if one.serves(sketch)), None)
+    if found is None:
+        return None
+    return found.prepared(about, sketch, new=False)
+
+
+def forget(mark: str) -> None:
+    """Have no computation for several sizes with this fingerprint: the engine does not take it."""
+    for family in families.values():
+        family.made = [one for one in family.made if one.base.mark != mark]
+
+
+def compiled_for_several(
+    backend: Backend, specs: CompileSpecs, graph: fx.GraphModule, about: Prepared
+) -> Prepared | None:
+    """A graph by a new computation for several sizes, among them those that were seen before of its form.
+
+    ``None`` for the first graph of a form, which it remembers, and where there can be no such computation.
+    """
+    sketch = sketch_of(graph)
+    if sketch is None:
+        return None
+    family = _family(backend, specs, sketch)
+    family.sketches = [*(one for one in family.sketches if one.integers != sketch.integers), sketch][-SKETCHES:]
+    alike = [one for one in family.sketches if one.varies_from(sketch)]
+    tries = BUCKETS if optional_of(backend).symbolic_sizes is None else TRIES
+    form = form_of([*alike, sketch]) if alike and family.tries < tries else None
+    if form is None:
+        return None
+    family.tries += 1
+    start = perf_counter()
+    try:
+        made = _compiled(backend, specs, graph, about, form, sketch)
+    except (NotSymbolic, Inexact, CompileError) as error:
+        metrics.count("NotSymbolic")
+        log.info("compiled for one set of sizes, since there is no code for several: %s", error)
+        return None
+    made = replace(made, base=replace(made.base, seconds=perf_counter() - start))
+    if not made.serves(sketch) or not (made.padding or any(map(made.serves, alike))):
+        metrics.count("NotSymbolic")
+        log.info("compiled for one set of sizes, since code for several would need %s", made.guards)
+        return None
+    family.made.insert(0, made)
+    metrics.count("ForSeveralSizes")
+    log.info("compiled for several sizes (%s)", made.guards)
+    folder = disk_cache()
+    if folder is not None:
+        _keep(folder, backend, specs, graph, about, sketch, family.made)
+    return made.prepared(about, sketch, new=True)
+
+
+def _compiled(
+    backend: Backend, specs: CompileSpecs, graph: fx.GraphModule, about: Prepared, form: Form, sketch: Sketch
+) -> _ForSeveral:
+    symbolic = symbolic_graph(graph, form, sketch)
+    able = optional_of(backend).symbolic_sizes
+    mark = f"{about.mark} for several sizes, as {','.join(map(str, form.values(sketch)))}"
+    if able is None:
+        module, padding = padded_graph(backend, graph, form, sketch, symbolic)
+        base = with_bytes(backend, specs, module, replace(describe(module, mark, about.source), label=about.label))
+        return _ForSeveral(form, symbolic.guards(), base, padding)
+    try:
+        data = checked_processed(backend, able.preprocess_symbolic(symbolic.module, specs)).data
+    except Exception as error:
+        raise failure_of(backend, error, about.label, about.source) from error
+    return _ForSeveral(form, symbolic.guards(), replace(about, data=data, mark=mark))
+
+
+# -- the disk cache ----------------------------------------------------------------------------------------------------
+def _manifest(
+    folder: CacheFolder, backend: Backend, specs: CompileSpecs, graph: fx.GraphModule, about: Prepared, sketch: Sketch
+) -> dict[str, str] | None:
+    """What a family depends on: all that its graphs have in common. ``None`` for what is not kept."""
+    try:
+        exact = manifest_of(backend, specs, graph, about.mark, about.inputs, about.outputs, folder.digests)
+    except Uncacheable:
+        return None
+    return {**exact, "graph": f"for several sizes {sketch.digest}", "inputs": "", "outputs": "", "values": ""}
+
+
+def _kept(
+    backend: Backend, specs: CompileSpecs, graph: fx.GraphModule, about: Prepared, sketch: Sketch
+) -> list[_ForSeveral]:
+    """What the disk cache has for graphs of this form."""
+    folder = disk_cache()
+    depends_on = None if folder is None else _manifest(folder, backend, specs, graph, about, sketch)
+    if folder is None or depends_on is None:
+        return []
+    key = key_of(depends_on)
+    entry = folder.read(key)
+    if entry is None:
+        return []
+    try:
+        return unpack(_MAGIC, entry.data, backend.name, lambda known, parts: _read(known, parts, key))
+    except CompileError:  # of another version of this module
+        folder.drop(key)
+        return []
+
+
+def _read(known: Mapping[str, Any], parts: Mapping[str, bytes], key: str) -> list[_ForSeveral]:
+    found: list[_ForSeveral] = []
+    for at, (constants, sources, varying, guards, padding, base) in enumerate(known["made"]):
+        sizes = {
+            number: Size(tuple((factor, tuple(symbols)) for factor, symbols in terms)) for number, terms in varying
+        }
+        form = Form(tuple(constants), tuple(sources), sizes)
+        pads = None if padding is None else padding_from_json(padding)
+        found.append(_ForSeveral(form, guards, base_from(base, parts[str(at)], key), pads))
+    return found
+
+
+def _keep(
+    folder: CacheFolder,
+    backend: Backend,
+    specs: CompileSpecs,
+    graph: fx.GraphModule,
+    about: Prepared,
+    sketch: Sketch,
+    made: Sequence[_ForSeveral],
+) -> None:
+    depends_on = _manifest(folder, backend, specs, graph, about, sketch)
+    if depends_on is None:
+        return
+    bases = [base_to(one.base) for one in made]
+    known = [
+        [
+            one.form.constants, one.form.sources, [[at, size.terms] for at, size in one.form.varying.items()],
+            one.guards, None if one.padding is None else padding_to_json(one.padding), base,
+        ]
+        for one, (base, _) in zip(made, bases, strict=True)
+    ]  # fmt: skip
+    data = pack(_MAGIC, {"made": known}, {str(at): data for at, (_, data) in enumerate(bases)})
+    folder.write(
+        CacheEntry(
+            depends_on,
+            data,
+            {
+                "backend": backend.name,
+                "operators": about.ops,
+                "inputs": [str(spec) for spec in about.inputs],
+                "outputs": [str(spec) for spec in about.outputs],
+                "sizes": "several",
+                "seconds": round(sum(one.base.seconds for one in made), 3),
+            },
+        )
+    )
