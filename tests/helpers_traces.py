@@ -76,11 +76,15 @@ class FakeRunner:
         self.direct: list[Any] = []
         self.barriers: list[Any] = []
         self.region: Any = None
+        self.share = 1_000
         self.keys_drawn = 0
         self.keys_returned: list[int] = []
 
     def is_worth_recording(self, sights: Sights) -> bool:
         return sights.times > 1
+
+    def share_to_record(self, sights: Sights) -> int:
+        return self.share
 
     def begins_region(self, kernel: Kernel, args: Sequence[Any], kwargs: Any) -> bool:
         return self.region is not None and self.region.begins(kernel)

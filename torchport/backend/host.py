@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch.utils._pytree import tree_map
@@ -13,7 +13,7 @@ from ..core.specs import TensorSpec
 from .interface import BackendData, BackendDevice, KernelRegistrar, TensorData
 from .recurrent import register_recurrent_layers
 
-__all__ = ["cpu_attention", "cpu_fallback", "register_host_kernels"]
+__all__ = ["computes_at_once", "cpu_attention", "cpu_fallback", "register_attention_at_once", "register_host_kernels"]
 
 aten = torch.ops.aten
 
@@ -23,6 +23,26 @@ def register_host_kernels(registrar: KernelRegistrar) -> None:
     registrar.fallback("Dense", cpu_fallback)
     registrar.impl("aten::scaled_dot_product_attention", "Autograd", cpu_attention)
     register_recurrent_layers(registrar)
+
+
+def register_attention_at_once(registrar: KernelRegistrar) -> None:
+    """What a backend gains whose values share memory with CPU tensors: CPU's attention where it is interpreted at once.
+
+    Written out in full, as in what is compiled, attention is 15 operators more.
+    """
+    registrar.impl("aten::scaled_dot_product_attention", "Autograd", _attention_at_once)
+
+
+computes_at_once: Final[list[Callable[[int], bool]]] = []
+"""Whether the calling thread's operators on a device index are interpreted at once, and nobody notes what they give."""
+
+
+def _attention_at_once(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    differentiated = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    index = query.get_device()
+    if not differentiated and any(asked(index) for asked in computes_at_once):
+        return cpu_attention(query, key, value, *args, **kwargs)
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, *args, **kwargs)
 
 
 def cpu_attention(
@@ -40,16 +60,17 @@ def cpu_attention(
 
     PyTorch chooses attention kernels in C++ for the devices it knows, and writes it out in full for all others.
     """
+    shape, of_keys = query.shape, key.shape
     fused = (
-        query.dim() == 4
-        and query.dtype in (torch.float32, torch.float64, torch.bfloat16)
-        and query.shape[-1] == key.shape[-1] == value.shape[-1]
-        and query.shape[:2] == key.shape[:2] == value.shape[:2]
-        and key.shape == value.shape
+        len(shape) == 4
+        and query.dtype in _FUSED
+        and of_keys == value.shape
+        and of_keys[-1] == shape[-1]
+        and of_keys[:2] == shape[:2]
         and dropout_p == 0.0
         and not enable_gqa
-        and min(query.shape) > 0
-        and key.shape[2] > 0
+        and 0 not in shape
+        and of_keys[2] > 0
     )
     if attn_mask is not None:
         fused = fused and not is_causal and attn_mask.dim() in (2, 4) and not attn_mask.requires_grad
@@ -62,13 +83,16 @@ def cpu_attention(
         zeros = torch.zeros(attn_mask.shape, dtype=query.dtype, device=query.device)
         attn_mask = zeros.masked_fill(~attn_mask, -torch.inf)
     # The kernel steps through memory as if the last dimension were contiguous, and does not check.
-    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+    query, key, value = [t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value)]
     if attn_mask is not None and attn_mask.stride(-1) not in (0, 1):
         attn_mask = attn_mask.contiguous()
     out, _ = aten._scaled_dot_product_flash_attention_for_cpu.default(
         query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
     )
     return out
+
+
+_FUSED: Final = frozenset({torch.float32, torch.float64, torch.bfloat16})
 
 
 def cpu_fallback(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -339,7 +339,8 @@ class Capabilities:
     slow_to_compile: bool = False
     """A new graph takes longer to compile than its operators take to be interpreted, as with most engines: torchport
     then interprets what is new on CPU tensors and has it compiled beside the program once it comes back
-    (``config.tiers``). Leave it out while you write a backend, so that yours is called at once."""
+    (``config.tiers``). ``init`` then runs on a thread of its own, while ``execute`` of other handles may run. Leave it
+    out while you write a backend, so that yours is called at once."""
     fixed_compile_cost: int = 0
     """How many operators take as long to compile as a graph of none. Where it is given, a graph whose layers repeat
     becomes pieces if that is quicker: each different one is compiled once, and called for each layer

@@ -59,15 +59,34 @@ struct Gil {
   }
 };
 
-// The calling thread's trace of index 0; null if there is none yet, or while its operators are computed at once.
-THPObjectPtr current_trace() {
-  THPObjectPtr trace(PyObject_GetAttr(threads, py_.n_trace));
-  if (!trace) {
+// What the calling thread has in ``threads``, by name. A dictionary, because a look-up in it that finds nothing raises no
+// exception, which would take longer than the rest of the look-up.
+THPObjectPtr of_this_thread() {
+  THPObjectPtr names(PyObject_GetAttr(threads, py_.n_dict));
+  if (!names || !PyDict_CheckExact(names.get())) {
     PyErr_Clear();
-  } else if (Py_TYPE(trace.get()) != trace_type) {
     return THPObjectPtr();
   }
-  return trace;
+  return names;
+}
+
+// An entry of a dictionary, as a new reference; null without a Python error if there is none.
+THPObjectPtr entry(PyObject* names, PyObject* name) {
+  PyObject* found = PyDict_GetItemWithError(names, name);
+  if (found == nullptr) {
+    PyErr_Clear();
+  }
+  return THPObjectPtr(Py_XNewRef(found));
+}
+
+// A thread's trace of index 0; null if there is none yet, or while its operators are computed at once.
+THPObjectPtr recording_trace(PyObject* of_thread) {
+  THPObjectPtr trace = of_thread ? entry(of_thread, py_.n_trace) : THPObjectPtr();
+  return trace && Py_TYPE(trace.get()) == trace_type ? std::move(trace) : THPObjectPtr();
+}
+
+THPObjectPtr current_trace() {
+  return recording_trace(of_this_thread().get());
 }
 
 // The tensor as a handle of index 0, a new reference; null for any other tensor.

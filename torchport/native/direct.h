@@ -31,20 +31,32 @@ PyObject* make_template; // a function: dtype → a handle of that dtype
 PyObject* observed; // ``append`` of infer.observed, the results that shape inference may learn from
 PyObject* zero; // the index of the default device
 
-// The calling thread's trace of index 0 if its operators are interpreted at once, else null.
-THPObjectPtr direct_trace() {
-  THPObjectPtr traces(PyObject_GetAttr(threads, n_by_index));
+// A thread's trace of index 0 if its operators are interpreted at once, else null.
+THPObjectPtr direct_trace(PyObject* of_thread) {
+  THPObjectPtr traces = of_thread ? entry(of_thread, n_by_index) : THPObjectPtr();
   if (!traces || !PyDict_CheckExact(traces.get())) {
-    PyErr_Clear();
     return THPObjectPtr();
   }
-  PyObject* trace = PyDict_GetItemWithError(traces.get(), zero); // borrowed
-  if (trace == nullptr || integer(direct_of.of(trace)) <= 0) {
-    PyErr_Clear();
-    return THPObjectPtr();
+  THPObjectPtr trace = entry(traces.get(), zero);
+  return trace && integer(direct_of.of(trace.get())) > 0 ? std::move(trace) : THPObjectPtr();
+}
+
+// What is asked of a runtime for each operator. The same objects for as long as the runtime lives.
+struct Bound {
+  THPObjectPtr runtime, manners, device;
+};
+
+// Null with a Python error. There is one runtime of index 0 at a time, so the newest is the one that is kept.
+Bound* bound(PyObject* runtime) {
+  static auto& known = *new Bound();
+  if (known.runtime.get() != runtime) {
+    THPObjectPtr manners(PyObject_GetAttr(runtime, n_manners)), device(PyObject_GetAttr(runtime, n_device));
+    if (!manners || !device) {
+      return nullptr;
+    }
+    known = {THPObjectPtr(Py_NewRef(runtime)), std::move(manners), std::move(device)};
   }
-  Py_INCREF(trace);
-  return THPObjectPtr(trace);
+  return &known;
 }
 
 // Whether CPU operators may run in the thread's state: no dispatch mode, inference mode, CPU autocast or functorch.
@@ -89,6 +101,8 @@ struct SpecHash {
     return made;
   }
 };
+
+constexpr int64_t kFewElements = 1 << 16; // of the arguments of an operator that is computed without giving up the GIL
 
 constexpr size_t kMostSpecs = 4096; // at most kept: a loop whose sizes grow makes new ones in each iteration
 
@@ -214,9 +228,10 @@ struct DirectCall {
   PyObject* trace;
   PyObject* runtime;
   std::vector<c10::IValue> stack;
-  std::vector<THPObjectPtr> used; // the values of the arguments' handles
+  c10::SmallVector<THPObjectPtr, 4> used; // the values of the arguments' handles
   THPObjectPtr args, kwargs; // what is noted for shape inference: specs in the places of tensors
   bool noted; // whether to note the call for shape inference; false once an argument has no such form
+  int64_t elements = 0; // of the arguments
 
   // The CPU tensor of an argument; undefined where the call has to go to Python.
   at::Tensor real(const at::Tensor& tensor, PyObject*& spec) {
@@ -251,6 +266,7 @@ struct DirectCall {
     if (THPVariable_Unpack(held).strides() != tensor.strides()) {
       return {}; // the handle is a view's; the value was stored without the base's strides
     }
+    elements += tensor.numel();
     spec = data_spec.of(value.get());
     Py_XINCREF(spec);
     used.push_back(std::move(value));
@@ -337,6 +353,22 @@ struct DirectCall {
     return described.get() == Py_None || PyDict_SetItemString(kwargs.get(), keyword.c_str(), described.get()) == 0;
   }
 
+  // Call the CPU's operator: results replace the arguments. False if it raises.
+  bool compute() {
+    // To give up the GIL and take it again is eight operations on mutexes, more than a small operator takes.
+    PyThreadState* const state = elements > kFewElements ? PyEval_SaveThread() : nullptr;
+    bool done = true;
+    try {
+      direct.callee.callBoxed(&stack);
+    } catch (const std::exception&) {
+      done = false;
+    }
+    if (state != nullptr) {
+      PyEval_RestoreThread(state);
+    }
+    return done;
+  }
+
   // A handle that has a result as its value, and the spec in ``spec``; undefined with a Python error.
   at::Tensor handle(at::Tensor value, PyObject* device, THPObjectPtr& spec) const {
     if (value.is_conj()) {
@@ -372,21 +404,27 @@ struct DirectCall {
 
 // Run the call on a stack: results replace the arguments. False, with nothing changed, where Python has to run it.
 // Twin of ``run.direct.run``.
-bool run_direct(const Direct& direct, const std::string& letters, torch::jit::Stack& stack, bool one_list) {
-  THPObjectPtr trace = direct_trace();
+bool run_direct(
+    PyObject* trace, const Direct& direct, const std::string& letters, torch::jit::Stack& stack,
+    bool one_list) {
   if (!trace || !is_default()) {
     return false;
   }
-  PyObject* runtime = py_.runtime.of(trace.get());
+  PyObject* runtime = py_.runtime.of(trace);
   Py_INCREF(runtime); // the GIL is released below, and the trace may get another runtime meanwhile
   const THPObjectPtr held(runtime);
-  THPObjectPtr manners(PyObject_GetAttr(runtime, n_manners));
-  PyObject* manner = manners ? PyDict_GetItemWithError(manners.get(), direct.serial) : nullptr;
+  Bound* const of_runtime = bound(runtime);
+  if (of_runtime == nullptr) {
+    PyErr_Clear();
+    return false;
+  }
+  THPObjectPtr device(Py_NewRef(of_runtime->device.get()));
+  PyObject* manner = PyDict_GetItemWithError(of_runtime->manners.get(), direct.serial);
   if (manner == nullptr || Py_TYPE(manner) != manner_type) { // not decided yet, or the backend or the host runs it
     PyErr_Clear();
     return false;
   }
-  PyObject* observing = observing_of.of(trace.get());
+  PyObject* observing = observing_of.of(trace);
   if (observing != Py_True && observing != Py_False) { // a log, which Python writes
     return false;
   }
@@ -394,7 +432,7 @@ bool run_direct(const Direct& direct, const std::string& letters, torch::jit::St
   if (noted && direct.kinds.empty()) { // Python notes kinds of arguments that are not known here
     return false;
   }
-  DirectCall call{direct, trace.get(), runtime, {}, {}, THPObjectPtr(), THPObjectPtr(), noted};
+  DirectCall call{direct, trace, runtime, {}, {}, THPObjectPtr(), THPObjectPtr(), noted};
   if (noted) {
     call.args = PyList_New(0);
     call.kwargs = PyDict_New();
@@ -415,23 +453,12 @@ bool run_direct(const Direct& direct, const std::string& letters, torch::jit::St
       return false;
     }
   }
-  {
-    PyThreadState* state = PyEval_SaveThread();
-    try {
-      direct.callee.callBoxed(&call.stack);
-    } catch (const std::exception&) {
-      PyEval_RestoreThread(state);
-      return false; // nothing has changed: Python repeats the call, and its error names the user's line
-    }
-    PyEval_RestoreThread(state);
+  if (!call.compute()) {
+    return false; // nothing has changed: Python repeats the call, and its error names the user's line
   }
-  PyObject* count_of_ops = PyLong_FromLongLong(integer(direct_of.of(trace.get())) + 1);
-  Py_XSETREF(direct_of.of(trace.get()), count_of_ops);
-  THPObjectPtr device(PyObject_GetAttr(runtime, n_device));
-  if (!device) {
-    throw python_error();
-  }
-  std::vector<at::Tensor> values;
+  PyObject* count_of_ops = PyLong_FromLongLong(integer(direct_of.of(trace)) + 1);
+  Py_XSETREF(direct_of.of(trace), count_of_ops);
+  c10::SmallVector<at::Tensor, 3> values;
   for (const c10::IValue& value : call.stack) {
     if (value.isTensorList()) {
       for (const c10::IValue& item : value.toListRef()) {
@@ -455,7 +482,7 @@ bool run_direct(const Direct& direct, const std::string& letters, torch::jit::St
       throw python_error();
     }
   }
-  std::vector<at::Tensor> results;
+  c10::SmallVector<at::Tensor, 3> results;
   for (size_t at = 0; at < values.size(); ++at) {
     THPObjectPtr spec;
     results.push_back(values[at].defined() ? call.handle(std::move(values[at]), device.get(), spec) : at::Tensor());

@@ -50,6 +50,7 @@ constexpr int kMostSteps = 16; // operators that one call may record
 struct Kernel {
   std::string letters;
   long long serial; // the operator in trace keys
+  bool one_list; // it returns one list of tensors
   std::unique_ptr<Direct> direct; // how the operator is interpreted at once; null where Python does that
 
   // Move the cursor to the child that the arguments lead to, and return the child; null if no record matches.
@@ -263,23 +264,25 @@ void replace_arguments(torch::jit::Stack& stack, size_t count, Results results, 
 
 // A functional operator's kernel on handles.
 struct Functional final : c10::OperatorKernel {
-  Functional(const Kernel& kernel, c10::SafeKernelFunction python, bool one_list)
-      : kernel(kernel), python(std::move(python)), one_list(one_list) {}
+  Functional(const Kernel& kernel, c10::SafeKernelFunction python) : kernel(kernel), python(std::move(python)) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     const size_t count = kernel.letters.size();
     Start start;
     {
       Gil gil;
-      THPObjectPtr trace = current_trace();
+      THPObjectPtr of_thread = of_this_thread();
+      THPObjectPtr trace = recording_trace(of_thread.get());
       if (trace) {
         const Values given(stack->data() + stack->size() - count, count);
         if (PyObject* child = kernel.follow(trace.get(), given, false)) {
-          replace_arguments(*stack, count, results_of(child), one_list);
+          replace_arguments(*stack, count, results_of(child), kernel.one_list);
           return;
         }
         start.note(trace.get(), given);
-      } else if (kernel.direct && run_direct(*kernel.direct, kernel.letters, *stack, one_list)) {
+      } else if (
+          kernel.direct &&
+          run_direct(direct_trace(of_thread.get()).get(), *kernel.direct, kernel.letters, *stack, kernel.one_list)) {
         return;
       }
     }
@@ -289,7 +292,6 @@ struct Functional final : c10::OperatorKernel {
 
   const Kernel& kernel;
   const c10::SafeKernelFunction python;
-  const bool one_list;
 };
 
 // ``detach`` and its kin: another handle of the same value; nothing is traced.
@@ -300,9 +302,10 @@ struct SameValue final : c10::OperatorKernel {
     at::Tensor made;
     {
       Gil gil;
-      THPObjectPtr trace = current_trace();
+      THPObjectPtr of_thread = of_this_thread();
+      THPObjectPtr trace = recording_trace(of_thread.get());
       if (!trace) {
-        trace = direct_trace();
+        trace = direct_trace(of_thread.get());
       }
       if (trace) {
         made = same_value(trace.get(), stack->back().toTensor());
@@ -343,175 +346,11 @@ struct SameValue final : c10::OperatorKernel {
   const c10::SafeKernelFunction python;
 };
 
-// -- operators in place ----------------------------------------------------------------------------------------------
-// Twin of ``trace.wrapping.unwrap``.
-at::Tensor unwrap(const at::Tensor& tensor) {
-  at::FunctionalTensorWrapper* wrapper = wrapper_of(tensor);
-  if (wrapper == nullptr) {
-    return tensor;
-  }
-  wrapper->sync_();
-  return wrapper->value();
-}
+} // namespace
 
-c10::IValue unwrap(const c10::IValue& value) {
-  if (value.isTensor()) {
-    return unwrap(value.toTensor());
-  }
-  if (!value.isTensorList()) {
-    return value;
-  }
-  const Values items = value.toListRef();
-  c10::List<at::Tensor> list;
-  list.reserve(items.size());
-  for (const c10::IValue& item : items) {
-    list.push_back(unwrap(item.toTensor()));
-  }
-  return list;
-}
+#include "writes.h"
 
-// The kernel of an operator that writes to its first argument: the functional operator, then functionalization's write.
-struct InPlace final : c10::OperatorKernel {
-  InPlace(const Kernel& kernel, c10::SafeKernelFunction python) : kernel(kernel), python(std::move(python)) {}
-
-  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-    const size_t count = kernel.letters.size();
-    Start start;
-    {
-      Gil gil;
-      const Values given(stack->data() + stack->size() - count, count);
-      c10::SmallVector<at::Tensor, 1> written;
-      const bool ours = is_ours(given[0], written) && !reads_what_it_writes(given, written);
-      THPObjectPtr trace(ours ? current_trace().release() : nullptr);
-      if (trace) {
-        c10::SmallVector<c10::IValue, 6> values;
-        for (const c10::IValue& value : given) {
-          values.push_back(unwrap(value));
-        }
-        if (PyObject* child = kernel.follow(trace.get(), values, true)) {
-          const bool list = given[0].isTensorList();
-          write_each(written, results_of(child), list);
-          replace_arguments(*stack, count, list ? Results() : Results{written[0]}, false);
-          return;
-        }
-        start.note(trace.get(), values);
-      }
-    }
-    python.callBoxed(op, keys, stack);
-    kernel.learn(start);
-  }
-
-  // Whether every written tensor is a wrapper, shares its storage with no other one, and is no view of an expanded
-  // tensor.
-  static bool is_ours(const c10::IValue& first, c10::SmallVector<at::Tensor, 1>& written) {
-    if (first.isTensor()) {
-      written.push_back(first.toTensor());
-    } else if (first.isTensorList()) {
-      for (const c10::IValue& item : first.toListRef()) {
-        written.push_back(item.toTensor());
-      }
-    }
-    c10::SmallVector<const void*, 1> storages;
-    for (const at::Tensor& tensor : written) {
-      if (!tensor.defined() || !tensor.is_privateuseone() || wrapper_of(tensor) == nullptr || is_of_expanded(tensor)) {
-        return false;
-      }
-      storages.push_back(tensor.storage().unsafeGetStorageImpl());
-    }
-    std::sort(storages.begin(), storages.end());
-    return !written.empty() && std::adjacent_find(storages.begin(), storages.end()) == storages.end();
-  }
-
-  // Whether an argument is another view of the written tensor. The CPU refuses some such writes; Python checks which.
-  // Twin of ``frontend.device.writes.share_memory``.
-  static bool reads_what_it_writes(Values given, const c10::SmallVector<at::Tensor, 1>& written) {
-    if (!given[0].isTensor()) {
-      return false;
-    }
-    const at::Tensor& target = written[0];
-    return std::any_of(given.begin() + 1, given.end(), [&](const c10::IValue& value) {
-      return value.isTensor() && value.toTensor().defined() && value.toTensor().has_storage() &&
-          value.toTensor().unsafeGetTensorImpl() != target.unsafeGetTensorImpl() &&
-          value.toTensor().storage().unsafeGetStorageImpl() == target.storage().unsafeGetStorageImpl();
-    });
-  }
-
-  // Twin of ``frontend.device.inplace.write_each``.
-  static void write_each(const c10::SmallVector<at::Tensor, 1>& written, const Results& values, bool list) {
-    TORCH_CHECK(written.size() == values.size(), "as many values as tensors are needed");
-    for (size_t at = 0; at < written.size(); ++at) {
-      at::FunctionalTensorWrapper* wrapper = wrapper_of(written[at]);
-      wrapper->replace_(values[at]);
-      wrapper->commit_update();
-      wrapper->sync_();
-      if (list) { // for a single tensor, PyTorch's kernel above this one does so
-        torch::autograd::impl::bump_version(written[at]);
-      }
-    }
-  }
-
-  const Kernel& kernel;
-  const c10::SafeKernelFunction python;
-};
-
-// The kernel of ``copy_`` from one handle to another of the same kind: the source's value, where there is one, and else
-// the functional operator, whose kernel is not at PyTorch's dispatcher.
-struct CopyInPlace final : c10::OperatorKernel {
-  CopyInPlace(const Kernel& kernel, c10::SafeKernelFunction python) : kernel(kernel), python(std::move(python)) {}
-
-  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-    constexpr size_t count = 3;
-    Start start;
-    {
-      Gil gil;
-      const Values given(stack->data() + stack->size() - count, count);
-      c10::SmallVector<at::Tensor, 1> written;
-      const bool ours = InPlace::is_ours(given[0], written) && is_wrapper(given[1]) &&
-          !InPlace::reads_what_it_writes(given, written);
-      THPObjectPtr trace(ours ? current_trace().release() : nullptr);
-      if (trace) {
-        const at::Tensor target = unwrap(written[0]), source = unwrap(given[1].toTensor());
-        if (are_alike(target, source)) {
-          at::Tensor value = has_value(source) ? SameValue::same_value(trace.get(), source) : at::Tensor();
-          if (!value.defined()) {
-            const std::array<c10::IValue, count> values = {target, source, false};
-            if (PyObject* child = kernel.follow(trace.get(), values, false)) {
-              value = results_of(child)[0];
-            } else {
-              start.note(trace.get(), values);
-            }
-          }
-          if (value.defined()) {
-            InPlace::write_each(written, {value}, false);
-            replace_arguments(*stack, count, {written[0]}, false);
-            return;
-          }
-        }
-      }
-    }
-    python.callBoxed(op, keys, stack);
-    kernel.learn(start);
-  }
-
- private:
-  static bool is_wrapper(const c10::IValue& value) {
-    return value.isTensor() && wrapper_of(value.toTensor()) != nullptr;
-  }
-
-  // Whether both are handles, and the value of one fits where the other's was.
-  static bool are_alike(const at::Tensor& target, const at::Tensor& source) {
-    return handle_of(target) && handle_of(source) && target.is_contiguous() && target.sizes() == source.sizes() &&
-        target.strides() == source.strides() && target.scalar_type() == source.scalar_type();
-  }
-
-  static bool has_value(const at::Tensor& source) {
-    THPObjectPtr value(attribute(handle_of(source).get(), py_.n_value));
-    return value && value.get() != Py_None;
-  }
-
-  const Kernel& kernel;
-  const c10::SafeKernelFunction python;
-};
+namespace {
 
 // The kernel of ``copy_`` at this device's autograd key. A copy between devices goes to the Python kernel.
 // Twin of ``frontend.device.install._copy_``.
@@ -655,17 +494,17 @@ extern "C" PyObject* torchport_follow(
   Quiet quiet;
   c10::WarningUtils::WarningHandlerGuard guard(&quiet);
   auto& dispatcher = c10::Dispatcher::singleton();
-  Kernel& kernel = *(kernels()[serial] = new Kernel{letters, serial, nullptr});
   const c10::OperatorHandle op = dispatcher.findSchemaOrThrow(name, overload);
+  const auto& returns = op.schema().returns();
+  const bool one_list = returns.size() == 1 && returns[0].type()->kind() == c10::TypeKind::ListType;
+  Kernel& kernel = *(kernels()[serial] = new Kernel{letters, serial, one_list, nullptr});
   if (op.schema().arguments().size() != kernel.letters.size()) {
     PyErr_Format(PyExc_ValueError, "%s.%s does not have the arguments %s", name, overload, letters);
     return nullptr;
   }
-  const auto& returns = op.schema().returns();
-  const bool one_list = returns.size() == 1 && returns[0].type()->kind() == c10::TypeKind::ListType;
   const auto dense = c10::DispatchKey::PrivateUse1, functionalize = c10::DispatchKey::Functionalize;
   put(dense, op.operator_name(),
-      std::make_unique<Functional>(kernel, op.getComputedKernelForDispatchKey(dense), one_list));
+      std::make_unique<Functional>(kernel, op.getComputedKernelForDispatchKey(dense)));
   if (*in_place != 0) {
     const c10::OperatorHandle writing = dispatcher.findSchemaOrThrow(in_place, overload);
     put(functionalize, writing.operator_name(),
@@ -681,7 +520,7 @@ extern "C" PyObject* torchport_follow_copy(const char* letters, long long serial
   HANDLE_TH_ERRORS
   Quiet quiet;
   c10::WarningUtils::WarningHandlerGuard guard(&quiet);
-  Kernel& kernel = *(kernels()[serial] = new Kernel{letters, serial, nullptr});
+  Kernel& kernel = *(kernels()[serial] = new Kernel{letters, serial, false, nullptr});
   const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::copy_", "");
   const auto functionalize = c10::DispatchKey::Functionalize, autograd = c10::DispatchKey::AutogradPrivateUse1;
   put(functionalize, op.operator_name(),

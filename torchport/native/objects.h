@@ -25,7 +25,7 @@ static struct {
   Slot cursor, scalar_inputs, leaves, leaf_ids, made, base, runtime, fresh, copies; // of a trace
   Slot ready, parent, children, key, first_id, fits, records, templates; // of a node
   Slot info, exported; // of a value
-  PyObject *n_trace, *n_value_id, *n_value, *n_spec, *n_failure, *n_fresh, *n_home;
+  PyObject *n_trace, *n_value_id, *n_value, *n_spec, *n_failure, *n_fresh, *n_home, *n_dict;
 } py_;
 
 inline bool find_slot(PyObject* type, const char* name, Slot& slot) {
@@ -66,6 +66,7 @@ inline bool look(PyObject* handle, PyObject* trace, PyObject* node, PyObject* da
   py_.n_failure = PyUnicode_InternFromString("failure");
   py_.n_fresh = PyUnicode_InternFromString("fresh");
   py_.n_home = PyUnicode_InternFromString("home");
+  py_.n_dict = PyUnicode_InternFromString("__dict__");
   return true;
 }
 

@@ -41,7 +41,7 @@ from .jobs import Job
 from .queue import queue_of, queues
 from .regions import Regions
 from .replay import replay
-from .tiers import costs_enough, is_tiered, is_worth_recording
+from .tiers import costs_enough, is_tiered, is_worth_recording, share_to_record
 from .values import settle
 
 if TYPE_CHECKING:
@@ -118,6 +118,10 @@ class DeviceRuntime:
     def is_worth_recording(self, sights: Sights) -> bool:
         """Whether what was seen so often, without being recorded, is to become part of the trie."""
         return not self.is_lost and is_worth_recording(self.backend, sights)
+
+    def share_to_record(self, sights: Sights) -> int:
+        """How many operators of it are to be recorded at one time."""
+        return share_to_record(sights)
 
     def is_worth_comparing(self, seconds: float, ops: int) -> bool:
         """Whether paths that never came back have cost so much that it pays to look for what they have in common."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from ..backend.host import computes_at_once
 from ..backend.infer import observe
 from ..backend.interface import TensorData
 from ..backend.interpret import How, how, interpret, settled
@@ -67,6 +68,15 @@ class _OtherIndex(Exception):
     def __init__(self, index: int) -> None:
         super().__init__(index)
         self.index = index
+
+
+def _is_unnoted(index: int) -> bool:
+    """Whether the calling thread's operators on a device index are interpreted at once and nobody compares paths."""
+    trace = threads.of(index)
+    return trace.direct > 0 and not trace.observing
+
+
+computes_at_once.append(_is_unnoted)
 
 
 def begin(trace: Trace, sights: Sights) -> None:
@@ -136,8 +146,10 @@ def _manner(runtime: DeviceRuntime, kernel: Kernel) -> Any:
     returns = op._schema.returns
     if len(returns) > 1 and any(str(one.type) == "List[Tensor]" for one in returns):
         return False  # lists beside tensors: no graph holds such results
-    if runtime.kernels.kernel(op) is not None or draws_on_the_host(op) or op in runtime.capture.decompositions:
+    if runtime.kernels.kernel(op) is not None or draws_on_the_host(op):
         return False
+    if op in runtime.capture.decompositions and op.namespace != "aten":
+        return False  # it may mean nothing to the CPU; PyTorch's own operators are what they are, however rewritten
     return how(op)
 
 

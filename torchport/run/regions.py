@@ -25,7 +25,18 @@ if TYPE_CHECKING:
     from ..trace.kernels import Kernel
     from ..trace.trie import Node
 
-__all__ = ["Anchor", "Log", "Regions", "Rounds", "begun_with", "common_runs", "on_anchor", "shapes_of"]
+__all__ = [
+    "Anchor",
+    "Log",
+    "Regions",
+    "Rounds",
+    "as_texts",
+    "begun_with",
+    "common_runs",
+    "may_have_common_runs",
+    "on_anchor",
+    "shapes_of",
+]
 
 SHORTEST: Final = 100
 """Operators that a region has at least. Recording one, and a computation more per round, cost so much that the pieces
@@ -113,6 +124,21 @@ def common_runs(first: Sequence[Any], second: Sequence[Any]) -> list[Sequence[An
         return []  # the same few operators over and over: to compare them takes long
     blocks = difflib.SequenceMatcher(None, first, second, autojunk=False).get_matching_blocks()
     return [first[block.a : block.a + block.size] for block in blocks if block.size >= SHORTEST]
+
+
+def as_texts(sequences: Sequence[Sequence[Any]]) -> list[str]:
+    """Each sequence of hashable objects as a string with a character for each; equal objects have the same one."""
+    names: dict[Any, int] = {}
+    return ["".join([chr(names.setdefault(one, len(names))) for one in sequence]) for sequence in sequences]
+
+
+def may_have_common_runs(first: str, second: str) -> bool:
+    """Whether two of :func:`as_texts` may have :data:`SHORTEST` characters in a row in common: most have not.
+
+    Such a run covers a whole one of the pieces of half that length that the first is cut into.
+    """
+    half = (SHORTEST + 1) // 2
+    return any(first[at : at + half] in second for at in range(0, len(first) - half + 1, half))
 
 
 # -- regions -----------------------------------------------------------------------------------------------------
@@ -232,8 +258,10 @@ class Regions:
         rounds.seconds, rounds.ops, rounds.next_look = 0.0, 0, 2 * rounds.count
         rounds.count = 0
         found = len(self._anchors)
+        texts = as_texts([log.calls for log in logs])
         for at, log in enumerate(logs):
-            runs = max((common_runs(other.calls, log.calls) for other in logs[:at]), key=_length, default=[])
+            others = [one for one, text in zip(logs[:at], texts, strict=False) if may_have_common_runs(text, texts[at])]
+            runs = max((common_runs(other.calls, log.calls) for other in others), key=_length, default=[])
             counts = Counter(log.calls)
             for run in runs:
                 self._add(run, counts, log.shapes, seconds)

@@ -49,8 +49,10 @@ __all__ = [
     "first_plan",
     "is_tiered",
     "is_worth_recording",
+    "loader",
     "next_plan",
     "say_it_stays",
+    "share_to_record",
 ]
 
 
@@ -105,6 +107,12 @@ RECORDING: Final = 150e-6
 """Seconds per operator that recording a path takes, and making runnable what was compiled of it: the program's own."""
 
 
+SHARE: Final = 0.7
+"""Part of a path's usual time that is spent on recording it, each time that it comes, until all of it is recorded."""
+
+LEAST_SHARE: Final = 64
+"""Operators that are recorded at one time at least: each time ends in a flush more."""
+
 FEW: Final = 8
 """Operators that are better interpreted, unless they compute for long: to run a computation takes as much."""
 
@@ -151,6 +159,14 @@ def is_worth_recording(backend: Backend, sights: Sights) -> bool:
     if Family.any_shared and sights.seconds >= RECORDING * sights.ops:
         return True  # it may be another size of what is compiled
     return costs_enough(backend, sights.seconds, sights.ops)
+
+
+def share_to_record(sights: Sights) -> int:
+    """How many operators of a path that is worth it are recorded at one time: no step is to take twice as long."""
+    if not RECORDING or not costs.expected("", 1):
+        return sys.maxsize  # it costs nothing, or whoever waits for it wants all at once
+    usual = sights.seconds / max(sights.times, 1)
+    return max(LEAST_SHARE, int(SHARE * usual / RECORDING))
 
 
 def costs_enough(backend: Backend, seconds: float, ops: int) -> bool:
@@ -252,7 +268,7 @@ def _request(plan: InterpretedPlan, progress: Progress) -> None:
         plan.here = True
         return
     _note_sizes(plan, progress)
-    plan.ticket = service.submit(request)
+    plan.ticket = service.submit(request, loader(runtime.backend, runtime.device, runtime.specs))
     if plan.record is not None:
         plan.record.tier = "compiling"
 
@@ -327,7 +343,14 @@ def claim(ticket: Ticket, backend: Backend, device: BackendDevice, specs: Compil
     if not answer.kept and answer.seconds:
         costs.note(backend.name, answer.ops, answer.seconds)
     native.announce()
-    return answer, computations.take(backend, device, specs, answer)
+    if isinstance(ticket.loaded, Exception):
+        raise ticket.loaded.with_traceback(None)
+    return answer, ticket.loaded or computations.take(backend, device, specs, answer)
+
+
+def loader(backend: Backend, device: BackendDevice, specs: CompileSpecs) -> Callable[[Answer], Computation]:
+    """What makes an answer runnable, to be called on the compile service's thread: the program's goes on meanwhile."""
+    return lambda answer: computations.take(backend, device, specs, answer)
 
 
 def say_it_stays(error: TorchportError) -> None:

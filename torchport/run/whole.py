@@ -18,7 +18,7 @@ from ..backend.pieced import PiecedProgram
 from ..core import metrics
 from ..core.errors import TorchportError
 from ..worker.paths import NotSendable
-from ..worker.request import Request, as_whole
+from ..worker.request import Answer, Request, as_whole
 from ..worker.service import Cancelled, Ticket, service
 from .tier_record import TierRecord
 
@@ -82,12 +82,18 @@ class WholeGraph:
                 self.settled = True
                 return
             metrics.count("WholeAsked")
-            self._ticket = service.submit(as_whole(self._request))
+            self._ticket = service.submit(as_whole(self._request), self._loaded)
         elif self._ticket.done():
             try:
-                self._whole = finish(self._backend, self._device, self._specs, self._ticket.result())
+                whole = self._ticket.loaded or self._loaded(self._ticket.result())
+                if isinstance(whole, Exception):
+                    raise whole.with_traceback(None)
+                self._whole = whole
             except (TorchportError, NotSendable, Cancelled):
                 self.settled = True  # the pieces are right, and stay
+
+    def _loaded(self, answer: Answer) -> Computation:
+        return finish(self._backend, self._device, self._specs, answer)
 
     def _tried(self, pieces: Callable[[], Any], whole: Callable[[Computation], Any], compiled: Computation) -> Any:
         """One run of the one that has run less often, timed to the end of what it computes."""

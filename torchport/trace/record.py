@@ -71,17 +71,39 @@ def record(trace: Trace, kernel: Kernel, key: tuple[Any, ...], args: Sequence[An
         worth = region is None and trace.runtime.is_worth_recording(sights)
         if not worth or not sights.observed:
             sights.observed = worth  # computed at once a last time, so that nothing has to be inferred
-            _Mark(trace, key, is_random(kernel.op)).undo()
-            trace.runtime.begin_direct(trace, sights)
-            return trace.runtime.run_direct(trace, kernel, args, kwargs)
+            return _at_once(trace, sights, kernel, key, args, kwargs)
         trace.cursor.missed.pop(key)  # type: ignore[union-attr]  # it becomes a child
         trace.recording = True
         trace.spent = sights.seconds
+        trace.share = trace.left = sights.share or trace.runtime.share_to_record(sights)
+    elif trace.recording and trace.left <= 0:
+        return _at_once(trace, _rest(trace, key), kernel, key, args, kwargs)
+    trace.left -= 1
     if isinstance(trace, EagerTrace):
         return trace.at_once(
             key, lambda node: emit(trace, node, args, kwargs), lambda: _record(trace, kernel, key, args, kwargs)
         )
     return _record(trace, kernel, key, args, kwargs)
+
+
+def _at_once(
+    trace: Trace, sights: Sights, kernel: Kernel, key: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Compute what is pending, and then this operator and those that follow, without recording them."""
+    _Mark(trace, key, is_random(kernel.op)).undo()
+    trace.runtime.begin_direct(trace, sights)
+    return trace.runtime.run_direct(trace, kernel, args, kwargs)
+
+
+def _rest(trace: Trace, key: tuple[Any, ...]) -> Sights:
+    """What is known of the rest of a path, of which as much was recorded as is to be at one time.
+
+    It is recorded when the path comes again: what the whole has cost so far counts for the rest.
+    """
+    sights = _sights(trace.cursor, key)
+    sights.seconds, sights.observed, sights.share = trace.spent, True, trace.share
+    trace.spent = 0.0  # the part that is recorded is no computation that comes back
+    return sights
 
 
 def _sights(node: Node, key: tuple[Any, ...]) -> Sights:

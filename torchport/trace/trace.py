@@ -14,6 +14,7 @@ A trace knows nothing of running. What it needs of whoever runs it is :class:`Ru
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import time
 import weakref
@@ -89,6 +90,10 @@ class Runner(Protocol):
         """Whether what was seen so often, without being recorded, is to become part of the trie."""
         ...
 
+    def share_to_record(self, sights: Sights) -> int:
+        """How many operators of that are to be recorded at one time."""
+        ...
+
     def enter_region(self, trace: Trace, kernel: Kernel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Compute what is pending, and begin a path with an operator that a region begins with; its result."""
         ...
@@ -138,7 +143,8 @@ class Trace:
     ``rounds`` what the paths have cost that go on at the same node and never came back. ``observing``: what they give
     is noted for when they are recorded, or the log that they are noted in. ``region``: the part of a path that is
     recorded, up to where it ends. ``bypassed``: a key with :data:`.WRAPPED` was made. ``recording``: what is new to the
-    trie becomes part of it, until a flush; before, it has cost ``spent`` seconds.
+    trie becomes part of it, until a flush; before, it has cost ``spent`` seconds. ``share``: how many operators are
+    recorded until then at most, of which ``left`` are left.
     """
 
     eager = False
@@ -159,6 +165,7 @@ class Trace:
         "keep",
         "leaf_ids",
         "leaves",
+        "left",
         "made",
         "nodes",
         "observing",
@@ -169,6 +176,7 @@ class Trace:
         "rounds",
         "runtime",
         "scalar_inputs",
+        "share",
         "sights",
         "spent",
         "swept",
@@ -193,6 +201,7 @@ class Trace:
         self.copies = 0
         self.direct = 0
         self.recording = False
+        self.share = self.left = sys.maxsize
         self.spent = 0.0
         self.sights: Sights | None = None
         self.began = 0.0
@@ -223,6 +232,7 @@ class Trace:
         self.fresh = False
         self.copies = 0
         self.recording = False
+        self.share = self.left = sys.maxsize
         self.region = None
         self.spent = 0.0
         self.made.clear()

@@ -131,16 +131,18 @@ class RandomKey(_Positioned):
 class Sights:
     """What is known of a path that is not recorded: how often it came, what that has cost, and how long it was last.
 
-    ``observed``: what its operators gave the last time is known to shape inference.
+    ``observed``: what its operators gave the last time is known to shape inference. ``share``: how many of them are
+    recorded at one time, once that is known.
     """
 
-    __slots__ = ("observed", "ops", "seconds", "times")
+    __slots__ = ("observed", "ops", "seconds", "share", "times")
 
     def __init__(self) -> None:
         self.times = 0
         self.seconds = 0.0
         self.ops = 0
         self.observed = False
+        self.share = 0
 
 
 class Node:

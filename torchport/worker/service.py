@@ -1,7 +1,7 @@
 """The compile service: requests go to a process of its own, and what they bring is kept until somebody asks for it.
 
-A thread per worker process carries bytes back and forth and does nothing else; reading an answer is left to whoever
-wants it. Nothing is started before the first request.
+A thread per worker process carries bytes back and forth. Whoever asks may have that thread make an answer runnable,
+too; else reading it is left to whoever wants it. Nothing is started before the first request.
 
 A worker that dies takes the request that it was at with it. The others wait for the next worker. After three deaths in
 a row without an answer the service is off for the rest of the program, and a line on standard error says so.
@@ -21,13 +21,14 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Hashable
-from typing import Final
+from collections.abc import Callable, Hashable
+from typing import Any, Final
 
 from ..core import metrics
 from ..core.config import config
+from ..core.default_state import default_state
 from ..core.errors import CompileError
-from ..core.forks import guarded_rlock
+from ..core.forks import guarded_lock, guarded_rlock
 from .process import Worker
 from .progress import ProgressLine
 from .protocol import BrokenMessage
@@ -46,6 +47,10 @@ _BEGUN: Final = 10.0
 """Seconds that a worker is left with what the program has left, at least, ..."""
 _STARTS: Final = 3
 """... and how many times as long as it took to start: else there would be nothing but starts."""
+_LOADING_AT_EXIT: Final = 30.0
+"""Seconds that the program's end waits for an engine that is at work on a thread of the service."""
+_loading: Final = guarded_lock()
+Load = Callable[[Answer], object]
 
 
 class Cancelled(Exception):
@@ -61,18 +66,23 @@ class Ticket:
         "_asked",
         "_done",
         "_error",
+        "_load",
         "_pace",
         "_service",
         "_waited_for",
         "began",
         "gave_way",
+        "loaded",
         "request",
     )
 
-    def __init__(self, service: Service, request: Request) -> None:
+    def __init__(self, service: Service, request: Request, load: Load | None = None) -> None:
         self._service = service
+        self._load = load
+        self.loaded: Any = None
+        """What ``load`` has made of the answer, or the exception that it raised; ``None`` where it was not called."""
         self._done = False
-        self._answer: bytes | None = None
+        self._answer: bytes | Answer | None = None
         self._error: Exception | None = None
         self.request = request
         self.began: float | None = None
@@ -106,16 +116,33 @@ class Ticket:
         if self._error is not None:
             raise self._error.with_traceback(None)
         assert self._answer is not None
-        return answer_of(self._answer, self.request)
+        return answer_of(self._answer, self.request) if isinstance(self._answer, bytes) else self._answer
+
+    def prepare(self, answer: bytes) -> bytes | Answer:
+        """Have ``load`` make of an answer what the program runs, on this thread; returns the answer, read or not."""
+        if self._load is None:
+            return answer
+        try:
+            found = answer_of(answer, self.request)
+        except Exception:  # it did not compile: whoever asks for the result gets that
+            return answer
+        # A fork waits for the lock: the child of one in the middle of this would have half of an engine's work.
+        with _loading, default_state():
+            try:
+                self.loaded = self._load(found)
+            except Exception as error:
+                self.loaded = error
+        return found
 
     def cancel(self) -> None:
         """Not wanted any more, by anybody who has it: taken back if it has not begun, else its result is dropped."""
         self._service.drop(self)
 
-    def _end(self, answer: bytes | None, error: Exception | None) -> None:
+    def _end(self, answer: bytes | Answer | None, error: Exception | None) -> None:
         if not self._done:
             self._answer, self._error = answer, error
             self._done = True
+        self._load = None
 
 
 class _State:
@@ -153,9 +180,13 @@ class Service:
         """Why nothing will ever be compiled by other processes any more, if those came to an end too often."""
         return self._state.off
 
-    def submit(self, request: Request) -> Ticket:
-        """Hand in a request; returns at once. What is under way already under the same key is not begun again."""
-        state, ticket = self._state, Ticket(self, request)
+    def submit(self, request: Request, load: Load | None = None) -> Ticket:
+        """Hand in a request; returns at once. What is under way already under the same key is not begun again.
+
+        ``load``: called with the answer on a thread of the service, before the ticket is done; :attr:`Ticket.loaded`
+        has what it returns. Making an engine's bytes runnable may take longer than a step of the program.
+        """
+        state, ticket = self._state, Ticket(self, request, load)
         with state.changed:
             known = state.tickets.get(request.key)
             if known is not None:
@@ -209,9 +240,11 @@ class Service:
             worker.end(max(0.0, end - time.monotonic()))
 
     def _exit(self) -> None:
-        """The program ends, and waits for no compiler."""
+        """The program ends, and waits for no compiler. An engine that is at work in this process ends that first."""
         self._exiting = True
         self.stop()
+        if _loading.acquire(timeout=_LOADING_AT_EXIT):
+            _loading.release()
 
     # -- for tickets -------------------------------------------------------------------------------------------------
     def wait_for(self, ticket: Ticket, timeout: float | None) -> bool:
@@ -231,7 +264,7 @@ class Service:
                 state.waiting.remove(ticket)
             self._finish(state, ticket, None, Cancelled("the request was cancelled"))
 
-    def _finish(self, state: _State, ticket: Ticket, answer: bytes | None, error: Exception | None) -> None:
+    def _finish(self, state: _State, ticket: Ticket, answer: bytes | Answer | None, error: Exception | None) -> None:
         """With the lock held: a ticket has come to its end."""
         ticket._end(answer, error)
         if state.tickets.get(ticket.request.key) is ticket:
@@ -297,9 +330,10 @@ class Service:
             error = _failure(ticket, f"{how}; it printed last:\n{said}" if said else how)
         else:
             metrics.count("CompiledApart")
+            prepared = answer if self._exiting or ticket._done else ticket.prepare(answer)
             with state.changed:
                 state.deaths = 0
-                self._finish(state, ticket, answer, None)
+                self._finish(state, ticket, prepared, None)
             return worker
         with state.changed:
             self._finish(state, ticket, None, error)

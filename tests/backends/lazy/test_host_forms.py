@@ -15,6 +15,7 @@ from tier_training import are_equal, train
 from torch import nn
 
 import torchport
+from torchport.backend import host
 from torchport.backend.interface import BackendData, BackendDevice, ExecutionContext, KernelRegistrar, TensorData
 from torchport.core.config import config
 from torchport.core.specs import TensorSpec
@@ -151,6 +152,37 @@ def test_kernels_of_the_backends_get_its_own_form(boxes: Any) -> None:
     ours = x.to(boxes.device) * 2
     assert type(_value(ours)) is TensorData
     torch.testing.assert_close((ours.sinc() + 1).cpu(), (x * 2).sinc() + 1)
+
+
+def _attention(device: Any, gradients: bool) -> tuple[list[torch.Tensor], int]:
+    """Attention with a mask and its gradients, on the CPU's random numbers; and how many operators were interpreted."""
+    torch.manual_seed(0)
+    before = torchport.metrics.counter("InterpretedOps")
+    given = [torch.randn(2, 3, 5, 4).to(device).requires_grad_(gradients) for _ in range(3)]
+    query, key, value = given
+    mask = torch.ones(5, 5, dtype=torch.bool).tril().to(device)
+    made = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    values = [made, nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)]
+    if gradients:
+        sum(one.square().sum() for one in values).backward()  # type: ignore[union-attr]
+        values += [one.grad for one in given if one.grad is not None]
+    found = [one.detach().cpu() for one in values]
+    return found, torchport.metrics.counter("InterpretedOps") - before
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_attention_is_the_cpus_where_it_is_interpreted_at_once(boxes: Any, gradients: bool) -> None:
+    host.register_attention_at_once(_runtime(boxes).kernels)
+    _forget(boxes)
+    wanted, _ = _attention("cpu", gradients)
+    found, operators = _attention(boxes.device, gradients)
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, want)
+    assert (operators > 30) == gradients, operators
+    with config.override(tiers="off"):
+        recorded, _ = _attention(boxes.device, gradients)
+    for got, want in zip(recorded, wanted, strict=True):
+        torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("mode", ["lazy", "eager"])

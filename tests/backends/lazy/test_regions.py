@@ -16,12 +16,15 @@ import torchport
 from torchport import metrics
 from torchport.core.config import config
 from torchport.run import regions, tiers
+from torchport.trace.threads import threads
 
 
 @pytest.fixture(autouse=True)
 def _compiled_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tiers without another process; what is to be compiled is compiled at once."""
     torchport.use("reference")
+    runtime: Any = threads.of(0).runtime
+    runtime.forget_decisions()  # the rounds that other tests ran count, too
     monkeypatch.setattr(regions, "SHORTEST", 24)  # of small models
     monkeypatch.setattr(tiers, "WORTH_WAITING", 0.0)
     monkeypatch.setattr(tiers, "RECORDING", 1e-9)

@@ -273,6 +273,20 @@ def test_a_path_is_recorded_once_its_runs_have_cost_enough(monkeypatch: pytest.M
     assert wanted[-1] is True
 
 
+def test_what_a_backend_decomposes_is_interpreted_as_the_rest_is(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    runtime: Any = threads.of(0).runtime
+    rewritten = {torch.ops.aten.isin.Tensor_Tensor: lambda *args, **kwargs: NotImplemented}
+    monkeypatch.setattr(runtime.capture, "decompositions", rewritten)
+    before = metrics.counter("TracedOps"), metrics.counter("InterpretedOps")
+    x = torch.arange(6)
+    port = x.to("port")
+    for _ in range(3):
+        found = torch.isin(port, port[:2])
+        torch.testing.assert_close((port * 3).masked_fill(found, 7).cpu(), (x * 3).masked_fill(torch.isin(x, x[:2]), 7))
+    assert metrics.counter("TracedOps") == before[0], "nothing is recorded at first sight"
+    assert metrics.counter("InterpretedOps") >= before[1] + 9
+
+
 def test_what_comes_once_is_not_compiled(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     _often(monkeypatch, lambda: False)
     compiled = metrics.counter("UncachedCompile")

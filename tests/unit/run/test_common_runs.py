@@ -12,7 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchport.run import regions
-from torchport.run.regions import LOGS, Anchor, Log, Regions, Rounds, common_runs, described, shapes_of
+from torchport.run.regions import (
+    LOGS,
+    Anchor,
+    Log,
+    Regions,
+    Rounds,
+    as_texts,
+    common_runs,
+    described,
+    may_have_common_runs,
+    shapes_of,
+)
 from torchport.trace.trie import Node
 
 SHORTEST = 24
@@ -95,6 +106,22 @@ def test_common_runs_are_in_both_in_order_and_long_enough(first: list[int], seco
     for run in common_runs(first, second):
         assert len(run) >= SHORTEST
         at = text.index("".join(map(str, run)), at) + len(run)
+
+
+_PIECES = st.lists(st.integers(0, 40), max_size=30)
+
+
+@given(_PIECES, _PIECES, _PIECES, _PIECES, st.integers(SHORTEST - 2, SHORTEST + 20))
+def test_what_is_not_compared_has_no_run_in_common(
+    before: list[int], after: list[int], others: list[int], rest: list[int], length: int
+) -> None:
+    run = list(range(100, 100 + length))
+    first, second = [*before, *run, *after], [*others, *run, *rest]
+    texts = as_texts([first, second])
+    assert [len(text) for text in texts] == [len(first), len(second)]
+    if common_runs(first, second):
+        assert may_have_common_runs(*texts)
+    assert not may_have_common_runs(*as_texts([list(range(60)), list(range(60, 0, -1))]))
 
 
 def test_the_same_few_operators_over_and_over_are_not_compared() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 from helpers_traces import AddsOnly, FakeRunner, Recording, aten, contiguous
@@ -131,6 +134,33 @@ def test_a_path_is_interpreted_until_it_is_worth_recording() -> None:
         recording.trace.direct = 0  # what the end of a step does
     recording.call(aten.neg.default, x)
     assert recording.ops() == ["aten::neg"]
+
+
+def test_a_long_path_is_recorded_in_shares() -> None:
+    runner = FakeRunner(interprets=True)
+    runner.share = 2
+    recording = Recording(runner)
+    x = recording.leaf(4)
+    path = (aten.neg.default, aten.sin.default, aten.cos.default, aten.exp.default, aten.tanh.default)
+
+    def step() -> list[str]:
+        value: Any = x
+        for op in path:
+            made = recording.call(op, value if isinstance(value, torch.Tensor) else x)
+            if made == "interpreted":
+                break
+            value = made
+        recorded = recording.ops()
+        recording.trace.direct = 0
+        recording.runner.flush(recording.trace, "test")
+        return recorded
+
+    grown = [step() for _ in range(12)]
+    names = [op.name() for op in path]
+    lengths = [len(recorded) for recorded in grown]
+    assert [recorded == names[: len(recorded)] for recorded in grown] == [True] * 12
+    assert max(later - earlier for earlier, later in itertools.pairwise(lengths)) == 2
+    assert lengths[-1] == 5
 
 
 def test_an_operator_that_the_backend_refuses_is_recorded_and_marked() -> None:

@@ -26,7 +26,7 @@ from torchport.core.errors import CompileError
 from torchport.core.specs import CompileSpecs
 from torchport.worker import service as services
 from torchport.worker.paths import NotSendable
-from torchport.worker.request import graph_request, warming_request
+from torchport.worker.request import Answer, graph_request, warming_request
 from torchport.worker.service import Cancelled, Service
 
 LONG = 240.0
@@ -124,6 +124,29 @@ def test_the_same_key_is_compiled_once(shared: Service, troubled: Backend, tmp_p
     assert len(began.read_text().splitlines()) == 1
     shared.submit(request).result(LONG)
     assert len(began.read_text().splitlines()) == 2, "what is done is asked for anew"
+
+
+def test_an_answer_is_made_runnable_on_a_thread_of_the_service(shared: Service) -> None:
+    reference, traced = registry.get("reference"), a_trace()
+    where: list[int] = []
+
+    def load(answer: Answer) -> str:
+        where.append(threading.get_ident())
+        assert not torch.is_grad_enabled()
+        return answer.label
+
+    ticket = shared.submit(traced.request("loaded", reference), load)
+    answer = ticket.result(LONG)
+    assert ticket.loaded == answer.label
+    assert where
+    assert where[0] != threading.get_ident()
+
+    def fails(answer: Answer) -> None:
+        raise CompileError("the engine does not take it")
+
+    ticket = shared.submit(traced.request("not loaded", reference), fails)
+    assert ticket.result(LONG).mark == answer.mark, "it was prepared all the same"
+    assert str(ticket.loaded) == "the engine does not take it"
 
 
 def test_a_cancelled_request_is_not_begun_and_a_begun_one_is_dropped(

@@ -34,6 +34,7 @@ from torchport.backend.interface import (
     ExecutionContext,
     FreeableBuffer,
     InitContext,
+    KernelRegistrar,
     Processed,
     Support,
 )
@@ -147,6 +148,9 @@ class OpenVinoBackend(Backend):
 
     def decompositions(self) -> Mapping[torch._ops.OpOverload, Callable[..., Any]]:
         return _translation().decompositions()
+
+    def register_kernels(self, registrar: KernelRegistrar) -> None:
+        _translation().register_attention_at_once(registrar)
 
     def preprocess(self, graph: fx.GraphModule, specs: CompileSpecs) -> Processed:
         unknown = sorted(set(specs) - {"openvino.device"})

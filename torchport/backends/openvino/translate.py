@@ -15,6 +15,7 @@ import numpy
 import torch
 from torch import fx
 
+from torchport.backend.host import register_attention_at_once
 from torchport.backend.interface import Support
 from torchport.core.errors import CompileError
 
@@ -36,7 +37,7 @@ from .left import why_left
 from .modules import openvino_module
 from .writer import CHECKS, COMPUTED, KINDS, MOVED, RULES, TAKES, WORDS, Takes, Writer, held_shape, val
 
-__all__ = ["decompositions", "supports", "to_ir"]
+__all__ = ["decompositions", "register_attention_at_once", "supports", "to_ir"]
 
 _getitem: Any = operator.getitem
 

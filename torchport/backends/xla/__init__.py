@@ -22,6 +22,7 @@ from torch import fx
 from torchport.backend.container import check_interface
 from torchport.backend.engine_files import environment, libraries_of
 from torchport.backend.forked import abandon
+from torchport.backend.host import register_attention_at_once
 from torchport.backend.interface import (
     Backend,
     BackendData,
@@ -163,6 +164,7 @@ class XlaBackend(Backend):
 
     def register_kernels(self, registrar: KernelRegistrar) -> None:
         _lowering().register(self, registrar)
+        register_attention_at_once(registrar)
 
     # -- compile and run -----------------------------------------------------------------------------------------
     def preprocess(self, graph: fx.GraphModule, specs: CompileSpecs) -> Processed:

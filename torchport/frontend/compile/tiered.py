@@ -38,7 +38,7 @@ from ...run.history import history
 from ...run.reasons import CompileReason
 from ...run.sizes import Family
 from ...run.tier_record import TierRecord
-from ...run.tiers import WORTH_A_PROCESS, claim, costs, is_tiered, say_it_stays
+from ...run.tiers import WORTH_A_PROCESS, claim, costs, is_tiered, loader, say_it_stays
 from ...run.whole import watch_pieces
 from ...worker.paths import NotSendable
 from ...worker.request import graph_request
@@ -132,7 +132,7 @@ class Part:
 
     def _submit(self) -> None:
         self.record.tier = "compiling"
-        self._ticket = service.submit(self._request)
+        self._ticket = service.submit(self._request, loader(self.backend, self.device, self.specs))
 
     def called(self) -> None:
         """Note that it is about to run."""

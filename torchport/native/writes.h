@@ -1,0 +1,221 @@
+// Kernels of operators in place: the functional operator's results, then functionalization's write. Part of follow.cpp,
+// whose kernels they stand on.
+#pragma once
+#include "calls.h"
+#include "direct.h"
+#include "outs.h"
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+namespace {
+
+// Twin of ``trace.wrapping.unwrap``.
+at::Tensor unwrap(const at::Tensor& tensor) {
+  at::FunctionalTensorWrapper* wrapper = wrapper_of(tensor);
+  if (wrapper == nullptr) {
+    return tensor;
+  }
+  wrapper->sync_();
+  return wrapper->value();
+}
+
+c10::IValue unwrap(const c10::IValue& value) {
+  if (value.isTensor()) {
+    return unwrap(value.toTensor());
+  }
+  if (!value.isTensorList()) {
+    return value;
+  }
+  const Values items = value.toListRef();
+  c10::List<at::Tensor> list;
+  list.reserve(items.size());
+  for (const c10::IValue& item : items) {
+    list.push_back(unwrap(item.toTensor()));
+  }
+  return list;
+}
+
+// The kernel of an operator that writes to its first argument: the functional operator, then functionalization's write.
+struct InPlace final : c10::OperatorKernel {
+  InPlace(const Kernel& kernel, c10::SafeKernelFunction python) : kernel(kernel), python(std::move(python)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    const size_t count = kernel.letters.size();
+    Start start;
+    {
+      Gil gil;
+      const Values given(stack->data() + stack->size() - count, count);
+      c10::SmallVector<at::Tensor, 1> written;
+      const bool ours = is_ours(given[0], written) && !reads_what_it_writes(given, written);
+      THPObjectPtr of_thread = ours ? of_this_thread() : THPObjectPtr();
+      THPObjectPtr trace = recording_trace(of_thread.get());
+      Results results;
+      if (trace || (ours && kernel.direct)) {
+        torch::jit::Stack values;
+        values.reserve(count);
+        for (const c10::IValue& value : given) {
+          values.push_back(unwrap(value));
+        }
+        if (!trace) {
+          results = computed(direct_trace(of_thread.get()).get(), written, values);
+        } else if (PyObject* child = kernel.follow(trace.get(), values, true)) {
+          results = results_of(child);
+        } else {
+          start.note(trace.get(), values);
+        }
+      }
+      if (!results.empty()) {
+        const bool list = given[0].isTensorList();
+        write_each(written, results, list);
+        replace_arguments(*stack, count, list ? Results() : Results{written[0]}, false);
+        return;
+      }
+    }
+    python.callBoxed(op, keys, stack);
+    kernel.learn(start);
+  }
+
+  // Whether every written tensor is a wrapper, shares its storage with no other one, and is no view of an expanded
+  // tensor.
+  static bool is_ours(const c10::IValue& first, c10::SmallVector<at::Tensor, 1>& written) {
+    if (first.isTensor()) {
+      written.push_back(first.toTensor());
+    } else if (first.isTensorList()) {
+      for (const c10::IValue& item : first.toListRef()) {
+        written.push_back(item.toTensor());
+      }
+    }
+    c10::SmallVector<const void*, 1> storages;
+    for (const at::Tensor& tensor : written) {
+      if (!tensor.defined() || !tensor.is_privateuseone() || wrapper_of(tensor) == nullptr || is_of_expanded(tensor)) {
+        return false;
+      }
+      storages.push_back(tensor.storage().unsafeGetStorageImpl());
+    }
+    std::sort(storages.begin(), storages.end());
+    return !written.empty() && std::adjacent_find(storages.begin(), storages.end()) == storages.end();
+  }
+
+  // Whether an argument is another view of the written tensor. The CPU refuses some such writes; Python checks which.
+  // Twin of ``frontend.device.writes.share_memory``.
+  static bool reads_what_it_writes(Values given, const c10::SmallVector<at::Tensor, 1>& written) {
+    if (!given[0].isTensor()) {
+      return false;
+    }
+    const at::Tensor& target = written[0];
+    return std::any_of(given.begin() + 1, given.end(), [&](const c10::IValue& value) {
+      return value.isTensor() && value.toTensor().defined() && value.toTensor().has_storage() &&
+          value.toTensor().unsafeGetTensorImpl() != target.unsafeGetTensorImpl() &&
+          value.toTensor().storage().unsafeGetStorageImpl() == target.storage().unsafeGetStorageImpl();
+    });
+  }
+
+  // The functional operator's results, computed at once; none where Python has to run it, which also says what is wrong
+  // with results that do not fit where they are to be written.
+  Results computed(
+      PyObject* trace, const c10::SmallVector<at::Tensor, 1>& written, torch::jit::Stack& values) const {
+    if (!run_direct(trace, *kernel.direct, kernel.letters, values, kernel.one_list)) {
+      return {};
+    }
+    Results results;
+    if (kernel.one_list) {
+      for (const c10::IValue& value : values.back().toListRef()) {
+        results.push_back(value.toTensor());
+      }
+    } else {
+      results.push_back(values.back().toTensor());
+    }
+    const bool fit = std::equal(
+        written.begin(), written.end(), results.begin(), results.end(),
+        [](const at::Tensor& target, const at::Tensor& result) {
+          return result.defined() && target.sizes() == result.sizes() && target.strides() == result.strides() &&
+              target.scalar_type() == result.scalar_type();
+        });
+    return fit ? results : Results();
+  }
+
+  // Twin of ``frontend.device.inplace.write_each``.
+  static void write_each(const c10::SmallVector<at::Tensor, 1>& written, const Results& values, bool list) {
+    TORCH_CHECK(written.size() == values.size(), "as many values as tensors are needed");
+    for (size_t at = 0; at < written.size(); ++at) {
+      at::FunctionalTensorWrapper* wrapper = wrapper_of(written[at]);
+      wrapper->replace_(values[at]);
+      wrapper->commit_update();
+      wrapper->sync_();
+      if (list) { // for a single tensor, PyTorch's kernel above this one does so
+        torch::autograd::impl::bump_version(written[at]);
+      }
+    }
+  }
+
+  const Kernel& kernel;
+  const c10::SafeKernelFunction python;
+};
+
+// The kernel of ``copy_`` from one handle to another of the same kind: the source's value, where there is one, and else
+// the functional operator, whose kernel is not at PyTorch's dispatcher.
+struct CopyInPlace final : c10::OperatorKernel {
+  CopyInPlace(const Kernel& kernel, c10::SafeKernelFunction python) : kernel(kernel), python(std::move(python)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    constexpr size_t count = 3;
+    Start start;
+    {
+      Gil gil;
+      const Values given(stack->data() + stack->size() - count, count);
+      c10::SmallVector<at::Tensor, 1> written;
+      const bool ours = InPlace::is_ours(given[0], written) && is_wrapper(given[1]) &&
+          !InPlace::reads_what_it_writes(given, written);
+      THPObjectPtr of_thread = ours ? of_this_thread() : THPObjectPtr();
+      THPObjectPtr trace = recording_trace(of_thread.get());
+      const bool records = trace;
+      if (!trace) {
+        trace = direct_trace(of_thread.get());
+      }
+      if (trace) {
+        const at::Tensor target = unwrap(written[0]), source = unwrap(given[1].toTensor());
+        if (are_alike(target, source)) {
+          at::Tensor value = has_value(source) ? SameValue::same_value(trace.get(), source) : at::Tensor();
+          if (!value.defined() && records) {
+            const std::array<c10::IValue, count> values = {target, source, false};
+            if (PyObject* child = kernel.follow(trace.get(), values, false)) {
+              value = results_of(child)[0];
+            } else {
+              start.note(trace.get(), values);
+            }
+          }
+          if (value.defined()) {
+            InPlace::write_each(written, {value}, false);
+            replace_arguments(*stack, count, {written[0]}, false);
+            return;
+          }
+        }
+      }
+    }
+    python.callBoxed(op, keys, stack);
+    kernel.learn(start);
+  }
+
+ private:
+  static bool is_wrapper(const c10::IValue& value) {
+    return value.isTensor() && wrapper_of(value.toTensor()) != nullptr;
+  }
+
+  // Whether both are handles, and the value of one fits where the other's was.
+  static bool are_alike(const at::Tensor& target, const at::Tensor& source) {
+    return handle_of(target) && handle_of(source) && target.is_contiguous() && target.sizes() == source.sizes() &&
+        target.strides() == source.strides() && target.scalar_type() == source.scalar_type();
+  }
+
+  static bool has_value(const at::Tensor& source) {
+    THPObjectPtr value(attribute(handle_of(source).get(), py_.n_value));
+    return value && value.get() != Py_None;
+  }
+
+  const Kernel& kernel;
+  const c10::SafeKernelFunction python;
+};
+
+} // namespace
