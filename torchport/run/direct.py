@@ -184,8 +184,8 @@ def _placed(trace: Trace, kernel: Kernel, args: Sequence[Any], kwargs: dict[str,
     if device is not None:
         index = device.index
         if kernel.is_factory:
-            if index and index != trace.index:
-                return (kernel.indexed(threads.of(index), *args, **kwargs),)
+            if index and index != trace.index and (there := threads.of(index)).index != trace.index:
+                return (kernel.indexed(there, *args, **kwargs),)
         elif not (device.type == "port" and index in (None, trace.index)):
             return (kernel.elsewhere(trace, kernel, args, kwargs),)
     if kwargs.get("generator") is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -94,15 +95,21 @@ def split_groups() -> None:
 
 
 def own_number() -> None:
-    """A script that writes ``f"cuda:{local_rank}"``, with the device's name changed."""
+    """A script that writes ``f"port:{local_rank}"`` where no launcher has set ``LOCAL_RANK``."""
+    os.environ.pop("LOCAL_RANK", None)
     rank, size = dist.get_rank(), dist.get_world_size()
     device = torch.device(f"port:{rank}")
-    torch.accelerator.set_device_index(rank)
+    torch.port.set_device(rank)
+    with pytest.raises(RuntimeError, match="cannot be made the current device"):
+        torch.port.set_device(size + 1)
+    mixed = torch.ones(2, device=device) + torch.ones(2, device="port").to(device)
+    assert mixed.device == torch.zeros_like(mixed, device=device).device == torch.device("port:0"), mixed.device
     dist.barrier(device_ids=[rank])
     losses: list[list[float]] = []
     for place in (device, torch.device("cpu")):
         torch.manual_seed(0)
-        net = DistributedDataParallel(net_of(nn.ReLU()).to(place), device_ids=[rank] if place is device else None)
+        net = net_of(nn.ReLU()).to(place.type)  # on "port" without a number, and batches with one
+        net = DistributedDataParallel(net, device_ids=[rank] if place is device else None)
         optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
         found: list[float] = []
         for step in range(3):

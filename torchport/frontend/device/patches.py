@@ -144,6 +144,11 @@ PATCHES: Final[dict[str, tuple[str, str, str]]] = {
         "first process group",
     ),
     "torch.distributed.Reducer._set_static_graph": ("the same", "the same", "first process group"),
+    "torch.nn.parallel.distributed._get_device_index": (
+        "DDP takes the process's own number for where the module lies",
+        "PyTorch's DDP moves inputs to device_ids[0], with streams of its own",
+        "first process group",
+    ),
     "torch.distributed.run.determine_local_world_size": (
         "--nproc-per-node=auto starts a process per core",
         _PICK,
