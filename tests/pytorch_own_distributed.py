@@ -61,7 +61,8 @@ def environment(folder: Path, kind: str, device: str) -> dict[str, str]:
     own = {"PYTORCH_OWN_DISTRIBUTED": kind, "BACKEND": "gloo", "WORLD_SIZE": str(RANKS), "TEMP_DIR": str(folder)}
     local = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     there = {"PYTORCH_OWN_DEVICE": device, "TORCH_DEVICE_BACKEND_AUTOLOAD": str(int(device != "cpu"))}
-    return {"TORCHPORT_BACKEND": "reference", **os.environ, **own, **local, **there, "PYTHONPATH": path}
+    fixed = {"TORCHPORT_BACKEND": "reference", "TORCHPORT_COMPILE_WORKERS": "0"}
+    return {**fixed, **os.environ, **own, **local, **there, "PYTHONPATH": path}
 
 
 def for_device(file: Path, device: str, folder: Path) -> tuple[Path, bool]:

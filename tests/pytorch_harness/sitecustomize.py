@@ -51,6 +51,7 @@ def _common(module: Any) -> None:
 
 def _fully_sharded(module: Any) -> None:
     module.DEVICE_TYPE, module.DISTRIBUTED_BACKEND, module.DEVICE_COUNT = DEVICE, GROUPS, RANKS
+    module.test_compiled_fsdp = module.compiled_fsdp_test  # its name in PyTorch 2.6
 
 
 def _tensors(module: Any) -> None:
@@ -97,6 +98,8 @@ def install() -> None:
     _common(import_module(f"{INTERNAL}.common_distributed"))
     _fully_sharded(import_module(f"{INTERNAL}.common_fsdp"))
     _tensors(import_module(f"{INTERNAL}.distributed._tensor.common_dtensor"))
+    # For the tests alone, after the harness: one that CUDA's absence would skip has its name replaced by the device's.
+    import_module(f"{INTERNAL}.common_cuda").TEST_CUDA = True
 
 
 if KIND:

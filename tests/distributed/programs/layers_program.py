@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 
 
 def net_of(*layers: nn.Module) -> nn.Module:
@@ -140,6 +141,66 @@ def deferred_weights() -> None:
     assert y.tolist() == [[8.0, 8.0], [8.0, 8.0]]
     gradient: Any = net[1].weight.grad
     assert gradient.full_tensor().tolist() == [[5.0] * 6] * 2
+
+
+def divided_gradients() -> None:
+    """``fully_shard`` divides gradients by a factor of the program's own."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    net: Any = nn.Linear(4, 2, bias=False).to("port")
+    fully_shard(net, mesh=init_device_mesh("port", (size,)))
+    net.set_gradient_divide_factor(8.0)
+    net(torch.full((1, 4), float(rank), device="port")).sum().backward()
+    assert net.weight.grad.full_tensor().tolist() == [[sum(range(size)) / 8] * 4] * 2
+
+
+def freed_views() -> None:
+    """A parameter subclass whose ``fsdp_post_all_gather`` gives a view of what was gathered, freed after it."""
+    net: Any = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 2, bias=False)).to("port")
+    with torch.no_grad():
+        for layer in net:
+            layer.weight = nn.Parameter(Gathered(layer.weight.fill_(0.5)))
+    for module in (*net, net):
+        fully_shard(module, mesh=init_device_mesh("port", (dist.get_world_size(),)))
+    y = net(torch.ones(1, 4, device="port"))
+    y.sum().backward()
+    assert y.tolist() == [[4.0, 4.0]]
+    gradient: Any = net[0].weight.grad
+    assert gradient.full_tensor().tolist() == [[1.0] * 4] * 4
+
+
+class Gathered(torch.Tensor):
+    """A tensor that ``fully_shard`` gathers by the tensor's own hooks."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Gathered:
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, inner.shape, inner.stride(), 0, dtype=inner.dtype, device=inner.device
+        )
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        bare = tree_map_only(cls, lambda one: one.inner, (args, kwargs or {}))
+        result = func(*bare[0], **bare[1])
+        kept = func not in (torch.ops.aten.copy_.default,) and isinstance(result, torch.Tensor)
+        return args[0] if func is torch.ops.aten.copy_.default else cls(result) if kept else result
+
+    def __tensor_flatten__(self) -> Any:
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, meta: Any, size: Any, stride: Any) -> Any:
+        return Gathered(inner["inner"])
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (self.inner,), None
+
+    def fsdp_post_all_gather(self, gathered: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
+        if out is not None:
+            return None
+        return gathered[0].view(gathered[0].shape), gathered
 
 
 def default_device() -> None:

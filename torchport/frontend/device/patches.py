@@ -131,6 +131,11 @@ PATCHES: Final[dict[str, tuple[str, str, str]]] = {
         "it asks whether two tensors share one",
         "its import",
     ),
+    "torch.distributed.fsdp._fully_shard._fsdp_collectives._get_gradient_divide_factors": (
+        "divides sums by a factor that the program sets",
+        "no kernel is told the factor of PREMUL_SUM",
+        "its import",
+    ),
     "torch.distributed.tensor._api.distribute_tensor": (
         "takes a mesh of torchport.mesh, too",
         "PyTorch's own has a process per device",
