@@ -63,7 +63,7 @@ _nothing: Final = _in_use(lambda index: None)
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "current_device_index": lambda: module.current_device(),  # in C++ it would make the device ready
-    "current_stream": lambda device=None: module.current_stream(_index(device)),  # the same; Dynamo asks for every function
+    "current_stream": lambda device=None: module.current_stream(_index(device)),  # the same; Dynamo asks every time
     "empty_cache": module.empty_cache,
     "empty_host_cache": module.empty_cache,
     "get_memory_info": _in_use(module.mem_get_info, (0, 0)),
