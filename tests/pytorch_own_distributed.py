@@ -68,6 +68,7 @@ def environment(folder: Path, kind: str, device: str) -> dict[str, str]:
 def for_device(file: Path, device: str, folder: Path) -> tuple[Path, bool]:
     """The file, or a copy in ``folder`` that names ``device`` where the file names CUDA; and whether it is a copy."""
     text, count = re.subn(r"\bcuda\b", device, file.read_text())
+    text = re.sub(r"\bnccl\b", "gloo" if device == "cpu" else device, text)
     if not count:
         return file, False
     copy = folder / file.name

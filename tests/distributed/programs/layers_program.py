@@ -15,6 +15,7 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
@@ -201,6 +202,37 @@ class Gathered(torch.Tensor):
         if out is not None:
             return None
         return gathered[0].view(gathered[0].shape), gathered
+
+
+def views_of_parts() -> None:
+    """Writes through views of a ``DTensor``, gradients added up over two passes, and plain tensors beside parts."""
+    found: list[list[Any]] = []
+    for place in ("port", "cpu"):
+        mesh = init_device_mesh(place, (dist.get_world_size(),))
+        d: Any = distribute_tensor(torch.arange(32.0).reshape(4, 8).to(place), mesh, [Shard(0)])
+        for view in (d.detach(), d.t()[1:3], d.unsqueeze(1), d.chunk(2, 1)[1], d.split(3, 1)[0]):
+            view.add_(1)
+        with torch.inference_mode():
+            whole = (d.relu() @ distribute_tensor(torch.ones(8, 4).to(place), mesh, [Shard(0)])).full_tensor()
+            assert type(d.relu().to_local()) is torch.Tensor
+        weight = nn.Parameter(d.clone())
+        for _ in range(2):
+            (weight.t() @ distribute_tensor(torch.ones(4, 3).to(place), mesh, [Replicate()])).sum().backward()
+        accumulated: Any = weight.grad
+        before = accumulated.full_tensor().tolist()
+        accumulated.zero_()
+        factor = torch.tensor(2.0, device=place, requires_grad=True)
+        scaled = d * factor
+        scaled.sum().backward()
+        summed: Any = factor.grad  # on the CPU a DTensor, to be summed
+        summed = summed.full_tensor() if type(summed) is DTensor else summed
+        both = torch.where(d > 20, factor, d)
+        assert type(scaled) is type(both) is DTensor
+        values = [one.detach().full_tensor().tolist() for one in (d, scaled, both)]
+        found.append([values, whole.tolist(), before, accumulated.full_tensor().tolist(), float(summed)])
+        with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor"):
+            _ = d + torch.ones(4, 8).to(place)
+    assert found[0] == found[1], found
 
 
 def default_device() -> None:
