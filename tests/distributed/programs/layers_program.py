@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
@@ -229,6 +230,12 @@ def views_of_parts() -> None:
         both = torch.where(d > 20, factor, d)
         assert type(scaled) is type(both) is DTensor
         values = [one.detach().full_tensor().tolist() for one in (d, scaled, both)]
+        logits = distribute_tensor(torch.arange(32.0).reshape(4, 8).to(place) / 10, mesh, [Shard(1)]).requires_grad_()
+        with loss_parallel():
+            loss: Any = F.cross_entropy(logits, torch.arange(4).to(place))  # the targets are plain
+            loss.backward()
+        gradient: Any = logits.grad
+        values.append([loss.detach().full_tensor().item(), gradient.full_tensor().tolist()])
         found.append([values, whole.tolist(), before, accumulated.full_tensor().tolist(), float(summed)])
         with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor"):
             _ = d + torch.ones(4, 8).to(place)

@@ -26,6 +26,7 @@ __all__ = ["install"]
 
 _KEY: Final = "PythonTLSSnapshot"
 _KEYS: Final = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_KEY))
+_PAST_FUNCTIONALIZATION: Final = _KEYS | torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
 _library: Final[list[torch.library.Library]] = []
 
 
@@ -72,6 +73,9 @@ def _for_all_in_parts(module: Any, op: Any, stock: Any) -> Callable[..., Any]:
         mesh = _mesh_among(cls, args)
         if mesh is None or given_out:
             return as_it_was(keys, args, kwargs)
+        if op in cls._op_dispatcher._custom_op_handlers:  # as that of ``loss_parallel``, which takes plain tensors
+            with torch._C._ExcludeDispatchKeyGuard(_PAST_FUNCTIONALIZATION):
+                return op(*args, **kwargs)
         whole = [module.Replicate()] * mesh.ndim
         changed: list[bool] = []
 
