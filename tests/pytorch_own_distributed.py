@@ -54,7 +54,7 @@ OWN_NAME = "c10d_and_ddp"
 FAILED = ("FAILED", "ERROR")
 KNOWN: dict[str, str] = {
     "resize_ of a storage": "the older FSDP resizes storages, which have no memory in this process; fully_shard runs",
-    "data_ptr of a view": "the device has no memory in this process, and no addresses of views whose start is not known",
+    "data_ptr of a view": "no memory in this process, and no address of a view whose start is not known",
     "has no attribute '_sleep'": "CUDA's own function",
     "active_bytes.all.peak": "the reference backend keeps no peaks of memory",
     "no sharding strategy": "PyTorch has none for the operator",
