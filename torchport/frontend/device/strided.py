@@ -48,12 +48,14 @@ def install_views(library: torch.library.Library, alias: Callable[..., Any]) -> 
     for name in _VIEWS:
         base, _, overload = name.partition(".")
         op = getattr(getattr(torch.ops.aten, base), overload or "default")
-        below = alias if name == "alias" else functools.partial(op._op_dk, _composite_key_of(op))
+        below = (
+            alias if name == "alias" else functools.partial(op._op_dk, torch._C.DispatchKey.CompositeExplicitAutograd)
+        )
         library.impl(name, opaque(_view_as_above(op, below)), "PrivateUse1")
 
 
 _VIEWS: Final = (
-    *("_reshape_alias", "alias", "diagonal", "expand", "permute", "select.int", "slice.Tensor"),
+    *("alias", "diagonal", "expand", "permute", "select.int", "slice.Tensor"),
     *(
         "split.Tensor",
         "split_with_sizes",
@@ -67,12 +69,6 @@ _VIEWS: Final = (
     ),
     "view.dtype",
 )
-
-
-def _composite_key_of(op: Any) -> Any:
-    explicit = torch._C.DispatchKey.CompositeExplicitAutograd
-    has = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), explicit)
-    return explicit if has else torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 def _view_as_above(op: Any, below: Callable[..., Any]) -> Callable[..., Any]:
