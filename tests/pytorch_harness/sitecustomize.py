@@ -1,50 +1,72 @@
 """Python runs this at its start, in every process of ``pytorch_own_distributed.py``: PyTorch's harness takes ``port``.
 
-The harness knows CUDA, XPU, HPU and the CPU by name. Its modules are told of this device when they are imported; the
-tests stay as they are. It also wants one device index for each rank, and on ``port`` each process has one device.
+The harness knows CUDA, XPU, HPU and the CPU by name. Its modules are imported here and told of this device; the
+tests stay as they are. It also wants one device index for each rank, and on ``port`` each process has one device. The
+same is done for the CPU, without torchport, for comparison. Ranks are forked, so that none imports PyTorch again.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
-import torch
-
-import torchport
-from torchport.frontend.device.patches import when_imported
-
-RANKS = 4
-GROUPS = "cpu:gloo,port:port"
 INTERNAL = "torch.testing._internal"
-
-
-def _always(*_: Any, **__: Any) -> Callable[[Any], Any]:
-    return lambda test: test
+KIND = os.environ.get("PYTORCH_OWN_DISTRIBUTED", "")
+DEVICE = os.environ.get("PYTORCH_OWN_DEVICE", "port")
+GROUPS = "gloo" if DEVICE == "cpu" else f"cpu:gloo,{DEVICE}:{DEVICE}"
+RANKS = int(os.environ.get("WORLD_SIZE", "2"))
 
 
 def _common(module: Any) -> None:
-    """As many devices as ranks; tests that ask for several run."""
-    module.skip_if_lt_x_gpu = module.require_n_gpus_for_nccl_backend = _always
-    module.at_least_x_gpu = lambda _: True
+    """As many devices as ranks: a test that asks for more is skipped, as PyTorch does it."""
+    from torch import multiprocessing
+
+    def if_fewer(count: int, **_: Any) -> Callable[[Any], Any]:
+        def decorate(test: Any) -> Any:
+            @functools.wraps(test)
+            def run(*args: Any, **kwargs: Any) -> Any:
+                if count <= RANKS:
+                    return test(*args, **kwargs)
+                skip = module.TEST_SKIPS[f"multi-gpu-{count}"]
+                if not module._maybe_handle_skip_if_lt_x_gpu(args, skip.message):
+                    sys.exit(skip.exit_code)
+                return None
+
+            return run
+
+        return decorate
+
+    def fork(self: Any) -> None:
+        self._start_processes(multiprocessing.get_context("fork").Process)
+
+    module.skip_if_lt_x_gpu = if_fewer
+    module.require_n_gpus_for_nccl_backend = lambda count, _: if_fewer(count)
+    module.at_least_x_gpu = lambda count: count <= RANKS
+    module.MultiProcessTestCase._spawn_processes = fork
 
 
 def _fully_sharded(module: Any) -> None:
-    module.DEVICE_TYPE, module.DISTRIBUTED_BACKEND, module.DEVICE_COUNT = "port", GROUPS, RANKS
+    module.DEVICE_TYPE, module.DISTRIBUTED_BACKEND, module.DEVICE_COUNT = DEVICE, GROUPS, RANKS
+    module.test_compiled_fsdp = module.compiled_fsdp_test  # its name in PyTorch 2.6
 
 
 def _tensors(module: Any) -> None:
-    module.DEVICE_TYPE, module.DEVICE_COUNT, module.PG_BACKEND = "port", RANKS, GROUPS
-    module.TEST_PRIVATEUSE1 = True
+    module.DEVICE_TYPE, module.DEVICE_COUNT, module.NUM_DEVICES, module.PG_BACKEND = DEVICE, RANKS, RANKS, GROUPS
+    module.TEST_PRIVATEUSE1 = DEVICE != "cpu"
+    module.DTensorTestMixin.device_type = property(lambda _: DEVICE)
     module.DTensorTestBase.backend = property(lambda _: GROUPS)
     module.DTensorContinuousTestBase.backend_str = classmethod(lambda _: GROUPS)
 
 
 def _c10d(module: Any) -> None:
     """The tests of ``c10d`` make tensors without naming a device: the default one. Their group is for both devices."""
-    torch.set_default_device("port")
+    import torch
+
+    torch.set_default_device(DEVICE)
     for name in ("init_process_group", "new_group"):
         setattr(torch.distributed, name, _for_both(getattr(torch.distributed, name)))
 
@@ -60,15 +82,25 @@ def _for_both(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install() -> None:
-    """Watch for the harness's modules."""
-    torchport.use(os.environ["TORCHPORT_BACKEND"])
-    torch.accelerator.device_count = torch.port.device_count = lambda: RANKS  # type: ignore[attr-defined]
-    if os.environ["PYTORCH_OWN_DISTRIBUTED"] == "device":  # the tests of c10d that ask for devices name CUDA
-        when_imported(f"{INTERNAL}.common_distributed", _common)
-    when_imported(f"{INTERNAL}.common_fsdp", _fully_sharded)
-    when_imported(f"{INTERNAL}.distributed._tensor.common_dtensor", _tensors)
-    when_imported(f"{INTERNAL}.distributed.distributed_test", _c10d)
+    """Change the harness's modules, each before another takes names from it."""
+    import torch
+
+    if DEVICE == "cpu":
+        torch.cpu.device_count = lambda: RANKS
+    else:
+        import torchport
+
+        torchport.use(os.environ["TORCHPORT_BACKEND"])
+        torch.accelerator.device_count = torch.port.device_count = lambda: RANKS  # type: ignore[attr-defined]
+    if KIND == "c10d":  # its tests that ask for devices name CUDA
+        _c10d(import_module(f"{INTERNAL}.distributed.distributed_test"))
+        return
+    _common(import_module(f"{INTERNAL}.common_distributed"))
+    _fully_sharded(import_module(f"{INTERNAL}.common_fsdp"))
+    _tensors(import_module(f"{INTERNAL}.distributed._tensor.common_dtensor"))
+    # For the tests alone, after the harness: one that CUDA's absence would skip has its name replaced by the device's.
+    import_module(f"{INTERNAL}.common_cuda").TEST_CUDA = True
 
 
-if os.environ.get("PYTORCH_OWN_DISTRIBUTED"):
+if KIND:
     install()

@@ -187,13 +187,16 @@ class Runtimes:
         self._seeded = False
 
     def get(self, index: int) -> DeviceRuntime:
-        """The runtime of an index. Raises :class:`TorchportError` for an index nothing is bound to."""
+        """The runtime of an index; that of index 0 for the process's own number among the ranks of a program.
+
+        Raises :class:`TorchportError` for an index nothing is bound to.
+        """
         with self._lock:
             if index == 0 and self._by_index[0] is None:
                 self._by_index[0] = self._make(0, *default_backend())
             runtime = self._by_index[index] if 0 <= index < len(self._by_index) else None
             if runtime is None and index > 0 and is_own_rank(index):
-                runtime = self._stand_in(index)
+                runtime = self.get(0)  # programs write ``f"cuda:{local_rank}"``
         if runtime is None:
             bound = ", ".join(repr(r) for r in self._by_index if r is not None) or "none yet"
             raise TorchportError(
@@ -201,13 +204,6 @@ class Runtimes:
                 "Write torchport.device('backend name') to get the device of a backend"
             )
         return runtime
-
-    def _stand_in(self, index: int) -> DeviceRuntime:
-        """This rank's own number stands for its device: programs write ``f"cuda:{local_rank}"``."""
-        own = self.get(0)
-        self._by_index += [None] * (index + 1 - len(self._by_index))
-        made = self._by_index[index] = self._make(index, own.backend, own.device.ordinal)
-        return made
 
     def _make(self, index: int, backend: Backend, ordinal: int) -> DeviceRuntime:
         recall_inferences()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ..backend.host import computes_at_once
 from ..backend.infer import observe
@@ -123,6 +124,8 @@ def run(trace: Trace, kernel: Kernel, args: Sequence[Any], kwargs: Mapping[str, 
     try:
         if is_default():
             result = _run(trace, runtime, manner, args, given)
+        elif any(map(is_bypassed, tree_leaves((args, given)))):  # asked here: the default state switches it on again
+            raise _Bypassed
         else:
             with default_state():
                 result = _run(trace, runtime, manner, args, given)
@@ -196,8 +199,8 @@ def _placed(trace: Trace, kernel: Kernel, args: Sequence[Any], kwargs: dict[str,
     if device is not None:
         index = device.index
         if kernel.is_factory:
-            if index and index != trace.index:
-                return (kernel.indexed(threads.of(index), *args, **kwargs),)
+            if index and index != trace.index and (there := threads.of(index)).index != trace.index:
+                return (kernel.indexed(there, *args, **kwargs),)
         elif not (device.type == "port" and index in (None, trace.index)):
             return (kernel.elsewhere(trace, kernel, args, kwargs),)
     if kwargs.get("generator") is not None:

@@ -284,8 +284,9 @@ def _key_statements(kernel: Kernel, call: str, fast: bool) -> list[str]:
 def _device_statements(kernel: Kernel, positional: str, keywords: str) -> list[str]:
     """Statements for an explicit ``device``: a factory runs on that device's trace, other results move there."""
     if kernel.is_factory:
-        call = f"return _K.indexed(_threads.of(device.index), *{positional}, **{keywords})"
-        return [f"if device is not None and device.index and device.index != _trace.index: {call}"]
+        call = f"return _K.indexed(_there, *{positional}, **{keywords})"
+        other = "(_there := _threads.of(device.index)).index != _trace.index"
+        return [f"if device is not None and device.index and device.index != _trace.index and {other}: {call}"]
     here = "device.type == 'port' and device.index in (None, _trace.index)"
     return [f"if device is not None and not ({here}): return _elsewhere(_trace, _K, {positional}, {keywords})"]
 

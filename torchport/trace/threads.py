@@ -60,11 +60,17 @@ class ThreadTraces(threading.local):
         self._set_aside: tuple[Trace | None, dict[int, Trace], dict[int, Trace]] | None = None
 
     def of(self, index: int) -> Trace:
-        """The calling thread's trace on a device index. Raises :class:`TorchportError` for an unbound index."""
+        """The calling thread's trace on a device index. Raises :class:`TorchportError` for an unbound index.
+
+        Its index is another one where the index that was asked for only stands for that one.
+        """
         trace = self._by_index.get(index)
         if trace is None:
+            runner = type(self).runner_of(index)
+            if runner.index != index:
+                return self.of(runner.index)
             kind = EagerTrace if self.eager else Trace
-            trace = self._by_index[index] = kind(type(self).runner_of(index))
+            trace = self._by_index[index] = kind(runner)
         if index == 0 and not trace.direct:  # kernels that do not find it ask here
             self.trace = trace
         return trace

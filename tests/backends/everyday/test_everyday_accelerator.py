@@ -49,6 +49,19 @@ def test_record_stream_does_nothing(device: torch.device) -> None:
     assert y.tolist() == [2.0] * 3
 
 
+def test_streams_and_events_of_either_name(device: torch.device) -> None:
+    """``torch.accelerator`` and the device module give the same; PyTorch's C++ stream takes the device's events."""
+    stream = torch.accelerator.current_stream()
+    event = torch.port.Event(enable_timing=True)  # type: ignore[attr-defined]
+    event.record(stream)
+    stream.wait_event(event)
+    torch.Stream(device).wait_event(event)
+    assert isinstance(event, torch.Event)
+    assert stream == torch.port.current_stream()  # type: ignore[attr-defined]
+    assert stream.record_event().query()
+    event.synchronize()
+
+
 def test_properties_by_key_and_as_attributes(device: torch.device) -> None:
     found = torch.port.get_device_properties(0)  # type: ignore[attr-defined]
     assert found.name == found["name"] == torch.port.get_device_name(0)  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -14,7 +15,10 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 
 
 def net_of(*layers: nn.Module) -> nn.Module:
@@ -94,15 +98,21 @@ def split_groups() -> None:
 
 
 def own_number() -> None:
-    """A script that writes ``f"cuda:{local_rank}"``, with the device's name changed."""
+    """A script that writes ``f"port:{local_rank}"`` where no launcher has set ``LOCAL_RANK``."""
+    os.environ.pop("LOCAL_RANK", None)
     rank, size = dist.get_rank(), dist.get_world_size()
     device = torch.device(f"port:{rank}")
-    torch.accelerator.set_device_index(rank)
+    torch.port.set_device(rank)
+    with pytest.raises(RuntimeError, match="cannot be made the current device"):
+        torch.port.set_device(size + 1)
+    mixed = torch.ones(2, device=device) + torch.ones(2, device="port").to(device)
+    assert mixed.device == torch.zeros_like(mixed, device=device).device == torch.device("port:0"), mixed.device
     dist.barrier(device_ids=[rank])
     losses: list[list[float]] = []
     for place in (device, torch.device("cpu")):
         torch.manual_seed(0)
-        net = DistributedDataParallel(net_of(nn.ReLU()).to(place), device_ids=[rank] if place is device else None)
+        net = net_of(nn.ReLU()).to(place.type)  # on "port" without a number, and batches with one
+        net = DistributedDataParallel(net, device_ids=[rank] if place is device else None)
         optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
         found: list[float] = []
         for step in range(3):
@@ -133,6 +143,103 @@ def deferred_weights() -> None:
     assert y.tolist() == [[8.0, 8.0], [8.0, 8.0]]
     gradient: Any = net[1].weight.grad
     assert gradient.full_tensor().tolist() == [[5.0] * 6] * 2
+
+
+def divided_gradients() -> None:
+    """``fully_shard`` divides gradients by a factor of the program's own."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    net: Any = nn.Linear(4, 2, bias=False).to("port")
+    fully_shard(net, mesh=init_device_mesh("port", (size,)))
+    net.set_gradient_divide_factor(8.0)
+    net(torch.full((1, 4), float(rank), device="port")).sum().backward()
+    assert net.weight.grad.full_tensor().tolist() == [[sum(range(size)) / 8] * 4] * 2
+
+
+def freed_views() -> None:
+    """A parameter subclass whose ``fsdp_post_all_gather`` gives a view of what was gathered, freed after it."""
+    net: Any = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 2, bias=False)).to("port")
+    with torch.no_grad():
+        for layer in net:
+            layer.weight = nn.Parameter(Gathered(layer.weight.fill_(0.5)))
+    for module in (*net, net):
+        fully_shard(module, mesh=init_device_mesh("port", (dist.get_world_size(),)))
+    y = net(torch.ones(1, 4, device="port"))
+    y.sum().backward()
+    assert y.tolist() == [[4.0, 4.0]]
+    gradient: Any = net[0].weight.grad
+    assert gradient.full_tensor().tolist() == [[1.0] * 4] * 4
+
+
+class Gathered(torch.Tensor):
+    """A tensor that ``fully_shard`` gathers by the tensor's own hooks."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Gathered:
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, inner.shape, inner.stride(), 0, dtype=inner.dtype, device=inner.device
+        )
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        bare = tree_map_only(cls, lambda one: one.inner, (args, kwargs or {}))
+        result = func(*bare[0], **bare[1])
+        kept = func not in (torch.ops.aten.copy_.default,) and isinstance(result, torch.Tensor)
+        return args[0] if func is torch.ops.aten.copy_.default else cls(result) if kept else result
+
+    def __tensor_flatten__(self) -> Any:
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, meta: Any, size: Any, stride: Any) -> Any:
+        return Gathered(inner["inner"])
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (self.inner,), None
+
+    def fsdp_post_all_gather(self, gathered: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
+        if out is not None:
+            return None
+        return gathered[0].view(gathered[0].shape), gathered
+
+
+def views_of_parts() -> None:
+    """Writes through views of a ``DTensor``, gradients added up over two passes, and plain tensors beside parts."""
+    found: list[list[Any]] = []
+    for place in ("port", "cpu"):
+        mesh = init_device_mesh(place, (dist.get_world_size(),))
+        d: Any = distribute_tensor(torch.arange(32.0).reshape(4, 8).to(place), mesh, [Shard(0)])
+        for view in (d.detach(), d.t()[1:3], d.unsqueeze(1), d.chunk(2, 1)[1], d.split(3, 1)[0]):
+            view.add_(1)
+        with torch.inference_mode():
+            whole = (d.relu() @ distribute_tensor(torch.ones(8, 4).to(place), mesh, [Shard(0)])).full_tensor()
+            assert type(d.relu().to_local()) is torch.Tensor
+        weight = nn.Parameter(d.clone())
+        for _ in range(2):
+            (weight.t() @ distribute_tensor(torch.ones(4, 3).to(place), mesh, [Replicate()])).sum().backward()
+        accumulated: Any = weight.grad
+        before = accumulated.full_tensor().tolist()
+        accumulated.zero_()
+        factor = torch.tensor(2.0, device=place, requires_grad=True)
+        scaled = d * factor
+        scaled.sum().backward()
+        summed: Any = factor.grad  # on the CPU a DTensor, to be summed
+        summed = summed.full_tensor() if type(summed) is DTensor else summed
+        both = torch.where(d > 20, factor, d)
+        assert type(scaled) is type(both) is DTensor
+        values = [one.detach().full_tensor().tolist() for one in (d, scaled, both)]
+        logits = distribute_tensor(torch.arange(32.0).reshape(4, 8).to(place) / 10, mesh, [Shard(1)]).requires_grad_()
+        with loss_parallel():
+            loss: Any = F.cross_entropy(logits, torch.arange(4).to(place))  # the targets are plain
+            loss.backward()
+        gradient: Any = logits.grad
+        values.append([loss.detach().full_tensor().item(), gradient.full_tensor().tolist()])
+        found.append([values, whole.tolist(), before, accumulated.full_tensor().tolist(), float(summed)])
+        with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor"):
+            _ = d + torch.ones(4, 8).to(place)
+    assert found[0] == found[1], found
 
 
 def default_device() -> None:

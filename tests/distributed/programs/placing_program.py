@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel,
 
 import torchport
 from torchport import ConfigError, UnsupportedOp
+from torchport.backends.xla.spread import collectives_in
 
 WHOLE = Replicate()
 mesh = torchport.mesh((2, 4), ("data", "model"))
@@ -87,11 +88,16 @@ def stored_in_parts() -> None:
     parallelize_module(net, mesh["model"], {"0": ColwiseParallel()})
     fully_shard(net[0], mesh=mesh["data"])
     fully_shard(net, mesh=mesh["data"])
-    assert dims(net[0].weight) == (("data", "model"), ())
+    assert dims(net[0].weight) == (("model", "data"), ())  # in parts of the parts that it is used in
     assert torchport.sharding_of(net[0].weight).gathered == ("data",)  # pyright: ignore[reportOptionalMemberAccess]
     assert dims(net[1].weight) == ((), ("data",))  # no part of 7 rows is of one size
     assert not any(dims(net[1].bias))
     on = torchport.shard(x, mesh, [Shard(0), WHOLE])
+    before = len(torchport.collectives())
+    net[0](on).cpu()
+    exchanged = [one.name for one in torchport.collectives()[before:]]
+    assert "all_gather" in exchanged, exchanged
+    assert "collective_permute" not in exchanged, exchanged
     for module, given in ((net, on), (want, x)):
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
         for _ in range(3):
@@ -186,6 +192,9 @@ def exchanged() -> None:
     assert (one.name, one.ranks, one.nbytes) == ("all_reduce", 4, 8 * 16 * 4), one
     assert one.sent == 2 * 8 * 16 * 4 * 3 // 4
     assert "all_reduce of f32[8,16]" in str(torchport.explain(lambda: (x @ w).cpu()))
+    moved = "%p = f32[4,2]{1,0} collective-permute(%a), channel_id=1, source_target_pairs={{0,0},{1,4},{4,1}}"
+    assert [one[-2:] for one in collectives_in(moved)] == [(2, 32)]  # a device that keeps its part sends nothing
+    assert [one[-2:] for one in collectives_in(moved.replace("{1,4},{4,1}", "{1,1},{4,4}"))] == [(1, 32)]
 
 
 if __name__ == "__main__":

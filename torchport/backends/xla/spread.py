@@ -206,6 +206,7 @@ _INSTRUCTION: Final = re.compile(
     r"(?:-start)?\("
 )
 _GROUPS: Final = re.compile(r"replica_groups=(?:\[\d+,(\d+)\]|\{\{([\d,]+)\}|mesh\[([^]]*)\][^{]*\{([^}]*)\})")
+_PAIRS: Final = re.compile(r"source_target_pairs=\{(\{[\d,{} ]*\})\}")
 _AXIS: Final = re.compile(r"'([^']+)'(?:=(\d+))?")
 _ORIGIN: Final = re.compile(r'op_name="(?:[^"]*/)?([^"/]+)"')
 _SHAPE: Final = re.compile(r"\b([a-z]+)(\d*)\w*\[([\d,]*)\]")
@@ -231,7 +232,10 @@ def collectives_in(text: str) -> list[tuple[str, str, str, int, int]]:
 
 
 def _ranks(line: str) -> int:
-    """How many devices each group of a collective has: groups are written in three ways."""
+    """How many devices each group of a collective has: groups are written in three ways. A permutation has pairs."""
+    if (pairs := _PAIRS.search(line)) is not None:
+        moved = [source != target for source, target in re.findall(r"(\d+),(\d+)", pairs[1])]
+        return 2 if any(moved) else 1
     groups = _GROUPS.search(line)
     if groups is None:
         return 1

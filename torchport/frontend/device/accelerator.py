@@ -61,15 +61,9 @@ _used: Final = _in_use(module.memory_allocated, 0)
 _nothing: Final = _in_use(lambda index: None)
 
 
-def _stream(index: int | None) -> torch.Stream:
-    """A device's only stream."""
-    kind = int(torch._C._autograd.DeviceType.PrivateUse1)  # type: ignore[attr-defined]
-    return torch.Stream(stream_id=0, device_index=index or 0, device_type=kind)
-
-
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "current_device_index": lambda: module.current_device(),  # in C++ it would make the device ready
-    "current_stream": lambda device=None: _stream(_index(device)),  # the same; Dynamo asks for every function
+    "current_stream": lambda device=None: module.current_stream(_index(device)),  # the same; Dynamo asks every time
     "empty_cache": module.empty_cache,
     "empty_host_cache": module.empty_cache,
     "get_memory_info": _in_use(module.mem_get_info, (0, 0)),

@@ -49,7 +49,9 @@ def _call(op: Any, trace: Trace, *args: Any, **kwargs: Any) -> Any:
 
 
 def _index_of(device: Any) -> int | None:
-    return None if device is None else device.index
+    """The index of a device as it was asked for: the one that it stands for. ``None`` where none was named."""
+    index = None if device is None else device.index
+    return threads.of(index).index if index and device.type == DEVICE_TYPE else index
 
 
 # -- host ↔ device -----------------------------------------------------------------------------------------------
@@ -280,7 +282,10 @@ def elsewhere(trace: Trace, kernel: Any, args: Sequence[Any], kwargs: Mapping[st
     device = kwargs["device"]
     made = _call(kernel.op, trace, *args, **{**kwargs, "device": None})
     if device.type == DEVICE_TYPE:
-        return torch._to_functional_tensor(_host_to_device(host_tensor(made), device.index, None))
+        there = _index_of(device)
+        if there == trace.index:
+            return made
+        return torch._to_functional_tensor(_host_to_device(host_tensor(made), there, None))
     return _shared_copy(made, None).to(device)
 
 

@@ -105,7 +105,7 @@ def _install() -> None:
         full = f"{name}.{op._overloadname}" if op._overloadname != "default" else name
         library.impl(full, opaque(fn), "PrivateUse1")
     copies.kernels.update(kernels)
-    library.impl("alias", kernels[torch.ops.aten.alias_copy.default].fast, "PrivateUse1")
+    strided.install_views(library, kernels[torch.ops.aten.alias_copy.default].fast)
     library.impl("polygamma_", opaque(_polygamma_), "Functionalize")
     library.impl("copy_", opaque(_copy_), "AutogradPrivateUse1", with_keyset=True)
     for name in ("_assert_async", "_assert_async.msg"):

@@ -131,6 +131,11 @@ PATCHES: Final[dict[str, tuple[str, str, str]]] = {
         "it asks whether two tensors share one",
         "its import",
     ),
+    "torch.distributed.fsdp._fully_shard._fsdp_collectives._get_gradient_divide_factors": (
+        "divides sums by a factor that the program sets",
+        "no kernel is told the factor of PREMUL_SUM",
+        "its import",
+    ),
     "torch.distributed.tensor._api.distribute_tensor": (
         "takes a mesh of torchport.mesh, too",
         "PyTorch's own has a process per device",
@@ -144,6 +149,11 @@ PATCHES: Final[dict[str, tuple[str, str, str]]] = {
         "first process group",
     ),
     "torch.distributed.Reducer._set_static_graph": ("the same", "the same", "first process group"),
+    "torch.nn.parallel.distributed._get_device_index": (
+        "DDP takes the process's own number for where the module lies",
+        "PyTorch's DDP moves inputs to device_ids[0], with streams of its own",
+        "first process group",
+    ),
     "torch.distributed.run.determine_local_world_size": (
         "--nproc-per-node=auto starts a process per core",
         _PICK,

@@ -13,6 +13,7 @@ import torch
 
 from ...trace.handle import DEVICE_TYPE, LazyTensor
 from ...trace.kernels import Kernel
+from ...trace.threads import threads
 from ...trace.wrapping import unwrap, wrap
 from .opaque import opaque
 
@@ -53,4 +54,7 @@ def _is_elsewhere(tensor: Any, device: torch.device) -> bool:
         return False
     if not isinstance(torch._from_functional_tensor(tensor), LazyTensor):
         return False  # a wrapper of a compiler that traces
-    return device.type != DEVICE_TYPE or device.index not in (None, tensor.device.index or 0)
+    if device.type != DEVICE_TYPE:
+        return True
+    here = tensor.device.index or 0
+    return device.index not in (None, here) and threads.of(device.index).index != here

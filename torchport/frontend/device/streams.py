@@ -65,20 +65,27 @@ class Stream(torch.Stream):
         return None
 
 
-class DeviceEvent:
-    """A point in a device's work. Recording one with ``enable_timing`` waits for the work before it."""
+class DeviceEvent(torch.Event):
+    """A point in a device's work. Recording one with ``enable_timing`` waits for the work before it.
+
+    Its class is PyTorch's, since ``torch.Stream.wait_event`` reads what it is given as an object of that class,
+    whatever it is.
+    """
+
+    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> DeviceEvent:
+        return super().__new__(cls, device=NAME)
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         if interprocess:
             raise NotImplementedError(f"events of {NAME} are this process's own; make one without interprocess=True")
-        self.enable_timing = enable_timing
+        self._timed = enable_timing
         self._stream: Any = None
         self._time: float | None = None
 
     def record(self, stream: Any = None) -> None:
         """Mark the work so far. Pending values stay pending, unless the event takes the time."""
         self._stream = current_stream() if stream is None else stream
-        if self.enable_timing:
+        if self._timed:
             self._stream.synchronize()
             self._time = time.perf_counter()
 
@@ -95,13 +102,13 @@ class DeviceEvent:
         self.synchronize()
         return True
 
-    def elapsed_time(self, end_event: DeviceEvent) -> float:
+    def elapsed_time(self, other: Any) -> float:
         """Milliseconds to another event. Raises ``RuntimeError`` unless both take the time and were recorded."""
-        if not (self.enable_timing and end_event.enable_timing):
+        if not (self._timed and other._timed):
             raise RuntimeError("both events have to be made with enable_timing=True")
-        if self._time is None or end_event._time is None:
+        if self._time is None or other._time is None:
             raise RuntimeError("both events have to be recorded before the time between them is known")
-        return (end_event._time - self._time) * 1e3
+        return (other._time - self._time) * 1e3
 
 
 def current_stream(device: Any = None) -> Stream:

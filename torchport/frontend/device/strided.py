@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -15,7 +16,7 @@ import torch
 from ...core.errors import UnsupportedOp
 from ...core.frames import user_line
 from ...trace.handle import DEVICE_TYPE, LazyTensor
-from ...trace.wrapping import unwrap
+from ...trace.wrapping import call_above, is_bypassed, unwrap
 from . import routes
 from .inplace import overriding
 from .opaque import opaque
@@ -36,6 +37,45 @@ def install(library: torch.library.Library) -> None:
         for name in ("as_strided", "as_strided_copy", "as_strided_scatter"):
             guarded = _without_autograd(name, torch.library.get_kernel(f"aten::{name}", "Functionalize"))
             library.impl(name, opaque(guarded), "Functionalize", with_keyset=True, allow_override=True)
+
+
+def install_views(library: torch.library.Library, alias: Callable[..., Any]) -> None:
+    """Views that PyTorch's C++ takes of a user's tensor with functionalization switched off, as inside a ``DTensor``.
+
+    PyTorch would make each by ``as_strided``, of which neither its start nor how to take a write back is known.
+    ``alias``: the kernel for a handle.
+    """
+    for name in _VIEWS:
+        base, _, overload = name.partition(".")
+        op = getattr(getattr(torch.ops.aten, base), overload or "default")
+        below = (
+            alias if name == "alias" else functools.partial(op._op_dk, torch._C.DispatchKey.CompositeExplicitAutograd)
+        )
+        library.impl(name, opaque(_view_as_above(op, below)), "PrivateUse1")
+
+
+_VIEWS: Final = (
+    *("alias", "diagonal", "expand", "permute", "select.int", "slice.Tensor"),
+    *(
+        "split.Tensor",
+        "split_with_sizes",
+        "squeeze",
+        "squeeze.dim",
+        "squeeze.dims",
+        "t",
+        "transpose.int",
+        "unbind.int",
+        "unsqueeze",
+    ),
+    "view.dtype",
+)
+
+
+def _view_as_above(op: Any, below: Callable[..., Any]) -> Callable[..., Any]:
+    def view(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return call_above(op, (self, *args), kwargs) if is_bypassed(self) else below(self, *args, **kwargs)
+
+    return view
 
 
 def _as_strided(

@@ -7,7 +7,7 @@ from typing import Any
 from ...core import traffic
 from ...core.metrics import metrics
 from ..device.patches import when_imported
-from . import batch_norm, communicator, functional, kernels, reducer, sharding
+from . import batch_norm, communicator, functional, kernels, mixed, reducer, sharding
 
 __all__ = ["create", "install", "sharding"]
 
@@ -27,3 +27,4 @@ def install() -> None:
     reducer.install()
     batch_norm.install()
     when_imported("torch.distributed.fsdp._fully_shard._fsdp_collectives", sharding.install)
+    when_imported("torch.distributed.tensor", mixed.install)

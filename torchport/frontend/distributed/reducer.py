@@ -3,11 +3,14 @@
 It keeps the note on the CPU, and a copy beside the parameters for the ranks to add up. The copy of another accelerator
 goes through pinned memory, whose C++ allocator a device in Python has none of. So the copy of this device is a tensor
 of the CPU, which the group adds up as it does any. It is the only tensor of int32 that the reducer makes.
+
+Private torch API used here: ``torch.nn.parallel.distributed._get_device_index``.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,12 +19,14 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from ...run.device_runtime import runtimes
 from ..device.inplace import overriding
 from ..device.opaque import opaque
 from ..device.patches import replace
 
 __all__ = ["install"]
 
+_WRAPPER: Final = "torch.nn.parallel.distributed"
 _lock: Final = threading.Lock()
 _done: Final[list[bool]] = []
 
@@ -34,6 +39,17 @@ def install() -> None:
     reducer: Any = dist.Reducer
     replace("torch.distributed.Reducer.__init__", _with_note_on_cpu(reducer.__init__))
     replace("torch.distributed.Reducer._set_static_graph", _with_note_on_cpu(reducer._set_static_graph))
+    replace(f"{_WRAPPER}._get_device_index", _where_it_is(sys.modules[_WRAPPER]._get_device_index))
+
+
+def _where_it_is(original: Callable[..., int]) -> Callable[..., int]:
+    """DDP moves inputs to ``device_ids[0]``: for this rank's own number that is where the module lies already."""
+
+    @functools.wraps(original)
+    def get_device_index(*args: Any, **kwargs: Any) -> int:
+        return runtimes.get(original(*args, **kwargs)).index
+
+    return get_device_index
 
 
 def _with_note_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,12 +3,14 @@
 Private torch APIs used here: ``torch.distributed.Backend._plugins``,
 ``torch.distributed.rendezvous._create_c10d_store``, ``_torchelastic_use_agent_store`` of the same module,
 ``torch.distributed.distributed_c10d.BackendConfig``,
-``torch.distributed.fsdp._fully_shard._fsdp_init.init_device_mesh``, ``torch._C._get_accelerator``.
+``torch.distributed.fsdp._fully_shard._fsdp_init.init_device_mesh``, ``torch._C._get_accelerator``,
+``torch.distributed.fsdp._fully_shard._fsdp_collectives._get_gradient_divide_factors``.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from typing import Any
 
@@ -29,6 +31,7 @@ def register_process_group() -> None:
         when_imported("torch.testing._internal.distributed.fake_pg", _rehearsals)
         when_imported("torch.distributed.fsdp._fully_shard._fsdp_init", _sharded_modules)
         when_imported("torch.distributed.fsdp._fully_shard._fsdp_param", _sharded_parameters)
+        when_imported("torch.distributed.fsdp._fully_shard._fsdp_collectives", _sharded_gradients)
 
 
 def _create(options: Any, backend_options: Any) -> Any:
@@ -108,6 +111,20 @@ def _carries_ours() -> bool:
     if not torch.distributed.is_initialized():
         return True
     return f"{NAME}:" in torch.distributed.get_backend_config()  # such as "cpu:gloo,port:port"
+
+
+def _sharded_gradients(module: Any) -> None:
+    """``set_gradient_divide_factor`` divides by itself: no kernel is told the factor of ``ReduceOp.PREMUL_SUM``."""
+    original = module._get_gradient_divide_factors
+
+    @functools.wraps(original)
+    def factors(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(original).bind(*args, **kwargs)
+        if given.arguments.get("device_type") == NAME and given.arguments.get("factor") is not None:
+            given.arguments["force_sum_reduction_for_comms"] = True
+        return original(*given.args, **given.kwargs)
+
+    replace("torch.distributed.fsdp._fully_shard._fsdp_collectives._get_gradient_divide_factors", factors)
 
 
 def _sharded_parameters(module: Any) -> None:

@@ -65,7 +65,10 @@ class _Freed(StorageAccess):
 
 def free(tensor: torch.Tensor) -> None:
     """Let go of a tensor's value. Its use raises :class:`StorageAccess` until it has another."""
-    inner: Any = unwrapped(tensor)
+    try:
+        inner: Any = unwrapped(tensor)
+    except _Freed:  # a view, of what was let go of before
+        return
     if _is_freed(tensor) or not tensor.numel():
         return
     empty = make_handle(contiguous(inner.shape, inner.dtype), inner.get_device())

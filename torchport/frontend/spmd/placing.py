@@ -130,7 +130,9 @@ def _sharding(
     for_use = tuple(axis for split in dims for axis in split if gathered and axis in axes)
     if before is not None and before.mesh == whole:
         for_use += tuple(axis for axis in before.gathered if axis not in axes)
-    made = Sharding(whole, tuple(dims), for_use)
+    # Within the parts that it is used in: then what is gathered is where it is used, as in ``fully_shard`` over ranks.
+    within = [tuple(sorted(split, key=for_use.__contains__)) for split in dims]
+    made = Sharding(whole, tuple(within), for_use)
     try:
         made.check(tensor.shape)
     except ConfigError as error:

@@ -1,0 +1,115 @@
+"""Operators on a ``DTensor`` and a plain tensor of the device, such as a loss in parts times a factor.
+
+PyTorch takes a tensor of one element, or any under ``implicit_replication()``, for one that is replicated. Here such an
+operator would reach functionalization first, for the plain tensor's sake, which would wrap the ``DTensor`` that comes
+out as a plain tensor. So the plain ones become ``DTensor``s before: at a dispatch key that comes above all others, and
+that only tensors with a ``__torch_dispatch__`` carry, so operators on plain tensors pay nothing.
+
+Private torch APIs used here: ``torch._C._dispatch_get_all_op_names``, ``torch._C._dispatch_key_parse``,
+``torch._C._ExcludeDispatchKeyGuard``,
+``torch._C._dispatch_has_kernel_for_dispatch_key``, ``torch.distributed.tensor.DTensor._op_dispatcher``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from ...trace.handle import DEVICE_TYPE, LazyTensor
+from ..device.inplace import overriding
+from ..device.opaque import opaque
+
+__all__ = ["install"]
+
+_KEY: Final = "PythonTLSSnapshot"
+_KEYS: Final = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_KEY))
+_PAST_FUNCTIONALIZATION: Final = _KEYS | torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
+_library: Final[list[torch.library.Library]] = []
+
+
+def install(module: Any) -> None:
+    """Register the kernels, once in a process, for operators of several tensors that PyTorch does not decompose.
+
+    ``module``: ``torch.distributed.tensor``.
+    """
+    if _library:
+        return
+    library = torch.library.Library("aten", "IMPL")
+    _library.append(library)
+    with overriding():
+        for name in torch._C._dispatch_get_all_op_names():
+            short = name.removeprefix("aten::")
+            if short == name or torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
+                continue
+            base, _, overload = short.partition(".")
+            op = getattr(getattr(torch.ops.aten, base), overload or "default", None)
+            if op is not None and _tensors_of(op) > 1:
+                stock = torch.library.get_kernel(op, _KEY)
+                library.impl(short, opaque(_for_all_in_parts(module, op, stock)), _KEY, with_keyset=True)
+
+
+def _tensors_of(op: Any) -> int:
+    return sum("Tensor" in str(argument.type) for argument in op._schema.arguments)
+
+
+def _for_all_in_parts(module: Any, op: Any, stock: Any) -> Callable[..., Any]:
+    """The kernel: plain tensors that are only read become replicated ones of the ``DTensor``s' mesh."""
+    cls = module.DTensor
+    arguments = op._schema.arguments
+    written = [bool(argument.alias_info and argument.alias_info.is_write) for argument in arguments]
+    given_out = any(argument.kwarg_only and flag for argument, flag in zip(arguments, written, strict=True))
+    slots = [at for at, argument in enumerate(arguments) if str(argument.type) in ("Tensor", "Optional[Tensor]")]
+
+    def as_it_was(keys: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if any(at < len(args) and isinstance(args[at], (int, float, complex)) for at in slots):
+            with torch._C._ExcludeDispatchKeyGuard(_KEYS):  # a number for a tensor is nothing that a kernel takes
+                return op(*args, **kwargs)
+        return stock.call_boxed(keys, *args, **kwargs)
+
+    def call(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        mesh = _mesh_among(cls, args)
+        if mesh is None or given_out:
+            return as_it_was(keys, args, kwargs)
+        if op in cls._op_dispatcher._custom_op_handlers:  # as that of ``loss_parallel``, which takes plain tensors
+            with torch._C._ExcludeDispatchKeyGuard(_PAST_FUNCTIONALIZATION):
+                return op(*args, **kwargs)
+        whole = [module.Replicate()] * mesh.ndim
+        changed: list[bool] = []
+
+        def replicated(one: torch.Tensor) -> torch.Tensor:
+            if not _is_replicable(cls, one):
+                return one
+            changed.append(True)
+            return cls.from_local(one, mesh, whole, run_check=False)
+
+        wanted = [
+            value if writes else tree_map_only(torch.Tensor, replicated, value)
+            for value, writes in zip(args, written, strict=False)
+        ]
+        return op(*wanted, **kwargs) if changed else as_it_was(keys, args, kwargs)
+
+    return call
+
+
+def _mesh_among(cls: Any, values: Any) -> Any:
+    """The mesh of the first ``DTensor`` among values and lists of them, if there is a plain tensor, too."""
+    mesh, plain = None, False
+    for value in values:
+        for one in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(one, cls):
+                mesh = mesh or one.device_mesh
+            elif isinstance(one, torch.Tensor):
+                plain = True
+    return mesh if plain else None
+
+
+def _is_replicable(cls: Any, tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a plain one of this device that PyTorch takes for a replicated one."""
+    if isinstance(tensor, cls) or tensor.device.type != DEVICE_TYPE or not torch._is_functional_tensor(tensor):
+        return False
+    if tensor.numel() != 1 and not cls._op_dispatcher._allow_implicit_replication:
+        return False
+    return isinstance(torch._from_functional_tensor(tensor), LazyTensor)
