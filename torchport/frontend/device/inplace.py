@@ -306,6 +306,10 @@ def _inner_list(tensors: Sequence[torch.Tensor]) -> list[Any]:
         return [unwrapped(item) for item in tensors]
 
 
+_NO_DATA: Final = "Cannot copy out of meta tensor; no data!"
+"""PyTorch's words. ``Module.to`` looks for exactly these, and adds what to write instead."""
+
+
 def _of_copy(op: Any, forms: Kernels, original: Any) -> Callable[..., Any]:
     copy = forms.fast
 
@@ -323,6 +327,8 @@ def _of_copy(op: Any, forms: Kernels, original: Any) -> Callable[..., Any]:
                 return write_back(self, copy(inner, given))
         elif self.device.type == DEVICE_TYPE:
             refuse_overlap(op, self)
+        if isinstance(src, torch.Tensor) and src.device.type == "meta" != self.device.type:
+            raise NotImplementedError(_NO_DATA)
         return call_exactly(op, original.call_boxed, [self], keys, self, *boxable(op, (src,), first=1), non_blocking)
 
     return inplace

@@ -74,8 +74,10 @@ def install(library: torch.library.Library, libraries: list[torch.library.Librar
         anything.fallback(opaque(_refuse_with(kind)), key)
     for op in COMPRESSED:
         kernel = opaque(_compressed(op))
+        name = op._schema.name.removeprefix("aten::")
         for key in ("AutogradPrivateUse1", "PrivateUse1", "SparseCsrPrivateUse1"):
-            library.impl(op._schema.name.removeprefix("aten::"), kernel, key)
+            with overriding():  # one has its kernel at PrivateUse1 already, as every operator with a kernel of its own
+                library.impl(name, kernel, key, allow_override=True)
     # CPU tensors that are to become a nested tensor of this device carry no dispatch key of this device.
     make, move = aten._nested_tensor_from_tensor_list.default, aten._to_copy.default
     explicit = functools.partial(make._op_dk, torch._C.DispatchKey.CompositeExplicitAutograd)
