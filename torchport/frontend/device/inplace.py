@@ -22,11 +22,13 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
-from ...core.errors import UnsupportedOp
+from ...core.errors import DeviceMismatch, UnsupportedOp
 from ...core.frames import user_line
 from ...trace.handle import DEVICE_TYPE, IndexedLazyTensor, LazyTensor
 from ...trace.kernels import Kernel
+from ...trace.layouts import is_sparse_here
 from ...trace.threads import threads
+from . import sparse
 from .expanded import ExactWrites, call_exactly, is_of_expanded, write_back
 from .opaque import opaque
 from .writes import boxable, refuse_as_cpu, share_memory
@@ -169,7 +171,12 @@ def _of_tensor(op: Any, forms: Kernels, original: Any, copy: Kernels) -> Callabl
             if share_memory(self, value):
                 refuse_as_cpu(op, (self, *args), kwargs)
                 break
-        out = kernel(inner, *map(unwrapped, args), **{name: unwrapped(value) for name, value in kwargs.items()})
+        try:
+            out = kernel(inner, *map(unwrapped, args), **{name: unwrapped(value) for name, value in kwargs.items()})
+        except DeviceMismatch:
+            if not any(map(is_sparse_here, args)):
+                raise
+            return sparse.write(op, self, args, kwargs)
         node = threads.of(0).cursor
         if node.fits and node.ready is out:
             pass
@@ -197,7 +204,12 @@ def _of_tensor(op: Any, forms: Kernels, original: Any, copy: Kernels) -> Callabl
                 break
         trace = threads.of(inner.get_device())
         given = {name: unwrapped(value) for name, value in kwargs.items()}
-        out = forms.indexed(trace, inner, *map(unwrapped, args), **given)
+        try:
+            out = forms.indexed(trace, inner, *map(unwrapped, args), **given)
+        except DeviceMismatch:
+            if not any(map(is_sparse_here, args)):
+                raise
+            return sparse.write(op, self, args, kwargs)
         if out.shape != inner.shape or out.dtype is not inner.dtype:
             refuse_as_cpu(op, (self, *args), kwargs)
             _refuse_cast(op, out, inner)
