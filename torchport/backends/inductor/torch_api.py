@@ -162,9 +162,9 @@ _OPTIONS: Mapping[str, Any] = {
 }
 
 
-def _known(options: Mapping[str, Any]) -> Mapping[str, Any]:
+def _known(config: Any, options: Mapping[str, Any]) -> Mapping[str, Any]:
     """The options that this release has: what an older one lacks, it does not do."""
-    return {name: value for name, value in options.items() if name in config._config}  # type: ignore[attr-defined]
+    return {name: value for name, value in options.items() if name in config._config}
 
 
 _WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
@@ -553,7 +553,7 @@ def generate(graph: fx.GraphModule, options: Mapping[str, Any]) -> Generated:
             raise ConfigError(f'"inductor.options" names no option of torch._inductor.config: {", ".join(unknown)}')
         computed = {"cpp.threads": _threads(), "layout_optimization": channels_last_pays(graph)}
         stack.enter_context(_separate_updates(graph))
-        stack.enter_context(config.patch({**_known(_OPTIONS), **computed, **options}))
+        stack.enter_context(config.patch({**_known(config, _OPTIONS), **computed, **options}))
         stack.enter_context(V.set_aot_compilation(True))
         stack.enter_context(DebugContext())
         stack.enter_context(_disable_current_modes())
