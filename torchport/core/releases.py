@@ -5,12 +5,13 @@ Everything that depends on the release of PyTorch asks here. Private torch APIs 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
 
-__all__ = ["SINCE", "TESTED", "has", "operators", "said", "version"]
+__all__ = ["SINCE", "TESTED", "has", "operators", "said", "takes", "version"]
 
 TESTED: Final = ("2.13.0", "2.14.1")
 """The releases that every test has been run with; ``docs/torch-internals.md`` has the results."""
@@ -36,6 +37,11 @@ def has(name: str) -> bool:
 def operators(namespace: Any, *names: str) -> Iterable[Any]:
     """The ``default`` overloads of those operators that this release has; PyTorch drops one now and then."""
     return [getattr(namespace, name).default for name in names if hasattr(namespace, name)]
+
+
+def takes(function: Any, parameter: str) -> bool:
+    """Whether this release's function has a parameter of that name."""
+    return parameter in inspect.signature(function).parameters
 
 
 def said() -> str:

@@ -56,6 +56,7 @@ from torch import fx
 from torchport.backend.normal_form import input_specs
 from torchport.core.errors import ConfigError
 from torchport.core.forks import guarded_rlock
+from torchport.core.releases import takes
 
 from . import machine, onednn
 from .build import Toolchain
@@ -430,11 +431,15 @@ def _lowering_class(donated: Set[int]) -> Any:
 
 
 def _lower(graph: fx.GraphModule, inputs: list[torch.Tensor], precompile: bool, donated: Set[int]) -> Generated:
+    from torch._inductor.graph import GraphLowering
     from torch._inductor.virtualized import V
 
     graph, mode = _run_passes(graph, inputs)
+    lowering_class = _lowering_class(donated)
+    # Before PyTorch 2.12 Inductor asks its own table alone where it decomposes what has been decomposed here.
+    own_table = takes(GraphLowering, "get_decomp_fn")
     with V.set_fake_mode(mode):
-        lowering = _lowering_class(donated)(
+        lowering = lowering_class(
             graph,
             example_inputs=inputs,
             shape_env=mode.shape_env,
@@ -443,7 +448,7 @@ def _lower(graph: fx.GraphModule, inputs: list[torch.Tensor], precompile: bool, 
             aot_mode=True,
             is_inference=True,
             inputs_to_check=(),
-            get_decomp_fn=_decompositions,
+            **({"get_decomp_fn": _decompositions} if own_table else {}),
         )
         with V.set_graph_handler(lowering), V.set_extern_kernel_nodes([]):
             lowering.freeze_runtime_asserts()
