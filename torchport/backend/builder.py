@@ -128,7 +128,8 @@ def capture_of(backend: Backend) -> Capture:
 def _core_decompositions() -> Mapping[Any, Callable[..., Any]]:
     from torch._decomp import core_aten_decompositions
 
-    return {**core_aten_decompositions(), **OTHERWISE}
+    table = core_aten_decompositions()  # a mapping in all but name before PyTorch 2.13
+    return {**dict(table.items()), **OTHERWISE}
 
 
 _DEEPEST: Final = 16
