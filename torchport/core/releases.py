@@ -11,10 +11,13 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["SINCE", "TESTED", "has", "operators", "said", "takes", "version"]
+__all__ = ["PARTLY", "SINCE", "TESTED", "has", "operators", "said", "takes", "version"]
 
 TESTED: Final = ("2.13.0", "2.14.1")
 """The releases that every test has been run with; ``docs/torch-internals.md`` has the results."""
+
+PARTLY: Final = ("2.11.0",)
+"""Releases that a part of the tests has been run with; the same page says which, and what fails."""
 
 SINCE: Final[dict[str, tuple[int, int]]] = {
     "torch.accelerator.empty_host_cache": (2, 12),
@@ -49,6 +52,8 @@ def said() -> str:
     installed = torch.__version__.split("+")[0]
     if installed in TESTED:
         return "tested with torchport"
+    if installed in PARTLY:
+        return "tested with torchport in part"
     others = ", ".join(TESTED)
     if version() in {version(text) for text in TESTED}:
         return f"not tested with torchport, but another patch of the same minor release was (tested: {others})"

@@ -142,3 +142,14 @@ def test_only_index_0_can_be_current_and_the_error_says_what_to_write() -> None:
     torch.port.set_device(0)
     with pytest.raises(RuntimeError, match=r"torch\.device\('port', index\)"):
         torch.port.set_device(1)
+
+
+def test_what_a_meta_tensor_lacks_is_said_in_pytorchs_words() -> None:
+    """``Module.to`` looks for these words, and adds ``to_empty``."""
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor; no data!"):
+        torch.ones(2, device="meta").to("port")
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor; no data!"):
+        torch.ones(2, device="port").copy_(torch.ones(2, device="meta"))
+    with pytest.raises(NotImplementedError, match="to_empty"):
+        torch.nn.Linear(2, 2, device="meta").to("port")
+    assert torch.nn.Linear(2, 2, device="meta").to_empty(device="port").weight.device.type == "port"
