@@ -261,6 +261,8 @@ def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Every other operator on a sparse tensor of this device."""
     if not any(map(is_sparse_here, tree_leaves((args, kwargs)))):  # a sparse tensor of the CPU beside a dense one here
         raise UnsupportedOp(refusal(SPARSE), op=str(op), source=user_line())
+    if (joined := _joined(op, *args, **kwargs)) is not None:
+        return joined
     written = [a for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     if not written:
         return _on_host(op, args, kwargs)
@@ -271,11 +273,33 @@ def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
     held: dict[int, Any] = {id(target): _host(target) for target in targets}
     _run(op, args, kwargs, lambda value: held.get(id(value)) if id(value) in held else _host(value))
     for target in targets:
-        made = _to(held[id(target)], target.device, None)
-        aten.sparse_resize_and_clear_.default(target, made.shape, made.sparse_dim(), made.dense_dim())
-        aten.copy_sparse_to_sparse_.default(target, made)
-        aten._coalesced_.default(target, _coalesced(made))
+        _assign(target, _to(held[id(target)], target.device, None))
     return targets[0] if len(targets) == 1 else tuple(targets)
+
+
+def _assign(target: torch.Tensor, made: torch.Tensor) -> None:
+    aten.sparse_resize_and_clear_.default(target, made.shape, made.sparse_dim(), made.dense_dim())
+    aten.copy_sparse_to_sparse_.default(target, made)
+    aten._coalesced_.default(target, _coalesced(made))
+
+
+def _joined(op: Any, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """A gradient added to another one: the parts of both, one after the other, as CUDA does it; ``None`` for the rest.
+
+    Two coalesced tensors give a coalesced one, which the host makes.
+    """
+    if op not in (aten.add.Tensor, aten.add_.Tensor) or kwargs or not all(map(is_sparse_here, args)):
+        return None
+    one, other = args[0], args[1]
+    like = one.shape == other.shape and one.dtype is other.dtype and one.sparse_dim() == other.sparse_dim()
+    if not like or (_coalesced(one) and _coalesced(other)):
+        return None
+    indices = torch.cat([one._indices(), other._indices()], 1)
+    made = _made(indices, torch.cat([one._values(), other._values()]), one.shape, False)
+    if op is aten.add.Tensor:
+        return made
+    _assign(one, made)
+    return one
 
 
 def _on_host(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
