@@ -6,6 +6,7 @@ import functools
 import operator
 import weakref
 from abc import ABC, abstractmethod
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -128,7 +129,9 @@ def capture_of(backend: Backend) -> Capture:
 def _core_decompositions() -> Mapping[Any, Callable[..., Any]]:
     from torch._decomp import core_aten_decompositions
 
-    return {**core_aten_decompositions(), **OTHERWISE}
+    # Before PyTorch 2.13 the table is no dict, and to list it asks all operators there are, also of other libraries.
+    table: Any = core_aten_decompositions()
+    return ChainMap(OTHERWISE, table)
 
 
 _DEEPEST: Final = 16

@@ -5,15 +5,19 @@ Everything that depends on the release of PyTorch asks here. Private torch APIs 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
 
-__all__ = ["SINCE", "TESTED", "has", "operators", "said", "version"]
+__all__ = ["PARTLY", "SINCE", "TESTED", "has", "operators", "said", "takes", "version"]
 
 TESTED: Final = ("2.13.0", "2.14.1")
 """The releases that every test has been run with; ``docs/torch-internals.md`` has the results."""
+
+PARTLY: Final = ("2.11.0",)
+"""Releases that a part of the tests has been run with; the same page says which, and what fails."""
 
 SINCE: Final[dict[str, tuple[int, int]]] = {
     "torch.accelerator.empty_host_cache": (2, 12),
@@ -38,11 +42,18 @@ def operators(namespace: Any, *names: str) -> Iterable[Any]:
     return [getattr(namespace, name).default for name in names if hasattr(namespace, name)]
 
 
+def takes(function: Any, parameter: str) -> bool:
+    """Whether this release's function has a parameter of that name."""
+    return parameter in inspect.signature(function).parameters
+
+
 def said() -> str:
     """Whether the installed release was tested, for people to read."""
     installed = torch.__version__.split("+")[0]
     if installed in TESTED:
         return "tested with torchport"
+    if installed in PARTLY:
+        return "tested with torchport in part"
     others = ", ".join(TESTED)
     if version() in {version(text) for text in TESTED}:
         return f"not tested with torchport, but another patch of the same minor release was (tested: {others})"

@@ -98,6 +98,16 @@ def _stock_kernel(*args: Any, **kwargs: Any) -> Any:
     raise DispatchError("this kernel belongs to PyTorch's C++ dispatcher and can only be explained, not called, here")
 
 
+@lru_cache(maxsize=512)
+def _is_modelled(key: str) -> bool:
+    """Whether we have a key of PyTorch's; an older release has one more, ``Named``."""
+    try:
+        DispatchKey(key)
+    except DispatchError:
+        return False
+    return True
+
+
 def _registration(key: str, label: str, op: str | None, is_fallthrough: bool) -> Registration:
     kernel = fallthrough if is_fallthrough else _stock_kernel
     return Registration(DispatchKey(key), kernel, op=op, label=label, source=_source(label))
@@ -112,7 +122,7 @@ def stock_fallbacks() -> Mapping[DispatchKey, Registration]:
     found: dict[DispatchKey, Registration] = {}
     for line in text.splitlines():
         match = _TABLE_LINE.match(line)
-        if match:
+        if match and _is_modelled(match["key"]):
             found[DispatchKey(match["key"])] = _registration(match["key"], match["label"], None, bool(match["fall"]))
     return found
 
@@ -137,7 +147,7 @@ def stock_operator(name: str, fallbacks: Mapping[DispatchKey, Registration] | No
 
 def _add_state_line(table: KernelTable, name: str, line: str) -> None:
     match = _STATE_LINE.match(line)
-    if match is None:
+    if match is None or not _is_modelled(match["key"]):
         return
     label, _, detail = match["rest"].partition(" :: ")
     is_fallthrough = detail.rpartition("[ ")[2].startswith("fallthrough")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import Any
 
 import pytest
@@ -95,24 +94,41 @@ _Bag: Any = functools.partial(torch.nn.EmbeddingBag, mode="sum")
 
 
 @pytest.mark.parametrize("kind", [torch.nn.Embedding, _Bag], ids=["Embedding", "EmbeddingBag"])
-@pytest.mark.parametrize("options", [{}, {"padding_idx": 1}, {"scale_grad_by_freq": True}])
-def test_sparse_embeddings_have_dense_gradients(kind: Any, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 1}])
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam])
+def test_sparse_embeddings_have_sparse_gradients(kind: Any, options: dict[str, Any], optimizer: Any) -> None:
     ids = torch.tensor([[1, 2, 2, 4]])
 
-    def trained(on: str, sparse: bool) -> list[torch.Tensor]:
+    def trained(on: str) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        table = kind(5, 3, sparse=sparse, **options).to(on)
-        table(ids.to(on)).square().sum().backward()
-        assert table.weight.grad is not None
-        torch.optim.SGD(table.parameters(), lr=0.1).step()
-        return [table.weight.grad.cpu(), table.weight.detach().cpu()]
+        table = kind(5, 3, sparse=True, **options).to(on)
+        opt = optimizer(table.parameters(), lr=0.1)
+        for _ in range(3):
+            opt.zero_grad()
+            table(ids.to(on)).square().sum().backward()
+            assert table.weight.grad.layout is torch.sparse_coo
+            opt.step()
+        return [table.weight.grad.to_dense().cpu(), table.weight.detach().cpu()]
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = trained("port", sparse=True)
-    for mine, theirs in zip(found, trained("cpu", sparse=False), strict=True):
-        assert mine.layout is torch.strided
+    for mine, theirs in zip(trained("port"), trained("cpu"), strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+def test_adding_a_sparse_gradient_computes_on_the_device() -> None:
+    """Plain SGD of a sparse embedding reads nothing back and runs nothing on the host."""
+    table = torch.nn.Embedding(5, 3, sparse=True).to("port")
+    opt = torch.optim.SGD(table.parameters(), lr=0.1)
+    ids = torch.tensor([1, 2, 2, 4]).to("port")
+    before = torchport.metrics.counter("Fallback")
+    for _ in range(3):
+        opt.zero_grad()
+        table(ids).square().sum().backward()
+        opt.step()
+    table.weight.tolist()
+    assert torchport.metrics.counter("Fallback") == before
+    table.weight.grad.coalesce()
+    assert torchport.metrics.counter("Fallback") > before
 
 
 def test_dlpack_goes_out_through_the_host() -> None:
@@ -126,3 +142,14 @@ def test_only_index_0_can_be_current_and_the_error_says_what_to_write() -> None:
     torch.port.set_device(0)
     with pytest.raises(RuntimeError, match=r"torch\.device\('port', index\)"):
         torch.port.set_device(1)
+
+
+def test_what_a_meta_tensor_lacks_is_said_in_pytorchs_words() -> None:
+    """``Module.to`` looks for these words, and adds ``to_empty``."""
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor; no data!"):
+        torch.ones(2, device="meta").to("port")
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor; no data!"):
+        torch.ones(2, device="port").copy_(torch.ones(2, device="meta"))
+    with pytest.raises(NotImplementedError, match="to_empty"):
+        torch.nn.Linear(2, 2, device="meta").to("port")
+    assert torch.nn.Linear(2, 2, device="meta").to_empty(device="port").weight.device.type == "port"

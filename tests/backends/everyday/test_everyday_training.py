@@ -10,7 +10,7 @@ from typing import Any
 import fakes
 import pytest
 import torch
-from everyday_support import ON_PORT, agree, counted, everywhere, needs_counters, randn, same
+from everyday_support import agree, counted, everywhere, needs_counters, randn, same
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -95,7 +95,6 @@ def test_muon(device: torch.device) -> None:
     agree(use, device, rtol=5e-2, atol=5e-3)
 
 
-@pytest.mark.filterwarnings("ignore:gradients of an embedding with sparse=True are dense")  # said once per process
 def test_sparse_adam(device: torch.device) -> None:
     def use(d: torch.device) -> Any:
         torch.manual_seed(0)
@@ -107,11 +106,7 @@ def test_sparse_adam(device: torch.device) -> None:
             opt.step()
         return table.weight.detach()
 
-    if not ON_PORT:
-        agree(use, device, rtol=1e-4, atol=1e-5)
-        return
-    with pytest.raises((RuntimeError, NotImplementedError), match=r"[Ss]parse"):  # strided tensors only, and it says so
-        use(device)
+    agree(use, device, rtol=1e-4, atol=1e-5)
 
 
 def test_a_tensor_learning_rate_and_capturable(device: torch.device) -> None:

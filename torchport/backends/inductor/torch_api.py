@@ -57,6 +57,7 @@ from torch import fx
 from torchport.backend.normal_form import at_hint, input_specs
 from torchport.core.errors import ConfigError
 from torchport.core.forks import guarded_rlock
+from torchport.core.releases import takes
 
 from . import machine, onednn
 from .build import Toolchain
@@ -161,6 +162,11 @@ _OPTIONS: Mapping[str, Any] = {
     "triton.cudagraphs": False,
     "trace.enabled": False,
 }
+
+
+def _known(config: Any, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options that this release has: what an older one lacks, it does not do."""
+    return {name: value for name, value in options.items() if name in config._config}
 
 
 _WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
@@ -443,11 +449,15 @@ def _lowering_class(donated: Set[int]) -> Any:
 
 
 def _lower(graph: fx.GraphModule, inputs: list[torch.Tensor], precompile: bool, donated: Set[int]) -> Generated:
+    from torch._inductor.graph import GraphLowering
     from torch._inductor.virtualized import V
 
     graph, mode = _run_passes(graph, inputs)
+    lowering_class = _lowering_class(donated)
+    # Before PyTorch 2.12 Inductor asks its own table alone where it decomposes what has been decomposed here.
+    own_table = takes(GraphLowering, "get_decomp_fn")
     with V.set_fake_mode(mode):
-        lowering = _lowering_class(donated)(
+        lowering = lowering_class(
             graph,
             example_inputs=inputs,
             shape_env=mode.shape_env,
@@ -456,7 +466,7 @@ def _lower(graph: fx.GraphModule, inputs: list[torch.Tensor], precompile: bool, 
             aot_mode=True,
             is_inference=True,
             inputs_to_check=(),
-            get_decomp_fn=_decompositions,
+            **({"get_decomp_fn": _decompositions} if own_table else {}),
         )
         with V.set_graph_handler(lowering), V.set_extern_kernel_nodes([]):
             lowering.freeze_runtime_asserts()
@@ -566,7 +576,7 @@ def generate(graph: fx.GraphModule, options: Mapping[str, Any]) -> Generated:
             raise ConfigError(f'"inductor.options" names no option of torch._inductor.config: {", ".join(unknown)}')
         computed = {"cpp.threads": _threads(), "layout_optimization": channels_last_pays(graph)}
         stack.enter_context(_separate_updates(graph))
-        stack.enter_context(config.patch({**_OPTIONS, **computed, **options}))
+        stack.enter_context(config.patch({**_known(config, _OPTIONS), **computed, **options}))
         stack.enter_context(V.set_aot_compilation(True))
         stack.enter_context(DebugContext())
         stack.enter_context(_disable_current_modes())

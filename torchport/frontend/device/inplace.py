@@ -22,11 +22,13 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
-from ...core.errors import UnsupportedOp
+from ...core.errors import DeviceMismatch, UnsupportedOp
 from ...core.frames import user_line
 from ...trace.handle import DEVICE_TYPE, IndexedLazyTensor, LazyTensor
 from ...trace.kernels import Kernel
+from ...trace.layouts import is_sparse_here
 from ...trace.threads import threads
+from . import sparse
 from .expanded import ExactWrites, call_exactly, is_of_expanded, write_back
 from .opaque import opaque
 from .writes import boxable, refuse_as_cpu, share_memory
@@ -169,7 +171,12 @@ def _of_tensor(op: Any, forms: Kernels, original: Any, copy: Kernels) -> Callabl
             if share_memory(self, value):
                 refuse_as_cpu(op, (self, *args), kwargs)
                 break
-        out = kernel(inner, *map(unwrapped, args), **{name: unwrapped(value) for name, value in kwargs.items()})
+        try:
+            out = kernel(inner, *map(unwrapped, args), **{name: unwrapped(value) for name, value in kwargs.items()})
+        except DeviceMismatch:
+            if not any(map(is_sparse_here, args)):
+                raise
+            return sparse.write(op, self, args, kwargs)
         node = threads.of(0).cursor
         if node.fits and node.ready is out:
             pass
@@ -197,7 +204,12 @@ def _of_tensor(op: Any, forms: Kernels, original: Any, copy: Kernels) -> Callabl
                 break
         trace = threads.of(inner.get_device())
         given = {name: unwrapped(value) for name, value in kwargs.items()}
-        out = forms.indexed(trace, inner, *map(unwrapped, args), **given)
+        try:
+            out = forms.indexed(trace, inner, *map(unwrapped, args), **given)
+        except DeviceMismatch:
+            if not any(map(is_sparse_here, args)):
+                raise
+            return sparse.write(op, self, args, kwargs)
         if out.shape != inner.shape or out.dtype is not inner.dtype:
             refuse_as_cpu(op, (self, *args), kwargs)
             _refuse_cast(op, out, inner)
@@ -306,6 +318,10 @@ def _inner_list(tensors: Sequence[torch.Tensor]) -> list[Any]:
         return [unwrapped(item) for item in tensors]
 
 
+_NO_DATA: Final = "Cannot copy out of meta tensor; no data!"
+"""PyTorch's words. ``Module.to`` looks for exactly these, and adds what to write instead."""
+
+
 def _of_copy(op: Any, forms: Kernels, original: Any) -> Callable[..., Any]:
     copy = forms.fast
 
@@ -323,6 +339,8 @@ def _of_copy(op: Any, forms: Kernels, original: Any) -> Callable[..., Any]:
                 return write_back(self, copy(inner, given))
         elif self.device.type == DEVICE_TYPE:
             refuse_overlap(op, self)
+        if isinstance(src, torch.Tensor) and src.device.type == "meta" != self.device.type:
+            raise NotImplementedError(_NO_DATA)
         return call_exactly(op, original.call_boxed, [self], keys, self, *boxable(op, (src,), first=1), non_blocking)
 
     return inplace

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -12,7 +10,6 @@ from torch.utils._pytree import tree_leaves
 
 from ...core.default_state import default_state
 from ...core.errors import UnsupportedOp
-from ...dispatch import Functionality
 from ...trace.handle import DEVICE_TYPE, IndexedLazyTensor
 from ...trace.kernels import Kernel, make_kernel, supported_schema
 from ...trace.threads import threads
@@ -110,9 +107,6 @@ def _install() -> None:
     library.impl("copy_", opaque(_copy_), "AutogradPrivateUse1", with_keyset=True)
     for name in ("_assert_async", "_assert_async.msg"):
         library.impl(name, opaque(_assert_async), "PrivateUse1")
-    library.impl("embedding_sparse_backward", opaque(_embedding_sparse_backward), "AutogradPrivateUse1")
-    bags = opaque(_embedding_bag_backward)
-    library.impl("_embedding_bag_backward", bags, "AutogradPrivateUse1", with_keyset=True)
     strided.install(library)
     library.impl("native_batch_norm", opaque(_native_batch_norm), "AutogradPrivateUse1", with_keyset=True)
     for name in ("_linalg_det", "_linalg_slogdet", "_linalg_solve_ex"):
@@ -206,46 +200,6 @@ def _assert_async(self: torch.Tensor, message: str = "Expected Tensor with singl
     """Read the value at once: the device cannot report a failed assertion later."""
     if not self.item():
         raise RuntimeError(message)
-
-
-_SPARSE_OF_BAGS: Final = 7
-"""Where ``_embedding_bag_backward`` has ``sparse``, after its first two arguments."""
-
-
-@functools.cache
-def _say_that_gradients_are_dense() -> None:
-    warnings.warn(
-        f"gradients of an embedding with sparse=True are dense on {DEVICE_TYPE}: the same values, and memory for all "
-        "rows; optimizers that take sparse gradients only, such as SparseAdam, refuse them",
-        stacklevel=4,
-    )
-
-
-def _holds_sparse(*tensors: torch.Tensor) -> bool:
-    """Whether the backend of some tensors has kernels for sparse ones."""
-    registrar = routes.registrar_for(tensors, {})
-    return registrar is not None and Functionality.Sparse in registrar.functionalities
-
-
-def _embedding_bag_backward(keys: Any, grad: torch.Tensor, indices: torch.Tensor, *args: Any) -> torch.Tensor:
-    """The gradient of ``embedding_bag(sparse=True)``, dense as that of ``embedding``."""
-    if args[_SPARSE_OF_BAGS] and not _holds_sparse(grad, indices):
-        _say_that_gradients_are_dense()
-        args = (*args[:_SPARSE_OF_BAGS], False, *args[_SPARSE_OF_BAGS + 1 :])
-    op = torch.ops.aten._embedding_bag_backward.default
-    return op.redispatch(routes.to_stock_autograd(keys), grad, indices, *args)
-
-
-def _embedding_sparse_backward(
-    grad: torch.Tensor, indices: torch.Tensor, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
-) -> torch.Tensor:
-    """The gradient of ``embedding(sparse=True)`` as a dense tensor: this device holds no sparse tensors, unless the
-    backend has kernels for them."""
-    if _holds_sparse(grad, indices):
-        op = torch.ops.aten.embedding_sparse_backward.default
-        return op._op_dk(_IMPLICIT, grad, indices, num_weights, padding_idx, scale_grad_by_freq)
-    _say_that_gradients_are_dense()
-    return torch.ops.aten.embedding_dense_backward.default(grad, indices, num_weights, padding_idx, scale_grad_by_freq)
 
 
 def _polygamma_(self: torch.Tensor, n: int) -> torch.Tensor:

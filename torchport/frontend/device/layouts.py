@@ -21,7 +21,7 @@ from ...trace.handle import DEVICE_TYPE, LazyTensor
 from ...trace.layouts import NESTED, ONEDNN, QUANTIZED, SPARSE, refusal
 from ...trace.threads import threads
 from ...trace.wrapping import unwrap
-from . import routes
+from . import routes, sparse
 from .inplace import overriding
 from .opaque import opaque
 
@@ -29,7 +29,6 @@ __all__ = ["COMPRESSED", "install", "refusing"]
 
 aten = torch.ops.aten
 _KEYS: Final = {
-    "SparsePrivateUse1": SPARSE,
     "SparseCsrPrivateUse1": SPARSE,
     "QuantizedPrivateUse1": QUANTIZED,
     "NestedTensorPrivateUse1": NESTED,
@@ -72,10 +71,15 @@ def install(library: torch.library.Library, libraries: list[torch.library.Librar
     libraries.append(anything)
     for key, kind in _KEYS.items():
         anything.fallback(opaque(_refuse_with(kind)), key)
+    anything.fallback(opaque(sparse.fallback), "SparsePrivateUse1")
+    with overriding():
+        sparse.install(library, routes.to_stock_autograd)
     for op in COMPRESSED:
         kernel = opaque(_compressed(op))
+        name = op._schema.name.removeprefix("aten::")
         for key in ("AutogradPrivateUse1", "PrivateUse1", "SparseCsrPrivateUse1"):
-            library.impl(op._schema.name.removeprefix("aten::"), kernel, key)
+            with overriding():  # one has its kernel at PrivateUse1 already, as every operator with a kernel of its own
+                library.impl(name, kernel, key, allow_override=True)
     # CPU tensors that are to become a nested tensor of this device carry no dispatch key of this device.
     make, move = aten._nested_tensor_from_tensor_list.default, aten._to_copy.default
     explicit = functools.partial(make._op_dk, torch._C.DispatchKey.CompositeExplicitAutograd)

@@ -19,6 +19,7 @@ from ...core.errors import MissingKernel
 from ...dispatch import Functionality
 from ...run.device_runtime import runtimes
 from ...trace.handle import DEVICE_TYPE
+from ...trace.layouts import is_sparse_here
 from .inplace import overriding
 from .opaque import opaque
 
@@ -66,7 +67,7 @@ def _route(registrar: BackendRegistrar, op: torch._ops.OpOverload, functionality
     if library is None:
         library = _libraries[op.namespace] = torch.library.Library(op.namespace, "IMPL")
     autograd = functionality is Functionality.AutogradFunctionality
-    router = _autograd_router(op) if autograd else _router(op, functionality)
+    router = _autograd_router(op) if autograd else _router(op, functionality, _own_kernel(op, functionality))
     with overriding():  # the device has kernels at some of these keys that refuse the operator
         library.impl(op.name().split("::")[1], opaque(router), key, with_keyset=True, allow_override=True)
 
@@ -114,10 +115,19 @@ def call_autograd_kernel(
         running.discard(op)
 
 
-def _router(op: torch._ops.OpOverload, functionality: Functionality) -> Callable[..., Any]:
+def _own_kernel(op: torch._ops.OpOverload, functionality: Functionality) -> Any:
+    """The device's own kernel of an operator on COO tensors, which serves backends that have none."""
+    if functionality is not Functionality.Sparse:
+        return None
+    return torch.library.get_kernel(op, _TORCH_KEYS[functionality])
+
+
+def _router(op: torch._ops.OpOverload, functionality: Functionality, own: Any) -> Callable[..., Any]:
     def router(keys: Any, *args: Any, **kwargs: Any) -> Any:
         registrar = registrar_for(args, kwargs)
         kernel = registrar.kernel(op, functionality) if registrar is not None else None
+        if kernel is None and own is not None and any(map(is_sparse_here, tree_leaves((args, kwargs)))):
+            return own.call_boxed(keys, *args, **kwargs)
         if kernel is None:
             where = registrar.component.name if registrar is not None else DEVICE_TYPE
             raise MissingKernel(

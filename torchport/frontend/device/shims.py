@@ -113,7 +113,8 @@ def _pickle_as_storages() -> None:
 
     @functools.wraps(original)
     def reduce(self: torch.Tensor, proto: int) -> Any:
-        if not _is_port(self) or not memory.is_ours(self) or torch.serialization._serialization_tls.skip_data:
+        skips = torch.serialization._serialization_tls.skip_data
+        if not _is_port(self) or self.is_sparse or not memory.is_ours(self) or skips:
             return original(self, proto)
         torch.utils.hooks.warn_if_has_hooks(self)
         held = self.detach().cpu()
