@@ -50,7 +50,9 @@ def _call(op: Any, trace: Trace, *args: Any, **kwargs: Any) -> Any:
 
 def _index_of(device: Any) -> int | None:
     """The index of a device as it was asked for: the one that it stands for. ``None`` where none was named."""
-    index = None if device is None else device.index
+    if device is None:
+        return None
+    index: int | None = device.index
     return threads.of(index).index if index and device.type == DEVICE_TYPE else index
 
 
@@ -285,7 +287,7 @@ def elsewhere(trace: Trace, kernel: Any, args: Sequence[Any], kwargs: Mapping[st
         there = _index_of(device)
         if there == trace.index:
             return made
-        return torch._to_functional_tensor(_host_to_device(host_tensor(made), there, None))
+        return torch._to_functional_tensor(_host_to_device(host_tensor(made), there or 0, None))
     return _shared_copy(made, None).to(device)
 
 
