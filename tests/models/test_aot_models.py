@@ -77,6 +77,7 @@ def _run_elsewhere(folder: Path, count: int) -> None:
         assert float(line.split()[-1]) < 1e-4, line
 
 
+@pytest.mark.slow
 def test_models_lowered_whole_and_over_two_backends_run_without_their_code(tmp_path: Path) -> None:
     for name in NAMES:
         whole = _store(tmp_path, "whole", name, [WholeProgram("reference")])

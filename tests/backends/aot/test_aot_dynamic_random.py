@@ -95,6 +95,7 @@ def _run(seed: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_random_programs() -> None:
     with contextlib.redirect_stderr(None):
         assert sum(map(_run, range(25))) > 10

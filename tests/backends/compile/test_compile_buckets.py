@@ -71,6 +71,26 @@ EXACT: dict[str, tuple[Callable[..., Any], Make, int]] = {
         lambda n: (torch.arange(3 * n).view(n, 3), torch.arange(3 * n).view(n, 3) % 5 + 2),
         0,
     ),
+    "numbers that are sizes": (
+        lambda x: (x * x.shape[0], x.sum(0) / (3 * x.shape[0]), (x.double() / x.shape[0]).sum()),
+        lambda n: (rand(n, 3),),
+        0,
+    ),
+    "losses of classes": (
+        lambda x, y: (
+            nn.functional.cross_entropy(x, y),
+            nn.functional.cross_entropy(x, y, reduction="sum"),
+            nn.functional.cross_entropy(x, y, reduction="none"),
+            nn.functional.nll_loss(x, y, ignore_index=1),
+        ),
+        lambda n: (rand(n, 5), torch.arange(n) % 5),
+        0,
+    ),
+    "rows of two dimensions": (
+        lambda x: (x.reshape(-1, 3).softmax(0).sum(0), x.reshape(-1, 3).mean(0)),
+        lambda n: (rand(2, n, 3),),
+        1,
+    ),
     "half": (lambda x: (x.mean(0), x.sum(0)), lambda n: ((rand(n, 3) * 8).round().bfloat16(),), 0),
     "embedding": (
         lambda i: (nn.functional.embedding(i, TABLE) + PLACES[: i.shape[1]]).cumsum(1)[:, 0],
@@ -117,7 +137,6 @@ def test_padding_changes_nothing(name: str, backend: str) -> None:
     [
         (lambda x: x.flip(0), "aten.flip.default has no rule"),
         (lambda x: x[-1] + 1, "one place of the padded dimension"),
-        (lambda x: x * x.shape[0], "a number is computed from a size"),
         (lambda x: x * ((x.shape[0] + 1) // 2), "a number is computed from a size"),
         (lambda x: x.clamp(max=min(x.shape[0], 5)), "a number is computed from a size"),
         (lambda x: torch.arange((x.shape[0] + 1) // 2), "a size is computed from one that changes"),

@@ -219,6 +219,7 @@ class _Ended:
 
     def __init__(self, answer: Any) -> None:
         self.answer = answer
+        self.loaded = None
 
     def done(self) -> bool:
         return True
@@ -245,7 +246,7 @@ def test_the_whole_takes_over_where_it_is_quicker(
         monkeypatch.setattr(whole.time, "perf_counter", lambda: now[0])
         monkeypatch.setattr(whole, "finish", lambda *args: compiled_whole)
         monkeypatch.setattr(whole, "as_whole", lambda request: request)
-        monkeypatch.setattr(whole.service, "submit", lambda request: _Ended(request))
+        monkeypatch.setattr(whole.service, "submit", lambda request, load: _Ended(request))
         monkeypatch.setattr(type(whole.service), "off", property(lambda self: ""))
         record = whole.TierRecord("lazy", "port:0", 1)
         watched = whole.WholeGraph(engine, made.device, torchport.CompileSpecs(), object(), 0.0, record)  # type: ignore[arg-type]

@@ -163,6 +163,7 @@ def test_a_view_of_a_view_of_a_view_and_so_on() -> None:
     torch.testing.assert_close(run(ReferenceBackend(), graph, [torch.zeros(2, 3)])[0], torch.full((2, 3), 2.0))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=14),

@@ -48,6 +48,7 @@ print([was == now for was, now in zip(before, wrappers())], watched is net.bias.
 """
 
 
+@pytest.mark.slow
 def test_an_interpreter_that_counts_otherwise_finds_the_same() -> None:
     """One that borrows references counts less, one whose calls hold more counts more."""
     said = []

@@ -222,6 +222,30 @@ def test_an_engine_trains_on_many_sizes(engine: str, fresh: None) -> None:
     assert metrics.counter("OtherSizes") - before["OtherSizes"] >= 2
 
 
+@pytest.mark.parametrize("engine", ["xla", "openvino"])
+def test_losses_of_classes_are_padded_exactly(engine: str, fresh: None) -> None:
+    """On ``openvino`` they are written by places, on ``xla`` they are an operator."""
+    torchport.use(engine)
+    torch.manual_seed(2)
+    host = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 5))
+    device = copy.deepcopy(host).to("port")
+    optimizers = [torch.optim.SGD(one.parameters(), lr=1e-1, momentum=0.9) for one in (host, device)]
+    before = _counted()
+    for rows in (9, 12, 15, 9, 10, 16, 13):
+        x, y = torch.randn(rows, 4), torch.randint(0, 5, (rows,))
+        found: list[torch.Tensor] = []
+        for model, optimizer, place in zip((host, device), optimizers, ("cpu", "port"), strict=True):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x.to(place)), y.to(place))
+            loss.backward()
+            optimizer.step()
+            found.append(loss.detach().cpu())
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    after = _counted()
+    assert after["OtherSizes"] - before["OtherSizes"] >= 3
+    assert after["NotSymbolic"] == before["NotSymbolic"]
+
+
 _NEXT = """
 import sys, copy, torch, torchport
 sys.path[:0] = {paths!r}

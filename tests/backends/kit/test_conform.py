@@ -51,6 +51,7 @@ def test_a_crash_is_the_result_of_its_case_and_the_run_goes_on() -> None:
     assert report.cells["sin", "lazy", "float32", "backward"].worst == "native"
 
 
+@pytest.mark.slow
 def test_a_hang_is_the_result_of_its_case_and_the_run_goes_on() -> None:
     # The bound is for a loaded machine: the first case of a process pays for PyTorch's lazy imports.
     report = run("Hanging", ops="^(sin|add)$", case_seconds=25.0, samples=1)

@@ -234,6 +234,7 @@ def test_a_name_too_long_for_an_archive_is_an_error_in_words() -> None:
 
 
 # -- many at once ------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_files_changed_in_their_structure(tmp_path: Path) -> None:
     """A small seeded number; ``fuzz_structure.py`` runs any number, and other engines' files."""
     here = Path(__file__).resolve().parent

@@ -171,6 +171,7 @@ def test_a_cancelled_request_is_not_begun_and_a_begun_one_is_dropped(
     assert shared.wait(LONG)
 
 
+@pytest.mark.slow
 def test_what_the_program_asks_about_is_served_before_what_it_has_left(
     shared: Service, troubled: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
