@@ -26,7 +26,7 @@ from .prepare import Prepared, describe, with_bytes, with_bytes_of_all
 from .serialize import fingerprint
 from .sizes.families import compiled_for_several, may_vary, served
 
-__all__ = ["find_kept", "find_or_prepare", "prepare_all"]
+__all__ = ["find_kept", "find_known", "find_or_prepare", "prepare_all"]
 
 log: Final = logging.getLogger("torchport.cache")
 
@@ -48,6 +48,18 @@ def find_kept(backend: Backend, specs: CompileSpecs, graph: fx.GraphModule, mark
             if entry is not None:
                 return replace(about, data=entry.data, kept=key)
     return _served(backend, specs, graph, about)
+
+
+def find_known(backend: Backend, specs: CompileSpecs, graph: fx.GraphModule, mark: str) -> Prepared | None:
+    """As :func:`find_kept`, also for a graph in pieces that are all there. Nothing is compiled or waited for."""
+    found = find_kept(backend, specs, graph, mark)
+    pieces = cut(graph, backend.capabilities.fixed_compile_cost) if found is None and in_pieces(backend) else None
+    if pieces is None:
+        return found
+    with whole():
+        parts = [find_kept(backend, specs, one, fingerprint(one)) for one in pieces.graphs]
+    kept = [one for one in parts if one is not None]
+    return replace(describe(graph, mark, None), data=assemble(pieces, kept)) if len(kept) == len(parts) else None
 
 
 def _served(backend: Backend, specs: CompileSpecs, graph: fx.GraphModule, about: Prepared) -> Prepared | None:

@@ -39,15 +39,16 @@ class InterpretedPlan(ExecutionPlan):
     """A plan that interprets its path.
 
     ``since``: when it was made. ``seconds``: what its runs have cost so far. ``ticket``: the compile service's, of what
-    is to take its place. ``here``: no other process can compile it. ``stays``: it does not compile. ``record``: the
-    same for people. ``family``: the computations that differ from it in sizes alone, ``sizes`` its own, and names of
-    the first of them; known once it may be worth compiling.
+    is to take its place. ``here``: no other process can compile it. ``asked``: that process was asked whether it knows
+    it. ``stays``: it does not compile. ``record``: the same for people. ``family``: the computations that differ from
+    it in sizes alone, ``sizes`` its own, and names of the first of them; known once it may be worth compiling.
     """
 
     takes_tensors: ClassVar[bool] = True
     seconds: float = 0.0
     ticket: Any = None
     here: bool = False
+    asked: bool = False
     stays: bool = False
     since: float = field(default_factory=time.monotonic)
     record: TierRecord | None = None

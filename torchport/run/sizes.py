@@ -32,7 +32,7 @@ SHOWN: Final = 4
 class Family:
     """The sizes that were compiled of one skeleton, oldest first: the integers in which they differ, in order.
 
-    ``shared``: whether the last of them needed no compiling, as one computation serves several sizes.
+    ``shared``: whether a computation for several sizes may serve further ones.
     """
 
     __slots__ = ("compiled", "shared")
@@ -46,15 +46,12 @@ class Family:
 
     def factor(self, sizes: tuple[int, ...] = ()) -> int:
         """How many times as much as usual one more has to have cost before it is compiled."""
-        if self.shared:
-            return 0
         others = len(self.compiled) - (sizes in self.compiled)
         return 1 << max(0, min(others - FREE + 1, MOST_DOUBLINGS))
 
-    def note_answer(self, several: bool) -> None:
-        """Note whether what was compiled last is for ``several`` sizes."""
-        self.shared = several
-        Family.any_shared |= several
+    def note_shared(self) -> None:
+        """Note that there is a computation for several sizes."""
+        self.shared = Family.any_shared = True
 
     def add(self, sizes: tuple[int, ...]) -> None:
         """These are compiled."""

@@ -19,13 +19,14 @@ from .. import native
 from ..backend.compiler import EntryRefused, computations
 from ..backend.execution import Computation
 from ..backend.interface import BackendDevice
+from ..backend.pieced import is_pieced
 from ..backend.sizes.sized import is_sized
 from ..core import metrics
 from ..core.config import config
 from ..core.errors import CompileError, TorchportError
 from ..core.specs import CompileSpecs, TensorSpec
 from ..worker.paths import NotSendable
-from ..worker.request import Answer, path_request
+from ..worker.request import Answer, NotKnown, path_request
 from ..worker.service import Cancelled, Ticket, service
 from .checked_swap import CheckedPlan, make_checked
 from .history import history
@@ -214,6 +215,9 @@ def next_plan(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
         expected *= _family(plan, progress).factor(plan.sizes)
     if not plan.here and plan.seconds >= WORTH_A_PROCESS * expected:
         _request(plan, progress)
+    elif not plan.here and not plan.asked and plan.family is not None and plan.family.shared:
+        plan.asked = True
+        _request(plan, progress, known=True)
     if plan.here and plan.seconds >= WORTH_WAITING * expected:
         return _compiled_here(plan, progress)
     return plan
@@ -233,10 +237,7 @@ def _note_sizes(plan: InterpretedPlan, progress: Progress) -> None:
     """Note that a plan is being compiled: why, and what is another than in those that differ in sizes alone."""
     progress.note()
     family = _family(plan, progress)
-    if family.shared:
-        if plan.record is not None:
-            plan.record.sizes = "served by a computation for several sizes"
-    elif plan.record is not None and (varied := family.varied(plan.sizes, plan.names)):
+    if plan.record is not None and (varied := family.varied(plan.sizes, plan.names)):
         plan.record.sizes = f"size {len(family.compiled) + 1} of it that is compiled: {varied}"
         if len(family.compiled) >= FREE:
             metrics.count("OneMoreSize")
@@ -244,8 +245,8 @@ def _note_sizes(plan: InterpretedPlan, progress: Progress) -> None:
     family.add(plan.sizes)
 
 
-def _request(plan: InterpretedPlan, progress: Progress) -> None:
-    """Ask the compiler's process."""
+def _request(plan: InterpretedPlan, progress: Progress, known: bool = False) -> None:
+    """Ask the compiler's process; ``known``: for what need not be compiled."""
     if service.failed:  # what has ended that process three times is not to end this one
         _stay(plan, service.failed)
         return
@@ -254,7 +255,7 @@ def _request(plan: InterpretedPlan, progress: Progress) -> None:
         return
     runtime, node = progress.runtime, progress.node
     try:
-        key = (id(runtime), id(node), progress.value_ids)
+        key = (id(runtime), id(node), progress.value_ids, known)
         request = path_request(
             key,
             runtime.backend,
@@ -263,11 +264,13 @@ def _request(plan: InterpretedPlan, progress: Progress) -> None:
             progress.value_ids,
             progress.leaf_specs(),
             progress.donated(),
+            known,
         )
     except NotSendable:
         plan.here = True
         return
-    _note_sizes(plan, progress)
+    if not known:
+        _note_sizes(plan, progress)
     plan.ticket = service.submit(request, loader(runtime.backend, runtime.device, runtime.specs))
     if plan.record is not None:
         plan.record.tier = "compiling"
@@ -282,6 +285,8 @@ def _taken_over(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
     try:
         answer, computation = claim(ticket, runtime.backend, runtime.device, runtime.specs)
         assert answer.sources is not None
+    except NotKnown:
+        return plan  # it is compiled when it has cost enough, as any other
     except NotSendable:
         plan.here = True
         return plan
@@ -292,8 +297,10 @@ def _taken_over(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
         _give_up(plan, error)
         return plan
     watch_pieces(runtime.backend, runtime.device, runtime.specs, computation, ticket.request, plan.record)
-    if plan.family is not None:
-        plan.family.note_answer(is_sized(answer.data))
+    if plan.family is not None and (is_sized(answer.data) or is_pieced(answer.data)):
+        plan.family.note_shared()
+        if plan.record is not None and is_sized(answer.data):
+            plan.record.sizes = "served by a computation for several sizes"
     made = plan_of(computation, progress.node.path(), progress.value_ids, answer.sources)
     return _successor(plan, progress, made)
 

@@ -14,7 +14,7 @@ import torch
 
 from ..backend.builder import capture_of
 from ..backend.interface import Backend
-from ..backend.kept import find_or_prepare
+from ..backend.kept import find_known, find_or_prepare
 from ..backend.optional import optional_of
 from ..backend.prepare import Prepared
 from ..backend.registry import make_by_recipe
@@ -26,7 +26,7 @@ from ..trace.graph import Sources, write_graph
 from .graphs import graph_from_data
 from .paths import NotSendable, define, path_from_data
 from .protocol import Kind, read_message, write_message
-from .request import PATH, Question, failure_to_data, prepared_to_data, read_request, settings_in_force
+from .request import KNOWN, PATH, NotKnown, Question, failure_to_data, prepared_to_data, read_request, settings_in_force
 
 __all__ = ["BOUNDS", "compile_request", "serve"]
 
@@ -97,7 +97,7 @@ def _compile(question: Question) -> tuple[Prepared, Sources | None]:
     backend, specs = _backend(question.recipe), CompileSpecs(question.specs)
     define(question.definitions)
     sources: Sources | None = None
-    if question.kind == PATH:
+    if question.kind in (PATH, KNOWN):
         given = path_from_data(question.content)
         made = write_graph(given.path, given.outputs, given.leaf_specs, capture_of(backend), given.donated)
         if made.refusals:
@@ -108,6 +108,11 @@ def _compile(question: Question) -> tuple[Prepared, Sources | None]:
         _rename(graph, question.names)
     able = optional_of(backend).compiler_settings
     with nullcontext() if able is None else able.compiling_under(question.engine):
+        if question.kind == KNOWN:
+            found = find_known(backend, specs, graph, fingerprint(graph))
+            if found is None:
+                raise NotKnown
+            return found, sources
         return find_or_prepare(backend, specs, graph, fingerprint(graph), question.source), sources
 
 

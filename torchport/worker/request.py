@@ -30,7 +30,10 @@ from .graphs import graph_to_data, operators
 from .paths import Definitions, NotSendable, definitions_of, dumps, loads, path_to_data
 
 __all__ = [
+    "KNOWN",
+    "PATH",
     "Answer",
+    "NotKnown",
     "Question",
     "Request",
     "answer_of",
@@ -46,6 +49,11 @@ __all__ = [
 
 PATH: Final = "path"
 GRAPH: Final = "graph"
+KNOWN: Final = "path, if nothing has to be compiled for it"
+
+
+class NotKnown(Exception):
+    """Something would have to be compiled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,15 +149,18 @@ def path_request(
     outputs: Sequence[int],
     leaf_specs: Sequence[TensorSpec],
     donated: Set[int] = frozenset(),
+    known: bool = False,
 ) -> Request:
     """Ask for the values with the ids ``outputs`` at the end of a trace path. Raises :class:`NotSendable`.
 
-    ``key``: what makes this computation this one; the service compiles once what is asked for twice.
+    ``key``: what makes this computation this one; the service compiles once what is asked for twice. ``known``: nothing
+    is to be compiled; the answer is :class:`NotKnown` where something would have to be.
     """
     recipe = _recipe(backend)
     data = path_to_data(path, outputs, leaf_specs, donated)
     engine = _engine_settings(backend)
-    question = Question(recipe, dict(specs), engine, _settings(), data.definitions, PATH, data.data, (), data.source)
+    kind = KNOWN if known else PATH
+    question = Question(recipe, dict(specs), engine, _settings(), data.definitions, kind, data.data, (), data.source)
     return _request(key, question, data.label)
 
 
@@ -202,6 +213,7 @@ def read_request(body: bytes) -> Question:
 _DONE: Final = "done"
 _FAILED: Final = "failed"
 _NOT_SENDABLE: Final = "not sendable"
+_NOT_KNOWN: Final = "not known"
 _SOURCES: Final = tuple(field.name for field in dataclasses.fields(Sources))
 
 
@@ -216,6 +228,8 @@ def failure_to_data(error: BaseException) -> bytes:
     """The answer to a request that did not."""
     if isinstance(error, NotSendable):
         return dumps((_NOT_SENDABLE, error.reason))[0]
+    if isinstance(error, NotKnown):
+        return dumps((_NOT_KNOWN,))[0]
     told = "".join(traceback.format_exception(error))
     if _ran_out_of_memory(error):
         message, op, source = f"the compiler's process ran out of memory: {error}", None, None
@@ -247,5 +261,7 @@ def answer_of(body: bytes, request: Request) -> Answer:
         return Answer(*fields, sources=sources)
     if kind == _NOT_SENDABLE:
         raise NotSendable(rest[0])
+    if kind == _NOT_KNOWN:
+        raise NotKnown
     message, op, source, told = rest
     raise CompileError(message, op=op or request.label, source=source or request.source) from RemoteError("\n" + told)

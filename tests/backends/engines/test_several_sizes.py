@@ -166,10 +166,9 @@ def _train(steps: Sequence[int], tolerance: float) -> None:
         torch.testing.assert_close(got.detach().cpu(), want, rtol=10 * tolerance, atol=10 * tolerance)
 
 
-def test_in_the_other_process_and_here_later_sizes_are_asked_for_at_once(
+def test_with_tiers_a_later_size_is_served_when_it_has_cost_enough(
     symbolic: type[Symbolic], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With tiers on: after two sizes were compiled a third one takes over at its second recorded run."""
     monkeypatch.setattr(tiers.costs, "_per_operator", {"symbolic": 2e-5})
     monkeypatch.setattr(tiers.costs, "note", lambda *args: None)
     monkeypatch.setattr(tiers, "FEW", 0)
@@ -179,11 +178,7 @@ def test_in_the_other_process_and_here_later_sizes_are_asked_for_at_once(
         torchport.use("symbolic")
         _forwards([(2, 5), (2, 7)] * 12)
         assert len(symbolic.graphs) == 1
-        tiers.costs._per_operator["symbolic"] = 1e3  # nothing would ever be worth it by itself
-        run_sizes.Family.any_shared = True
-        for family in run_sizes.families.values():
-            family.shared = True
-        found = _forwards([(2, 9)] * 6)
+        found = _forwards([(2, 9)] * 12)
     assert found["OtherSizes"] == 1
     assert len(symbolic.exact) == 1
 
@@ -244,6 +239,42 @@ def test_losses_of_classes_are_padded_exactly(engine: str, fresh: None) -> None:
     after = _counted()
     assert after["OtherSizes"] - before["OtherSizes"] >= 3
     assert after["NotSymbolic"] == before["NotSymbolic"]
+
+
+_TIERED = """
+import sys, torch, torchport
+sys.path[:0] = {paths!r}
+torchport.config.tiers, torchport.config.cache, torchport.config.cache_dir = "on", {cache!r}, {folder!r}
+torchport.use("xla")
+import test_several_sizes as own
+for length in (9, 12):
+    for _ in range(40):  # until it has come back often enough
+        own._forwards([(2, length)] * 10)
+        torchport.compiled(wait=True)
+        if torchport.metrics.counter("TakenOver") >= 1 + (length == 12):
+            break
+before = own._counted()
+for length in (10, 15, 40):  # the last one is for another bucket: nothing is compiled before it has cost enough
+    for _ in range(5):
+        own._forwards([(2, length)] * 6)
+        torchport.compiled(wait=True)
+after = own._counted()
+print(after["UncachedCompile"] - before["UncachedCompile"], after["OtherSizes"] - before["OtherSizes"])
+print([record.sizes for record in torchport.tiers() if "several" in record.sizes])
+"""
+
+
+@pytest.mark.parametrize("cache", ["on", "off"])
+def test_with_tiers_the_compilers_process_serves_further_sizes(cache: str, tmp_path: Path) -> None:
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
+    program = _TIERED.format(paths=paths, folder=str(tmp_path), cache=cache)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    compiled, told = done.stdout.splitlines()
+    assert compiled == "0 2"
+    assert told.count("served by a computation for several sizes") >= 2
 
 
 _NEXT = """

@@ -25,7 +25,6 @@ from ...backend.interface import Backend, BackendData, BackendDevice, ExecutionC
 from ...backend.interpreted_graph import Interpreter, can_interpret, interpreted_graph
 from ...backend.normal_form import input_specs
 from ...backend.serialize import fingerprint
-from ...backend.sizes.sized import is_sized
 from ...core import metrics
 from ...core.config import config
 from ...core.default_state import default_state
@@ -169,10 +168,10 @@ class Part:
         if ticket is None or not ticket.done():
             return False
         try:
-            answer, made = claim(ticket, self.backend, self.device, self.specs)
+            _, made = claim(ticket, self.backend, self.device, self.specs)
         except NotSendable:
             native.announce()
-            answer, made = None, computations.get(self.backend, self.device, self.specs, self.graph, None)
+            made = computations.get(self.backend, self.device, self.specs, self.graph, None)
         except (Cancelled, EntryRefused):
             if service.failed or service.off:
                 self._stay(service.failed or service.off)
@@ -183,8 +182,6 @@ class Part:
             self._stay(str(error))
             say_it_stays(error)
             return False
-        if self.family is not None:
-            self.family.note_answer(answer is not None and is_sized(answer.data))
         watch_pieces(self.backend, self.device, self.specs, made, self._request, self.record)
         metrics.count("TakenOver")
         metrics.metrics.add_time("TakeOverTime", self.record.take_over())
