@@ -9,6 +9,7 @@ another. Families are kept with the disk cache: a process that meets sizes which
 from __future__ import annotations
 
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -68,12 +69,22 @@ class _ForSeveral:
         if not self.form.describes(sketch):
             return False
         values = self.form.values(sketch)
-        fits = self.padding is None or bucket_of(values) == self.padding.bucket
-        return fits and hold(self.guards, values)
+        if self.padding is not None and (bucket_of(values) != self.padding.bucket or not _is_padded_little(values)):
+            return False
+        return hold(self.guards, values)
 
     def prepared(self, about: Prepared, sketch: Sketch, new: bool) -> Prepared:
         """A graph that it serves, of which ``about`` is known; ``new``: it was made just now."""
         return sized(about, self.base, new, self.padding, self.form.values(sketch))
+
+
+MOST_PADDING: Final = 1.5
+"""How many times as large as they are sizes become by padding at most, where what is not compiled is interpreted."""
+
+
+def _is_padded_little(values: Sequence[int]) -> bool:
+    """Whether computing with padding costs less than what else there is: interpreting, or else compiling once more."""
+    return config.tiers == "off" or math.prod(bucket_of(values)) <= MOST_PADDING * math.prod(values)
 
 
 @dataclass(slots=True)
@@ -153,6 +164,8 @@ def compiled_for_several(
     tries = BUCKETS if optional_of(backend).symbolic_sizes is None else TRIES
     form = form_of([*alike, sketch]) if alike and family.tries < tries else None
     if form is None:
+        return None
+    if optional_of(backend).symbolic_sizes is None and not _is_padded_little(form.values(sketch)):
         return None
     family.tries += 1
     start = perf_counter()
