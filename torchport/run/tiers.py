@@ -19,6 +19,7 @@ from .. import native
 from ..backend.compiler import EntryRefused, computations
 from ..backend.execution import Computation
 from ..backend.interface import BackendDevice
+from ..backend.optional import optional_of
 from ..backend.pieced import is_pieced
 from ..backend.sizes.sized import is_sized
 from ..core import metrics
@@ -157,8 +158,8 @@ def is_worth_recording(backend: Backend, sights: Sights) -> bool:
     is_short = sights.ops < FEW and sights.seconds < sights.times * sights.ops * LITTLE
     if is_short and WORTH_A_PROCESS * costs.expected(backend.name, 1):
         return False
-    if Family.any_shared and sights.seconds >= RECORDING * sights.ops:
-        return True  # it may be another size of what is compiled
+    if Family.any_shared and optional_of(backend).symbolic_sizes is not None:
+        return sights.seconds >= RECORDING * sights.ops  # it may be another size of what is compiled
     return costs_enough(backend, sights.seconds, sights.ops)
 
 
