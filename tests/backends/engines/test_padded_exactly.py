@@ -120,3 +120,12 @@ def test_more_rows_than_float32_counts_are_not_masked(engine: str, monkeypatch: 
     assert not _same(lambda x: x.cumsum(0).sum(), lambda b, _: (torch.randn(b, 3),), sizes)
     monkeypatch.setattr(padded, "_EXACT", 1 << 24)
     assert _same(lambda x: x.cumsum(0).sum() + 1, lambda b, _: (torch.randn(b, 3),), sizes)
+
+
+def test_negative_places_in_several_dimensions_count_from_the_end(engine: str) -> None:
+    """On ``openvino`` they were places in another row, whatever the sizes."""
+    _same(
+        lambda x, i: x[torch.arange(x.shape[0], device=x.device) - 2, i],
+        lambda b, t: (torch.randn(b, t, 3), torch.randint(-t, t, (b,))),
+        _SIZES,
+    )

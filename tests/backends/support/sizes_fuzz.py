@@ -317,7 +317,9 @@ def _series(draw: random.Random) -> list[tuple[int, int]]:
     found = [(draw.choice(batches), draw.choice(lengths)) for _ in range(8)]
     if draw.random() < 0.2:
         found.append(
-            draw.choice(((1, found[0][1]), (C, C), (found[0][1],) * 2, (found[0][0], 1), (0, found[0][1]), (3, 17)))
+            draw.choice(
+                ((1, found[0][1]), (C, C), (found[0][1], found[0][1]), (found[0][0], 1), (0, found[0][1]), (3, 17))
+            )
         )
         found.append((draw.choice(batches), draw.choice(lengths)))
     return found
