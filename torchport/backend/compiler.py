@@ -8,6 +8,7 @@ they were prepared.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -43,11 +44,17 @@ from .serialize import fingerprint
 from .sizes.families import forget
 from .sizes.sized import is_sized, make_sized
 
+log: Final = logging.getLogger("torchport.compile")
+
 __all__ = ["Computations", "EntryRefused", "compile_graph", "computations", "finish"]
 
 
 class EntryRefused(CompileError):
     """The engine does not take what the disk cache has. The entry is gone: to be compiled anew."""
+
+
+class SizesRefused(CompileError):
+    """The engine does not load a computation for several sizes, which was made just now. It may take one for each."""
 
 
 class Computations:
@@ -106,7 +113,7 @@ class Computations:
             for prepared in prepare_all(backend, specs, wanted, source):
                 try:
                     found[prepared.mark] = self.take(backend, device, specs, prepared)
-                except EntryRefused:  # the entry is gone: this one is compiled by itself
+                except (EntryRefused, SizesRefused):  # what was refused is gone: this one is compiled by itself
                     found[prepared.mark] = self.get(backend, device, specs, wanted[prepared.mark], source)
         return [cast("Computation", found[mark]) for mark in marks]
 
@@ -125,7 +132,7 @@ class Computations:
             return None
         try:
             return self.keep(finish(backend, device, specs, kept), specs)
-        except EntryRefused:
+        except (EntryRefused, SizesRefused):
             return None
 
     def take(self, backend: Backend, device: BackendDevice, specs: CompileSpecs, prepared: Prepared) -> Computation:
@@ -209,9 +216,11 @@ def finish(backend: Backend, device: BackendDevice, specs: CompileSpecs, prepare
     def base(one: Prepared) -> Computation:
         try:
             return part(one)
-        except CompileError:
+        except CompileError as error:
             forget(one.mark)
-            raise
+            if isinstance(error, EntryRefused):
+                raise
+            raise SizesRefused(error.message, op=error.op, source=error.source) from error
 
     if is_pieced(prepared.data):
         made = make_pieced(backend, device, prepared, part)
@@ -277,4 +286,10 @@ def _load_or_compile(
         except EntryRefused:
             if config.cache == "cache-only":
                 raise
-            return finish(backend, device, specs, find_or_prepare(backend, specs, graph, mark, source))
+            prepared = find_or_prepare(backend, specs, graph, mark, source)
+        except SizesRefused as error:
+            if config.cache == "cache-only":
+                raise
+            log.info("compiled for one set of sizes, since the engine does not load what is for several: %s", error)
+            prepared = prepare(backend, specs, graph, mark, source)
+        return finish(backend, device, specs, prepared)

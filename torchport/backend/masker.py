@@ -180,8 +180,9 @@ class Masker:
             raise Inexact(f"a size is computed from one that changes ({size})")
         return ((size, at),)
 
-    def true_number(self, number: Any, variants: Sequence[Any]) -> fx.Node:
-        """A number that is a constant times symbols, of the true sizes. Raises :class:`Inexact` for any other."""
+    def true_number(self, number: Any, variants: Sequence[Any], dtype: torch.dtype) -> fx.Node:
+        """A number that is a constant times symbols, of the true sizes, in this dtype. Raises :class:`Inexact` for any
+        other."""
         moved = [at for at, other in enumerate(variants) if other != number]
         rest, b = number, self.builder
         for at in moved:
@@ -189,9 +190,9 @@ class Masker:
             if not fits or rest % self.sizes[at]:
                 raise Inexact("a number is computed from a size that changes")
             rest //= self.sizes[at]
-        made = b(aten.full.default, [], rest, dtype=torch.float32, device=torch.device("cpu"))
+        made = b(aten.full.default, [], rest, dtype=dtype, device=torch.device("cpu"))
         for at in moved:
-            made = b(aten.mul.Tensor, made, b.cast(self.true[at], torch.float32))
+            made = b(aten.mul.Tensor, made, b.cast(self.true[at], dtype))
         return made
 
     def from_shapes(self, node: fx.Node, variants: Sequence[fx.Node]) -> Layout:

@@ -1,6 +1,7 @@
 """Rules of :mod:`.masking` for what training steps hold besides: losses of classes and backward operators.
 
-What a backward operator sums over rows gets zeros for the gradient beyond the true size.
+What a backward operator sums over rows gets zeros beyond the true size, for what it multiplies by the gradient, too:
+what was computed of zeros there may be no number, and nothing times that is none.
 """
 
 from __future__ import annotations
@@ -12,11 +13,21 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from .masker import Inexact, Masker, arguments, broadcast, is_padded, rule_for, whole
+from .masker import Dim, Inexact, Masker, arguments, broadcast, is_padded, rule_for, whole
 
 __all__: list[str] = []
 
 aten = torch.ops.aten
+
+
+def _alike(*layouts: Sequence[Dim]) -> None:
+    """Raises :class:`Inexact` where rows do not stand at the same places: ``[B, T]`` and ``[T, B]``, both flattened."""
+    if any(tuple(one) != tuple(layouts[0]) for one in layouts):
+        raise Inexact("an operator puts dimensions together that are padded in different ways")
+
+
+def _zeros_beyond(m: Masker, *nodes: fx.Node | None) -> dict[fx.Node, fx.Node]:
+    return {node: m.masked(node, 0) for node in nodes if node is not None and m.any_padded(node)}
 
 
 @rule_for(aten.nll_loss_forward.default, aten.nll_loss_backward.default)
@@ -29,6 +40,7 @@ def _picked_losses(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any
     m.same_constants(node, variants)
     if is_padded(layout[-1]) or (weight is not None and m.any_padded(weight)):
         raise Inexact("the number of classes is padded")
+    _alike(layout[:-1], m.layout(target))
     made = m.copy(node, {target: m.masked(target, ignored)} if m.any_padded(target) else {})
     if node.target is aten.nll_loss_backward.default:
         return made, layout
@@ -44,31 +56,35 @@ def _scaled(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
         m.same_constants(node, variants)
         return m.copy(node), after
     b, dtype = m.builder, node.meta["val"].dtype
-    true = m.true_number(number, others)
-    by_tensor = aten.div.Tensor if node.target in (aten.div.Tensor, aten.div.Scalar) else aten.mul.Tensor
     if not dtype.is_floating_point:
         raise Inexact("a number is computed from a size that changes")
-    return b(by_tensor, m.values[node.args[0]], b.cast(true, dtype)), after  # type: ignore[index]
+    # A number is as exact as what is computed with it: more than 16 bits have where they are a program's own.
+    wide = dtype if dtype is torch.float64 else torch.float32
+    by_tensor = aten.div.Tensor if node.target in (aten.div.Tensor, aten.div.Scalar) else aten.mul.Tensor
+    value = b.cast(m.values[node.args[0]], wide)  # type: ignore[index]
+    return b.cast(b(by_tensor, value, m.true_number(number, others, wide)), dtype), after
 
 
 @rule_for(aten.native_layer_norm_backward.default)
 def _layer_norm_backward(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
-    grad, source, shape = arguments(node, "grad_out", "input", "normalized_shape")
+    grad, source, shape, mean, rstd = arguments(node, "grad_out", "input", "normalized_shape", "mean", "rstd")
     layout, count = m.layout(source), len(tree_leaves(shape))
     if any(map(is_padded, layout[len(layout) - count :])):
         raise Inexact("a normalisation over the padded dimension")
+    _alike(layout, m.layout(grad))
     m.same_constants(node, variants)
     few = whole(node.meta["val"][1]) if node.meta["val"][1] is not None else ()
-    return m.copy(node, {grad: m.masked(grad, 0)} if m.any_padded(grad) else {}), [layout, few, few]
+    return m.copy(node, _zeros_beyond(m, grad, source, mean, rstd)), [layout, few, few]
 
 
 @rule_for(aten.embedding_dense_backward.default)
 def _embedding_backward(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
-    (grad,) = arguments(node, "grad_output")
+    grad, indices = arguments(node, "grad_output", "indices")
     if is_padded(m.layout(grad)[-1]):
         raise Inexact("the width of an embedding is padded")
+    _alike(m.layout(grad)[:-1], m.layout(indices))
     m.same_constants(node, variants)
-    return m.copy(node, {grad: m.masked(grad, 0)} if m.any_padded(grad) else {}), whole(node.meta["val"])
+    return m.copy(node, _zeros_beyond(m, grad, indices)), whole(node.meta["val"])
 
 
 @rule_for(aten.convolution_backward.default)
@@ -78,9 +94,10 @@ def _convolution_backward(m: Masker, node: fx.Node, variants: Sequence[fx.Node])
     layout = m.layout(source)
     if any(map(is_padded, (*layout[1:], *m.layout(grad)[1:], *m.layout(weight)))):
         raise Inexact("a convolution of padded images")
+    _alike(layout[:1], m.layout(grad)[:1])
     m.same_constants(node, variants)
     results = [layout, *(whole(value) if value is not None else () for value in node.meta["val"][1:])]
-    return m.copy(node, {grad: m.masked(grad, 0)} if m.any_padded(grad) else {}), results
+    return m.copy(node, _zeros_beyond(m, grad, source)), results
 
 
 @rule_for(
@@ -94,6 +111,7 @@ def _pool_backward(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any
     inputs = node.all_input_nodes
     if len(layout) != 4 or any(is_padded(dim) for one in inputs for dim in m.layout(one)[1:]):
         raise Inexact(f"{node.target} with padded images")
+    _alike(*(m.layout(one)[:1] for one in inputs))
     m.same_constants(node, variants)
     return m.copy(node), layout
 
@@ -107,8 +125,8 @@ def _scattered(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     others = [m.layout(one) for one in node.all_input_nodes if one not in (source, index)]
     if any(is_padded(one[dim]) for one in (layout, rows, *others)):
         raise Inexact("places along the padded dimension are written by number")
-    padded = [tuple(at for at in one if is_padded(at)) for one in (layout, rows, *others)]
-    if any(one != padded[0] for one in padded):
-        raise Inexact("rows are written that are padded in different ways")
+    for dims in zip(layout, rows, *others, strict=True):
+        if any(map(is_padded, dims)) and any(one != dims[0] for one in dims):
+            raise Inexact("rows are written that are padded in different ways")
     m.same_constants(node, variants)
-    return m.copy(node), layout
+    return m.copy(node, _zeros_beyond(m, index)), layout

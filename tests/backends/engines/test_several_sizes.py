@@ -79,7 +79,7 @@ def symbolic(fresh: None) -> Iterator[type[Symbolic]]:
     """The backend that keeps graphs with symbols as they are, on ``port:0``."""
     for kept in (Symbolic.graphs, Symbolic.exact, Symbolic.destroyed):
         kept.clear()
-    Symbolic.limit, Symbolic.refuses = 0, ""
+    Symbolic.limit, Symbolic.refuses, Symbolic.loads_none = 0, "", False
     torchport.register(Symbolic)
     torchport.use("symbolic")
     yield Symbolic
@@ -120,6 +120,13 @@ def test_what_cannot_have_symbols_is_compiled_for_each_size(symbolic: type[Symbo
     assert (found["ForSeveralSizes"], found["OtherSizes"]) == (0, 0)
     assert len(symbolic.exact) == 7
     assert found["NotSymbolic"] == known.TRIES  # and is not tried for ever
+
+
+def test_what_the_engine_does_not_load_is_compiled_for_each_size(symbolic: type[Symbolic]) -> None:
+    symbolic.loads_none = True
+    found = _forwards([(2, 5), (2, 7), (2, 9), (2, 11)])
+    assert found["OtherSizes"] == 0
+    assert len(symbolic.exact) == 4
 
 
 def test_with_the_setting_off_each_size_is_compiled(symbolic: type[Symbolic]) -> None:

@@ -8,6 +8,7 @@ another. Families are kept with the disk cache: a process that meets sizes which
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 from collections import OrderedDict
@@ -25,6 +26,7 @@ from ...cache.folder import CacheFolder
 from ...core import metrics
 from ...core.config import config
 from ...core.errors import CompileError
+from ...core.forks import guarded_lock
 from ...core.sharding import is_partitioned
 from ...core.specs import CompileSpecs
 from ..answers import checked_processed
@@ -98,6 +100,8 @@ class _Family:
 
 families: Final[OrderedDict[tuple[str, ...], _Family]] = OrderedDict()
 """By backend, compile specs and digest; the one that was used last is at the end."""
+_lock: Final = guarded_lock()
+"""Held while families are looked through: the compile service's thread loads computations beside the program's."""
 
 
 def may_vary(backend: Backend) -> bool:
@@ -116,13 +120,14 @@ def _is_padded(backend: Backend) -> bool:
 
 def _family(backend: Backend, specs: CompileSpecs, sketch: Sketch) -> _Family:
     key = (backend.name, str(backend.version), specs.fingerprint(), sketch.digest)
-    found = families.get(key)
-    if found is None:
-        found = families[key] = _Family()
-        while len(families) > FAMILIES:
-            families.popitem(last=False)
-    else:
-        families.move_to_end(key)
+    with _lock:
+        found = families.get(key)
+        if found is None:
+            found = families[key] = _Family()
+            while len(families) > FAMILIES:
+                families.popitem(last=False)
+        else:
+            families.move_to_end(key)
     return found
 
 
@@ -144,8 +149,9 @@ def served(backend: Backend, specs: CompileSpecs, graph: fx.GraphModule, about: 
 
 def forget(mark: str) -> None:
     """Have no computation for several sizes with this fingerprint: the engine does not take it."""
-    for family in families.values():
-        family.made = [one for one in family.made if one.base.mark != mark]
+    with _lock:
+        for family in families.values():
+            family.made = [one for one in family.made if one.base.mark != mark]
 
 
 def compiled_for_several(
@@ -196,7 +202,9 @@ def _compiled(
 
     symbolic = symbolic_graph(graph, form, sketch)
     able = optional_of(backend).symbolic_sizes
-    mark = f"{about.mark} for several sizes, as {','.join(map(str, form.values(sketch)))}"
+    # Two forms may describe one graph, such as one whose batch is as large as its length is: they are told apart.
+    of = hashlib.blake2b(repr((form.sources, sorted((at, size.terms) for at, size in form.varying.items()))).encode())
+    mark = f"{about.mark} for several sizes, as {','.join(map(str, form.values(sketch)))} {of.hexdigest()[:16]}"
     if able is None:
         module, padding = padded_graph(backend, graph, form, sketch, symbolic)
         base = with_bytes(backend, specs, module, replace(describe(module, mark, about.source), label=about.label))

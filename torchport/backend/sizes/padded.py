@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["Padding", "bucket_of", "make_padded", "padded_graph", "padding_from_json", "padding_to_json"]
 
 _BUCKETS: Final = Buckets(())
+_EXACT: Final = 1 << 24
+"""The largest size that can be masked: float32 has all whole numbers up to it."""
 _RANDOM: Final = "keys"
 """The input of a graph from a trace that random operators are drawn from, by where an element stands."""
 
@@ -106,13 +108,15 @@ def padded_graph(
         raise Inexact("random numbers depend on where they stand in a tensor")
     require_products(symbolic.module, [symbol.node.expr for symbol in symbolic.symbols])
     bucket = bucket_of(form.values(sketch))
+    if max(bucket) > _EXACT:
+        raise Inexact(f"a size of more than {_EXACT} is no exact number in the comparisons of masks")
     others = [other_size(size) for size in bucket]
     sets = [bucket, *((*bucket[:at], other, *bucket[at + 1 :]) for at, other in enumerate(others))]
     try:
         graphs = [_resized(graph, form, sketch, one) for one in sets]
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise Inexact(f"the graph is not for every size: {error}") from error
-    # Compared as float32: some engines have no order of integers, and sizes are exact in it far beyond any bucket.
+    # Compared as float32: some engines have no order of integers, and sizes are exact in it up to this one.
     masked = mask_padding(graphs, bucket, others, capture_of(backend), number=torch.float32)
     module = masked.module
     output: Any = module.graph.output_node()

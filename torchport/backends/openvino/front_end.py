@@ -13,6 +13,7 @@ import operator
 from collections.abc import Iterator
 from typing import Any, Final
 
+import numpy
 import torch
 from torch import fx
 
@@ -101,7 +102,12 @@ def converted(w: Writer, node: fx.Node) -> Any:
         source = inputs[at]
         value = w.value(source)
         if val(source).dtype in (torch.int64, torch.int32):
-            value = w.ops.convert(w.index(source), "i64" if val(source).dtype is torch.int64 else "i32").output(0)
+            kind = "i64" if val(source).dtype is torch.int64 else "i32"
+            value = w.ops.convert(w.index(source), kind).output(0)
+            if size := _counted_in(node, source):
+                value = w.ops.floor_mod(
+                    value, w.ops.constant(numpy.array(size, numpy.int64 if kind == "i64" else numpy.int32))
+                ).output(0)
         for target in list(parameter.output(0).get_target_inputs()):
             target.replace_source_output(value)
     made = [
@@ -112,6 +118,20 @@ def converted(w: Writer, node: fx.Node) -> Any:
         return made[0]
     places = {at: value for (at, _), value in zip(_flat(node.meta["val"]), made, strict=True)}
     return [places.get(at) for at in range(len(node.meta["val"]))]
+
+
+def _counted_in(node: fx.Node, source: fx.Node) -> int:
+    """The size of the dimension in which an index of ``aten.index`` picks, or 0.
+
+    The front end joins several indices to one, in which a negative one would be a place in another row.
+    """
+    if node.target is not aten.index.Tensor or source is node.args[0]:
+        return 0
+    indices: Any = node.args[1]
+    if any(one is not None and val(one).dtype is torch.bool for one in indices):
+        return 0
+    sizes = {val(node.args[0]).shape[at] for at, one in enumerate(indices) if one is source}  # type: ignore[arg-type]
+    return sizes.pop() if len(sizes) == 1 else 0
 
 
 _tried: Final[dict[Any, str]] = {}
