@@ -8,7 +8,8 @@ lengths as ``--sizes``, then as many batch sizes, then both at random: each in `
 computations that were compiled, and how many of these for several sizes; where that was not possible; the largest
 difference from CPU eager; and per pass the time over CPU eager's in the same process, steps that compiled left out.
 ``remainder``: 12 batches of 32 and one of 13 per pass; instead of that ratio the longest step of the third pass over
-its median. ``gpt2`` is a forward, ``mlp`` and ``conv`` train (no lengths: only batch sizes).
+its median. With tiers on, the compiler's process makes the computations for several sizes: the column counts none.
+``gpt2`` is a forward, ``mlp`` and ``conv`` train (no lengths: only batch sizes).
 """
 
 from __future__ import annotations

@@ -385,9 +385,9 @@ class GraphBuilder(Builder):
         try:
             value = self._run(op, args, kwargs)
         except (RuntimeError, ValueError):
-            if op is not aten.view.default:
+            if op is not aten.view.default or self.val(args[0]).is_contiguous():
                 raise
-            # A rewrite gave the input other strides than the trace saw; a contiguous copy always has a view.
+            # A rewrite gave the input other strides than the trace saw; a contiguous copy has every view there is.
             contiguous = self._add(aten.clone.default, [args[0]], {"memory_format": torch.contiguous_format})
             return self._add(op, [contiguous, *args[1:]], kwargs)
         node = self._describe(self.graph.call_function(op, *_without_defaults(op, args, kwargs)), value)

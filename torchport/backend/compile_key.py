@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from ..cache.digests import Digests
+from ..core.config import config
 from ..core.specs import CompileSpecs, TensorSpec
 from .control_flow import inner_graph
 from .interface import Backend
@@ -179,7 +180,12 @@ def manifest_of(
         "specs": specs.fingerprint(),
         "device": device.type,
         "settings": _settings(),
-        "form": "in pieces where it repeats" if in_pieces(backend) else "whole",
+        "form": " ".join(
+            [
+                "in pieces where it repeats" if in_pieces(backend) else "whole",
+                *(["each size by itself"] if config.sizes == "off" else []),
+            ]
+        ),
         "engine's settings": _short({name: repr(value) for name, value in settings.items()}),
         **identity,
         **{f"engine: {name}": text for name, text in engine.items()},

@@ -21,6 +21,7 @@ from .builder import Capture, GraphBuilder
 from .partition import REFUSAL
 
 __all__ = [
+    "TRUE_SIZE",
     "Dim",
     "Factor",
     "Inexact",
@@ -141,6 +142,10 @@ def rule_for(*ops: Any) -> Callable[[Rule], Rule]:
         return rule
 
     return enter
+
+
+TRUE_SIZE: Final = "true_size_"
+"""How the inputs of a masked graph are named that are the true sizes."""
 
 
 class Masker:
@@ -346,7 +351,7 @@ class Masker:
                 self.layouts[node] = self.from_shapes(node, variants) if tensor else ()
                 if position == inputs - 1:
                     spec = TensorSpec((), self.number, ())
-                    self.true = [self.builder.placeholder(f"true_size_{at}", spec) for at in range(len(self.sizes))]
+                    self.true = [self.builder.placeholder(f"{TRUE_SIZE}{at}", spec) for at in range(len(self.sizes))]
             elif node.op == "get_attr":
                 held = getattr(graphs[0], str(node.target))
                 if not isinstance(held, torch.Tensor):

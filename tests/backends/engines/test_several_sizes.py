@@ -129,6 +129,32 @@ def test_what_the_engine_does_not_load_is_compiled_for_each_size(symbolic: type[
     assert len(symbolic.exact) == 4
 
 
+def test_whatever_goes_wrong_with_symbols_each_size_by_itself_is_compiled(
+    symbolic: type[Symbolic], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any) -> Any:
+        raise SyntaxError("a graph whose code cannot be written")
+
+    monkeypatch.setattr(known, "_compiled", broken)
+    found = _forwards([(2, 5), (2, 7), (2, 9)])
+    assert (found["UncachedCompile"], found["NotSymbolic"]) == (3, 2)
+
+
+def test_what_is_padded_to_buckets_is_not_padded_again(fresh: None) -> None:
+    """By torch.compile's option: its graphs for several buckets are equal but for sizes, too."""
+    host, _ = _model()
+    torch._dynamo.reset()
+    made = torch.compile(host, backend="torchport", options={"backend": "xla", "buckets": True})
+    before = _counted()
+    with torch.no_grad():
+        for length in (5, 7, 12, 30, 13):
+            x = torch.randn(2, length, 6)
+            torch._dynamo.mark_dynamic(x, 1)
+            torch.testing.assert_close(made(x), host(x), rtol=1e-4, atol=1e-5)
+    found = {name: after - before[name] for name, after in _counted().items()}
+    assert (found["UncachedCompile"], found["ForSeveralSizes"], found["OtherSizes"]) == (3, 0, 0)
+
+
 def test_with_the_setting_off_each_size_is_compiled(symbolic: type[Symbolic]) -> None:
     with config.override(sizes="off"):
         found = _forwards([(2, 5), (2, 7), (2, 9)])
@@ -255,16 +281,19 @@ torchport.config.tiers, torchport.config.cache = "on", "off"
 torchport.use("inductor")
 import test_several_sizes as own
 for length in (11, 14):
-    for _ in range(40):  # until it has come back often enough
+    for _ in range(600):  # until it has cost enough, which takes as long as the machine is quick
         own._forwards([(2, length)] * 10)
         torchport.compiled(wait=True)
         if torchport.metrics.counter("TakenOver") >= 1 + (length == 14):
             break
 before = own._counted()
 for length in (13, 15, 40):
-    for _ in range(5):
+    taken = torchport.metrics.counter("TakenOver")
+    for _ in range(100):
         own._forwards([(2, length)] * 6)
         torchport.compiled(wait=True)
+        if torchport.metrics.counter("TakenOver") > taken:
+            break
 after = own._counted()
 print(after["UncachedCompile"] - before["UncachedCompile"], after["OtherSizes"] - before["OtherSizes"])
 print([record.sizes for record in torchport.tiers() if "several" in record.sizes])

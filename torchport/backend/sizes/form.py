@@ -46,11 +46,6 @@ class Size:
             total = total + product
         return total
 
-    @property
-    def is_product(self) -> bool:
-        """Whether it is a constant times symbols."""
-        return len(self.terms) == 1
-
 
 def replaced(value: Any, size: Callable[[int], Any]) -> Any:
     """An argument of a node with each integer in it, in order, as what ``size`` makes of it."""

@@ -20,6 +20,7 @@ from ..builder import GraphBuilder, capture_of
 from ..container import spec_from_json, spec_to_json
 from ..execution import Computation
 from ..interface import Backend, BackendData, BackendDevice, ExecutionContext
+from ..masker import TRUE_SIZE
 from ..masking import Inexact, Layout, mask_padding
 from ..prepare import Prepared
 from ..runner import CallingBackend, runner_of
@@ -106,6 +107,8 @@ def padded_graph(
     """The graph for the bucket of its sizes, with masks: it takes the true sizes, too. Raises :class:`Inexact`."""
     if any(node.name == _RANDOM for node in graph.graph.find_nodes(op="placeholder")):
         raise Inexact("random numbers depend on where they stand in a tensor")
+    if any(node.name.startswith(TRUE_SIZE) for node in graph.graph.find_nodes(op="placeholder")):
+        raise Inexact("it is padded already")
     require_products(symbolic.module, [symbol.node.expr for symbol in symbolic.symbols])
     bucket = bucket_of(form.values(sketch))
     if max(bucket) > _EXACT:
