@@ -44,6 +44,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_process_ends_while_a_thread_of_it_compiles(tmp_path: Path) -> None:
     compiler, started = tmp_path / "slow++", tmp_path / "started"
     compiler.write_text(SLOW)

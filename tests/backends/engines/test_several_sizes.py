@@ -241,7 +241,7 @@ def test_an_engine_computes_many_sizes_with_few_computations(engine: str, fresh:
     assert not found["NotSymbolic"]
 
 
-@pytest.mark.parametrize("engine", REAL)
+@pytest.mark.parametrize("engine", [pytest.param("inductor", marks=pytest.mark.slow), "xla", "openvino"])
 def test_an_engine_trains_on_many_sizes(engine: str, fresh: None) -> None:
     """Sizes come in turns, so that one library's runs for several sizes follow each other on the engine's own queue."""
     torchport.use(engine)
@@ -324,7 +324,7 @@ print(found["UncachedCompile"], found["OtherSizes"])
 """
 
 
-@pytest.mark.parametrize("engine", ["inductor", "xla"])
+@pytest.mark.parametrize("engine", ["inductor", pytest.param("xla", marks=pytest.mark.slow)])
 def test_another_process_compiles_nothing_for_sizes_that_nobody_has_met(engine: str, tmp_path: Path) -> None:
     paths = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
 
