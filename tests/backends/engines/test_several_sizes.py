@@ -338,3 +338,24 @@ def test_another_process_compiles_nothing_for_sizes_that_nobody_has_met(engine: 
 
     assert run([(2, 9), (2, 12)])[0] == "2"
     assert run([(2, 10), (2, 15)]) == ["0", "2"]
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x: x.lerp(x.cos(), torch.tensor(0.3, device=x.device)),
+        lambda x: torch.addcmul(x, x.sin(), torch.tensor([[2.0]], device=x.device), value=0.5),
+        lambda x: torch.addcdiv(torch.tensor(1.0, device=x.device), x.sin(), x.cos() + 3.0, value=2.0),
+    ],
+)
+def test_averages_and_products_broadcast_in_several_sizes(
+    symbolic: type[Symbolic], step: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """PyTorch's shape rules of these three fail for a size that is a symbol, with a traceback on standard error."""
+    before = _counted()
+    for length in (5, 7, 9, 12):
+        x = torch.randn(2, length)
+        torch.testing.assert_close(step(x.to("port")).cpu(), step(x))
+    found = {name: after - before[name] for name, after in _counted().items()}
+    assert found == {"UncachedCompile": 2, "ForSeveralSizes": 1, "OtherSizes": 2, "NotSymbolic": 0}
+    assert "failed while" not in capfd.readouterr().err
