@@ -40,8 +40,9 @@ class InterpretedPlan(ExecutionPlan):
 
     ``since``: when it was made. ``seconds``: what its runs have cost so far. ``ticket``: the compile service's, of what
     is to take its place. ``here``: no other process can compile it. ``asked``: that process was asked whether it knows
-    it. ``stays``: it does not compile. ``record``: the same for people. ``family``: the computations that differ from
-    it in sizes alone, ``sizes`` its own, and names of the first of them; known once it may be worth compiling.
+    it. ``exact``: the engine does not load what is for several sizes. ``stays``: it does not compile. ``record``: the
+    same for people. ``family``: the computations that differ from it in sizes alone, ``sizes`` its own, and names of
+    the first of them; known once it may be worth compiling.
     """
 
     takes_tensors: ClassVar[bool] = True
@@ -49,6 +50,7 @@ class InterpretedPlan(ExecutionPlan):
     ticket: Any = None
     here: bool = False
     asked: bool = False
+    exact: bool = False
     stays: bool = False
     since: float = field(default_factory=time.monotonic)
     record: TierRecord | None = None

@@ -12,11 +12,11 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Final
 
 from .. import native
-from ..backend.compiler import EntryRefused, computations
+from ..backend.compiler import EntryRefused, SizesRefused, computations
 from ..backend.execution import Computation
 from ..backend.interface import BackendDevice
 from ..backend.optional import optional_of
@@ -256,17 +256,18 @@ def _request(plan: InterpretedPlan, progress: Progress, known: bool = False) -> 
         return
     runtime, node = progress.runtime, progress.node
     try:
-        key = (id(runtime), id(node), progress.value_ids, known)
-        request = path_request(
-            key,
-            runtime.backend,
-            runtime.specs,
-            node.path(),
-            progress.value_ids,
-            progress.leaf_specs(),
-            progress.donated(),
-            known,
-        )
+        key = (id(runtime), id(node), progress.value_ids, known, plan.exact)
+        with each_size_by_itself() if plan.exact else nullcontext():
+            request = path_request(
+                key,
+                runtime.backend,
+                runtime.specs,
+                node.path(),
+                progress.value_ids,
+                progress.leaf_specs(),
+                progress.donated(),
+                known,
+            )
     except NotSendable:
         plan.here = True
         return
@@ -293,6 +294,12 @@ def _taken_over(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
         return plan
     except (Cancelled, EntryRefused):
         plan.seconds = 0.0  # it is asked for again when it has cost as much again
+        return plan
+    except SizesRefused as error:
+        if plan.exact:
+            _give_up(plan, error)
+        else:
+            plan.exact = plan.asked = True  # it is asked for again as soon as it has cost enough
         return plan
     except TorchportError as error:
         _give_up(plan, error)
@@ -344,9 +351,15 @@ def _stay(plan: InterpretedPlan, why: str) -> None:
         plan.record.stay(why)
 
 
+def each_size_by_itself() -> AbstractContextManager[object]:
+    """Have what is asked for compiled for its own sizes, inside a ``with`` block."""
+    return config.override(sizes="off")
+
+
 def claim(ticket: Ticket, backend: Backend, device: BackendDevice, specs: CompileSpecs) -> tuple[Answer, Computation]:
     """What the other process has compiled, made runnable here. Raises :class:`CompileError`, :class:`NotSendable`,
-    :class:`Cancelled`, and :class:`EntryRefused` where it is to be asked for again."""
+    :class:`Cancelled`, and where it is to be asked for again :class:`EntryRefused`, or :class:`SizesRefused` if that is
+    for its own sizes alone."""
     answer = ticket.result()
     if not answer.kept and answer.seconds:
         costs.note(backend.name, answer.ops, answer.seconds)

@@ -359,3 +359,48 @@ def test_averages_and_products_broadcast_in_several_sizes(
     found = {name: after - before[name] for name, after in _counted().items()}
     assert found == {"UncachedCompile": 2, "ForSeveralSizes": 1, "OtherSizes": 2, "NotSymbolic": 0}
     assert "failed while" not in capfd.readouterr().err
+
+
+_LOADS_NONE = """
+import sys, torch, torchport
+sys.path[:0] = {paths!r}
+torchport.config.tiers, torchport.config.cache = "on", "off"
+torchport.use("inductor")
+from torchport.backend import compiler
+import test_several_sizes as own
+
+def refused(*args):
+    raise compiler.SizesRefused("no memory for as much")
+
+compiler.make_sized = refused
+from torchport.run import tiers
+tiers.costs._per_operator["inductor"], tiers.FEW, tiers.RECORDING = 1e-6, 0, 0.0
+type(tiers.costs).note = lambda *args: None
+if {compiled}:
+    made = torch.compile(own.Mixed().eval(), backend="torchport", dynamic=True, options={{"backend": "inductor"}})
+    run = lambda length: made(torch.randn(2, length, 6))
+else:
+    run = lambda length: own._forwards([(2, length)])
+with torch.no_grad():
+    for length in (11, 14, 17):
+        for _ in range(300):  # until it has cost enough
+            taken = torchport.metrics.counter("TakenOver")
+            run(length)
+            torchport.compiled(wait=True)
+            if torchport.metrics.counter("TakenOver") > taken:
+                break
+print(torchport.metrics.counter("TakenOver"), torchport.metrics.counter("StaysInterpreted"))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", [False, True])
+def test_with_tiers_what_the_engine_does_not_load_is_compiled_for_each_size(compiled: bool) -> None:
+    if not registry.get("inductor").is_available():
+        pytest.skip("inductor has no C++ compiler")
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
+    program = _LOADS_NONE.format(paths=paths, compiled=compiled)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=400, check=False
+    )
+    assert (done.stdout.strip(), done.stderr) == ("3 0", "")

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from ... import native
-from ...backend.compiler import EntryRefused, computations
+from ...backend.compiler import EntryRefused, SizesRefused, computations
 from ...backend.execution import Computation, execute_on_host
 from ...backend.interface import Backend, BackendData, BackendDevice, ExecutionContext, Processed, TensorData
 from ...backend.interpreted_graph import Interpreter, can_interpret, interpreted_graph
@@ -37,7 +37,7 @@ from ...run.history import history
 from ...run.reasons import CompileReason
 from ...run.sizes import Family
 from ...run.tier_record import TierRecord
-from ...run.tiers import WORTH_A_PROCESS, claim, costs, is_tiered, loader, say_it_stays
+from ...run.tiers import WORTH_A_PROCESS, claim, costs, each_size_by_itself, is_tiered, loader, say_it_stays
 from ...run.whole import watch_pieces
 from ...worker.paths import NotSendable
 from ...worker.request import graph_request
@@ -106,8 +106,9 @@ class Part:
         self.family = family
         self.sizes = tuple(size for spec in input_specs(graph) for size in spec.shape)
         # With the settings that are in force now, which it would have been compiled under.
-        key = ("graph", backend.name, str(device), specs.fingerprint(), mark)
-        self._request = graph_request(key, backend, specs, graph)
+        self._key = ("graph", backend.name, str(device), specs.fingerprint(), mark)
+        self._request = graph_request(self._key, backend, specs, graph)
+        self._exact = False
         self._ticket: Ticket | None = None
         self._check: _Check | None = None
         self.computation = interpreted_graph(graph, Interpreter(backend.name))
@@ -177,6 +178,16 @@ class Part:
                 self._stay(service.failed or service.off)
             else:
                 self._submit()
+            return False
+        except SizesRefused as error:
+            if self._exact:
+                self._stay(str(error))
+                say_it_stays(error)
+                return False
+            self._exact = True
+            with each_size_by_itself():
+                self._request = graph_request((*self._key, "exact"), self.backend, self.specs, self.graph)
+            self._submit()
             return False
         except TorchportError as error:
             self._stay(str(error))
