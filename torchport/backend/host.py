@@ -13,7 +13,7 @@ from ..core.specs import TensorSpec
 from .interface import BackendData, BackendDevice, KernelRegistrar, TensorData
 from .recurrent import register_recurrent_layers
 
-__all__ = ["computes_at_once", "cpu_attention", "cpu_fallback", "register_attention_at_once", "register_host_kernels"]
+__all__ = ["computes_at_once", "cpu_attention", "cpu_fallback", "registerattention_at_once", "register_host_kernels"]
 
 aten = torch.ops.aten
 
@@ -25,19 +25,20 @@ def register_host_kernels(registrar: KernelRegistrar) -> None:
     register_recurrent_layers(registrar)
 
 
-def register_attention_at_once(registrar: KernelRegistrar) -> None:
+def registerattention_at_once(registrar: KernelRegistrar) -> None:
     """What a backend gains whose values share memory with CPU tensors: CPU's attention where it is interpreted at once.
 
     Written out in full, as in what is compiled, attention is 15 operators more.
     """
-    registrar.impl("aten::scaled_dot_product_attention", "Autograd", _attention_at_once)
+    registrar.impl("aten::scaled_dot_product_attention", "Autograd", attention_at_once)
 
 
 computes_at_once: Final[list[Callable[[int], bool]]] = []
 """Whether the calling thread's operators on a device index are interpreted at once, and nobody notes what they give."""
 
 
-def _attention_at_once(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def attention_at_once(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Attention by CPU's fused operator where it is interpreted at once and not differentiated, else as PyTorch does."""
     differentiated = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     index = query.get_device()
     if not differentiated and any(asked(index) for asked in computes_at_once):
