@@ -13,7 +13,7 @@ from ..core.specs import TensorSpec
 from .interface import BackendData, BackendDevice, KernelRegistrar, TensorData
 from .recurrent import register_recurrent_layers
 
-__all__ = ["computes_at_once", "cpu_attention", "cpu_fallback", "registerattention_at_once", "register_host_kernels"]
+__all__ = ["computes_at_once", "cpu_attention", "cpu_fallback", "register_attention_at_once", "register_host_kernels"]
 
 aten = torch.ops.aten
 
@@ -25,7 +25,7 @@ def register_host_kernels(registrar: KernelRegistrar) -> None:
     register_recurrent_layers(registrar)
 
 
-def registerattention_at_once(registrar: KernelRegistrar) -> None:
+def register_attention_at_once(registrar: KernelRegistrar) -> None:
     """What a backend gains whose values share memory with CPU tensors: CPU's attention where it is interpreted at once.
 
     Written out in full, as in what is compiled, attention is 15 operators more.
