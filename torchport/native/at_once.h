@@ -1,5 +1,5 @@
-// Kernels of operators that are not of the plain kind, for calls whose operators are interpreted at once: factories, copies
-// to another dtype, attention. Part of follow.cpp.
+// Kernels of operators that are not of the plain kind, where operators are interpreted at once: factories, copies to
+// another dtype, attention. Part of follow.cpp.
 //
 // Each stands in front of a Python kernel, which gets every other call.
 #pragma once
@@ -40,7 +40,8 @@ struct Factory final : c10::OperatorKernel {
 
   bool at_once(torch::jit::Stack& stack) const {
     Gil gil;
-    return kernel.direct && run_direct(direct_trace(of_this_thread().get()).get(), *kernel.direct, kernel.letters, stack, false);
+    return kernel.direct &&
+        run_direct(direct_trace(of_this_thread().get()).get(), *kernel.direct, kernel.letters, stack, false);
   }
 
   const Kernel& kernel;
@@ -154,9 +155,10 @@ struct Attention final : c10::OperatorKernel {
     }
     const at::Tensor &query = given[0].toTensor(), &key = given[1].toTensor(), &value = given[2].toTensor();
     const auto dtype = query.scalar_type();
-    const bool fused = query.dim() == 4 && key.dim() == 4 && (dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16) &&
-        key.sizes() == value.sizes() && key.size(3) == query.size(3) && key.size(0) == query.size(0) &&
-        key.size(1) == query.size(1) && query.numel() > 0 && key.size(2) > 0;
+    const bool floats = dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16;
+    const bool fused = query.dim() == 4 && key.dim() == 4 && floats && key.sizes() == value.sizes() &&
+        key.size(3) == query.size(3) && key.size(0) == query.size(0) && key.size(1) == query.size(1) &&
+        query.numel() > 0 && key.size(2) > 0;
     if (!fused || !is_there(given[3])) {
       return fused;
     }
@@ -167,8 +169,8 @@ struct Attention final : c10::OperatorKernel {
 
   // Whether the backend's attention is the CPU's for such a call.
   static bool is_wanted(Values given) {
-    const bool differentiated = at::GradMode::is_enabled() &&
-        std::any_of(given.begin(), given.begin() + 3, [](const c10::IValue& value) { return value.toTensor().requires_grad(); });
+    const auto asks = [](const c10::IValue& value) { return value.toTensor().requires_grad(); };
+    const bool differentiated = at::GradMode::is_enabled() && std::any_of(given.begin(), given.begin() + 3, asks);
     Gil gil;
     THPObjectPtr of_thread = of_this_thread();
     if (THPObjectPtr trace = direct_trace(of_thread.get())) {
@@ -183,3 +185,54 @@ struct Attention final : c10::OperatorKernel {
 };
 
 } // namespace
+
+// Register a C++ kernel in front of the Python kernel of a factory, to interpret it at once. ``serial``, ``letters``: as
+// for ``torchport_follow``.
+// Twin of ``run.direct.run``.
+extern "C" PyObject* torchport_direct_factory(
+    const char* name, const char* overload, const char* letters, long long serial) {
+  HANDLE_TH_ERRORS
+  Quiet quiet;
+  c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+  Kernel& kernel = *(kernels()[serial] = new Kernel{letters, serial, false, nullptr});
+  const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
+  const auto dense = c10::DispatchKey::PrivateUse1;
+  put(dense, op.operator_name(), std::make_unique<Factory>(kernel, op.getComputedKernelForDispatchKey(dense)));
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// The same for ``_to_copy``, on one device.
+// Twin of ``frontend.device.copies._to_copy``.
+extern "C" PyObject* torchport_direct_to_copy(const char* letters, long long serial) {
+  HANDLE_TH_ERRORS
+  Quiet quiet;
+  c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+  Kernel& kernel = *(kernels()[serial] = new Kernel{letters, serial, false, nullptr});
+  const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::_to_copy", "");
+  TORCH_CHECK(op.schema().arguments().size() == ToCopy::count, "_to_copy has other arguments than those known here");
+  const auto functionalize = c10::DispatchKey::Functionalize;
+  put(functionalize, op.operator_name(),
+      std::make_unique<ToCopy>(kernel, op.getComputedKernelForDispatchKey(functionalize)));
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// Register a C++ kernel in front of the Python kernel of ``scaled_dot_product_attention``. ``answer``: a function that
+// says of a runtime when its attention is the CPU's fused operator, as ``Attends`` has it.
+// Twin of ``backend.host.cpu_attention``.
+extern "C" PyObject* torchport_attention(PyObject* answer) {
+  HANDLE_TH_ERRORS
+  Quiet quiet;
+  c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+  const c10::OperatorHandle op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("aten::scaled_dot_product_attention", "");
+  TORCH_CHECK(
+      op.schema().arguments().size() == Attention::count, "attention has other arguments than those known here");
+  attention_of = Py_NewRef(answer);
+  n_attention = PyUnicode_InternFromString("attention");
+  const auto autograd = c10::DispatchKey::AutogradPrivateUse1;
+  put(autograd, op.operator_name(), std::make_unique<Attention>(op.getComputedKernelForDispatchKey(autograd)));
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}

@@ -349,7 +349,6 @@ struct SameValue final : c10::OperatorKernel {
 } // namespace
 
 #include "writes.h"
-#include "at_once.h"
 
 namespace {
 
@@ -389,6 +388,8 @@ struct Quiet final : c10::WarningHandler { // PyTorch warns when a kernel overri
 };
 
 } // namespace
+
+#include "at_once.h"
 
 // Look up the Python types, slots and constants that the kernels use. Must be called first.
 extern "C" PyObject* torchport_follow_start(
@@ -511,56 +512,6 @@ extern "C" PyObject* torchport_follow(
     put(functionalize, writing.operator_name(),
         std::make_unique<InPlace>(kernel, writing.getComputedKernelForDispatchKey(functionalize)));
   }
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
-
-// Register a C++ kernel in front of the Python kernel of a factory, to interpret it at once. ``serial``, ``letters``: as
-// for ``torchport_follow``.
-// Twin of ``run.direct.run``.
-extern "C" PyObject* torchport_direct_factory(
-    const char* name, const char* overload, const char* letters, long long serial) {
-  HANDLE_TH_ERRORS
-  Quiet quiet;
-  c10::WarningUtils::WarningHandlerGuard guard(&quiet);
-  Kernel& kernel = *(kernels()[serial] = new Kernel{letters, serial, false, nullptr});
-  const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
-  const auto dense = c10::DispatchKey::PrivateUse1;
-  put(dense, op.operator_name(), std::make_unique<Factory>(kernel, op.getComputedKernelForDispatchKey(dense)));
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
-
-// The same for ``_to_copy``, on one device.
-// Twin of ``frontend.device.copies._to_copy``.
-extern "C" PyObject* torchport_direct_to_copy(const char* letters, long long serial) {
-  HANDLE_TH_ERRORS
-  Quiet quiet;
-  c10::WarningUtils::WarningHandlerGuard guard(&quiet);
-  Kernel& kernel = *(kernels()[serial] = new Kernel{letters, serial, false, nullptr});
-  const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::_to_copy", "");
-  TORCH_CHECK(op.schema().arguments().size() == ToCopy::count, "_to_copy has other arguments than those known here");
-  const auto functionalize = c10::DispatchKey::Functionalize;
-  put(functionalize, op.operator_name(),
-      std::make_unique<ToCopy>(kernel, op.getComputedKernelForDispatchKey(functionalize)));
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
-
-// Register a C++ kernel in front of the Python kernel of ``scaled_dot_product_attention``. ``answer``: a function that
-// says of a runtime when its attention is the CPU's fused operator, as ``Attends`` has it.
-// Twin of ``backend.host.cpu_attention``.
-extern "C" PyObject* torchport_attention(PyObject* answer) {
-  HANDLE_TH_ERRORS
-  Quiet quiet;
-  c10::WarningUtils::WarningHandlerGuard guard(&quiet);
-  const c10::OperatorHandle op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("aten::scaled_dot_product_attention", "");
-  TORCH_CHECK(op.schema().arguments().size() == Attention::count, "attention has other arguments than those known here");
-  attention_of = Py_NewRef(answer);
-  n_attention = PyUnicode_InternFromString("attention");
-  const auto autograd = c10::DispatchKey::AutogradPrivateUse1;
-  put(autograd, op.operator_name(), std::make_unique<Attention>(op.getComputedKernelForDispatchKey(autograd)));
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }

@@ -66,9 +66,7 @@ def _in_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS.keys())
-def test_once_it_is_known_no_python_kernel_runs(
-    monkeypatch: pytest.MonkeyPatch, program: Callable[[str], Any]
-) -> None:
+def test_once_it_is_known_no_python_kernel_runs(monkeypatch: pytest.MonkeyPatch, program: Callable[[str], Any]) -> None:
     wanted = _told(program("cpu"))
     assert _told(program("port")) == wanted
     _in_cpp(monkeypatch)
