@@ -75,8 +75,8 @@ def test_once_it_is_known_no_python_kernel_runs(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
 def test_the_default_dtype_is_the_programs(dtype: torch.dtype) -> None:
-    torch.full((2,), 1.5, device="port"), torch.arange(0.0, 2.0, device="port")
     default = torch.get_default_dtype()
+    assert torch.full((2,), 1.5, device="port").dtype is torch.arange(0.0, 2.0, device="port").dtype is default
     try:
         torch.set_default_dtype(torch.float64)
         for _ in range(3):
@@ -111,6 +111,10 @@ def _heads(device: str, rows: int = 5, dtype: torch.dtype = torch.float32) -> to
     return made.to(dtype).to(device)
 
 
+def _to_itself(x: torch.Tensor) -> torch.Tensor:
+    return attend(x, x, x)
+
+
 ATTENTION: dict[str, Callable[[str], torch.Tensor]] = {
     "plain": lambda d: attend(_heads(d), _heads(d, 7), _heads(d, 7)),
     "causal": lambda d: attend(_heads(d), _heads(d), _heads(d), is_causal=True),
@@ -118,10 +122,10 @@ ATTENTION: dict[str, Callable[[str], torch.Tensor]] = {
     "a mask": lambda d: attend(_heads(d), _heads(d, 7), _heads(d, 7), _heads(d, 5)[0, 0, :, :7]),
     "a mask of truths": lambda d: attend(_heads(d), _heads(d), _heads(d), _heads(d)[:, :1, :, :5] > -0.9),
     "a mask in columns": lambda d: attend(_heads(d), _heads(d), _heads(d), _heads(d)[0, 0, :, :5].t()),
-    "heads apart": lambda d: attend(*[_heads(d).transpose(1, 2).contiguous().transpose(1, 2)] * 3),
-    "columns first": lambda d: attend(*[_heads(d, 8).mT] * 3),
-    "halves": lambda d: attend(*[_heads(d, dtype=torch.bfloat16)] * 3),
-    "doubles": lambda d: attend(*[_heads(d, dtype=torch.float64)] * 3),
+    "heads apart": lambda d: _to_itself(_heads(d).transpose(1, 2).contiguous().transpose(1, 2)),
+    "columns first": lambda d: _to_itself(_heads(d, 8).mT),
+    "halves": lambda d: _to_itself(_heads(d, dtype=torch.bfloat16)),
+    "doubles": lambda d: _to_itself(_heads(d, dtype=torch.float64)),
 }
 WRITTEN_OUT: dict[str, Callable[[str], torch.Tensor]] = {
     "three dimensions": lambda d: attend(_heads(d)[0], _heads(d)[0], _heads(d)[0]),
