@@ -183,7 +183,7 @@ def _use_attention(library: ctypes.PyDLL) -> None:
     """Have C++ choose the CPU's attention, once a backend has a kernel for it, which has a router before it."""
     (attention,) = _functions(library, attention=1)
 
-    def routed(op: torch._ops.OpOverload, key: str) -> None:
+    def routed(op: Any, key: str) -> None:
         if op is _ATTENTION and key == _AUTOGRAD:
             attention(_attends)
 
