@@ -4,7 +4,8 @@
 
 Processor time of the whole process and wall time, against CPU eager in turn with it; ratios are of medians. With
 ``config.tiers = "auto"``, or as ``--tiers`` says. What is "never seen" has a size of its own in each round. Memory is
-the peak of this process, and of the compiler's where there is one, when all rows are through.
+the peak of this process, and of the compiler's where there is one, when all rows are through. The rows ``overhead`` are
+about what is not new any more, and are measured with tiers off.
 """
 
 from __future__ import annotations
@@ -175,6 +176,29 @@ def _lengths(steps: int) -> list[str]:
     return _cells(*_in_turn(run, range(30, 30 + steps)), sum)
 
 
+# -- the steady state ----------------------------------------------------------------------------------------------
+def _overhead(width: int, rounds: int) -> Iterator[tuple[str, list[str]]]:
+    """A forward of 16 layers with next to nothing to compute, compiled; the fastest, and the median."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=16, n_embd=width, n_head=2, vocab_size=100, n_positions=64, bos_token_id=0, eos_token_id=0
+    )
+    models = _on_both(GPT2LMHeadModel(config).eval())
+    ids = {device: _ids(1, 8).remainder(100).to(device) for device in models}
+
+    def run(device: str, _: int) -> None:
+        with torch.no_grad():
+            _logits(models[device], ids[device]).cpu()
+
+    with torchport.config.override(tiers="off"):
+        _in_turn(run, range(5))  # compiled, and known to the trie
+        times = _in_turn(run, range(10 * rounds))
+    yield "best", _cells(*times, min)
+    yield "median", _cells(*times, median)
+
+
 # -- eager mode ----------------------------------------------------------------------------------------------------
 def _small_operators(gradients: bool) -> list[str]:
     """Of 400 operators."""
@@ -242,13 +266,17 @@ def _rows(wanted: list[str], rounds: int) -> Iterator[list[str]]:
                 yield [f"generate, {tokens} tokens, {'greedy' if beams == 1 else f'{beams} beams'}, {when}", *cells]
     if "lengths" in wanted:
         yield ["300 training steps, each of another length", *_lengths(300)]
+    if "overhead" in wanted:
+        for width in (8, 64):
+            for which, cells in _overhead(width, rounds):
+                yield [f"steady state, GPT-2 of 16 layers of width {width}, forward, {which}", *cells]
     if "eager" in wanted:
         yield ["eager mode, 400 small operators", *_small_operators(gradients=False)]
         yield ["the same with gradients", *_small_operators(gradients=True)]
         yield ["eager mode, tiny BERT, forward and backward", *_tiny_bert(rounds)]
 
 
-ROWS: Final = ("forward", "training", "recording", "generate", "lengths", "eager")
+ROWS: Final = ("forward", "training", "recording", "generate", "lengths", "overhead", "eager")
 
 
 def main(argv: list[str] | None = None) -> None:

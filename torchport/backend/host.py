@@ -30,14 +30,15 @@ def register_attention_at_once(registrar: KernelRegistrar) -> None:
 
     Written out in full, as in what is compiled, attention is 15 operators more.
     """
-    registrar.impl("aten::scaled_dot_product_attention", "Autograd", _attention_at_once)
+    registrar.impl("aten::scaled_dot_product_attention", "Autograd", attention_at_once)
 
 
 computes_at_once: Final[list[Callable[[int], bool]]] = []
 """Whether the calling thread's operators on a device index are interpreted at once, and nobody notes what they give."""
 
 
-def _attention_at_once(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def attention_at_once(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Attention by CPU's fused operator where it is interpreted at once, not differentiated; else as PyTorch does."""
     differentiated = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     index = query.get_device()
     if not differentiated and any(asked(index) for asked in computes_at_once):

@@ -187,10 +187,16 @@ PyObject* plain(const c10::IValue& value, char kind) {
   return nullptr;
 }
 
+// Whether a device is this one of index 0, or none is named.
+bool is_here(const c10::IValue& device) {
+  return device.isNone() || (device.toDevice().is_privateuseone() && device.toDevice().index() <= 0);
+}
+
 // -- one operator --------------------------------------------------------------------------------------------------
 struct Direct {
   c10::OperatorHandle callee; // the operator that is called on CPU tensors
   bool shares; // results may share memory with arguments
+  bool is_factory;
   bool varying; // a float is a scalar input in a graph: calls with one go to Python, which calls the lowering
   PyObject* rule; // the function that shape inference runs for calls of this operator
   PyObject* serial; // the kernel's, the key of ``runtime.manners``
@@ -278,11 +284,16 @@ struct DirectCall {
     THPObjectPtr described;
     switch (letter) {
       case 'g':
-      case 'd':
         if (!given.isNone()) {
           return false;
         }
         stack.push_back(given);
+        break;
+      case 'd':
+        if (!is_here(given) || (noted && (direct.is_factory || !given.isNone()))) {
+          return false;
+        }
+        stack.push_back(direct.is_factory || !given.isNone() ? c10::IValue(c10::Device(c10::kCPU)) : given);
         break;
       case 't': {
         if (given.isNone()) {
@@ -334,7 +345,7 @@ struct DirectCall {
         }
         [[fallthrough]];
       default:
-        stack.push_back(given);
+        stack.push_back(keyword == "pin_memory" ? c10::IValue() : given);
     }
     if (!noted) {
       return true;

@@ -389,6 +389,8 @@ struct Quiet final : c10::WarningHandler { // PyTorch warns when a kernel overri
 
 } // namespace
 
+#include "at_once.h"
+
 // Look up the Python types, slots and constants that the kernels use. Must be called first.
 extern "C" PyObject* torchport_follow_start(
     PyObject* handle, PyObject* trace, PyObject* node, PyObject* data, PyObject* of_threads, PyObject* floats,
@@ -451,7 +453,7 @@ extern "C" PyObject* torchport_direct_start(
 // Twin of ``run.direct.run``.
 extern "C" PyObject* torchport_direct(
     PyObject* serial, PyObject* rule, const char* name, const char* overload, PyObject* keywords, int shares,
-    int varying, const char* kinds) {
+    int is_factory, int varying, const char* kinds) {
   HANDLE_TH_ERRORS
   Kernel& kernel = *kernels().at(integer(serial));
   const c10::OperatorHandle callee = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
@@ -465,7 +467,7 @@ extern "C" PyObject* torchport_direct(
   Py_INCREF(rule);
   Py_INCREF(serial);
   kernel.direct = std::unique_ptr<Direct>(
-      new Direct{callee, shares != 0, varying != 0, rule, serial, std::move(names), kinds, {}});
+      new Direct{callee, shares != 0, is_factory != 0, varying != 0, rule, serial, std::move(names), kinds, {}});
   Py_RETURN_TRUE;
   END_HANDLE_TH_ERRORS
 }

@@ -75,7 +75,7 @@ class Pair:
         if name in twins.in_python and name != self.cpp:
             return f"`twins.{name}`"
         if name != self.cpp:
-            return "PyTorch's dispatcher" if "follow" in name else "PyTorch's device guard"
+            return "PyTorch's device guard" if "guard" in name else "PyTorch's dispatcher"
         return "called in C++"
 
 

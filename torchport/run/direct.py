@@ -91,7 +91,7 @@ def begin(trace: Trace, sights: Sights) -> None:
     sights.times += 1
     sights.ops = 0
     trace.sights, trace.observing, trace.began = sights, sights.observed, time.thread_time()
-    if sights.times == 1:  # else the path may have come back as a whole
+    if sights.times == 1 and not trace.eager:  # else the path may have come back as a whole
         if node.rounds is None:
             node.rounds = Rounds()
         trace.rounds = node.rounds

@@ -135,9 +135,9 @@ class Kernel:
 def letters(kernel: Kernel) -> str | None:
     """The kinds of a kernel's arguments as ``native/follow.cpp`` knows them, one letter each.
 
-    ``None`` if it does more than look its arguments up: factories give new tensors, random operators draw a key.
+    ``None`` if it draws a key.
     """
-    if kernel.is_factory or is_random(kernel.op):
+    if is_random(kernel.op):
         return None
     role = scalar_role(kernel.op)
     return "".join(_letter(argument, role) for argument in kernel.arguments)

@@ -10,18 +10,21 @@ from typing import Any, Final
 import torch
 
 from ... import native
+from ...backend.host import attention_at_once, cpu_attention
 from ...backend.infer import observed
 from ...backend.interface import BackendData, TensorData
 from ...backend.interpret import How
 from ...core.specs import TensorSpec
+from ...dispatch import Functionality
 from ...native.twins import twins
 from ...run import direct, regions
+from ...run.device_runtime import DeviceRuntime
 from ...run.future import Future
 from ...trace import pool, trace, trie
 from ...trace.handle import LazyTensor, make_handle, make_template
 from ...trace.kernels import Kernel, letters
 from ...trace.threads import threads
-from . import copies
+from . import copies, routes
 from .writes import Checked
 
 __all__ = ["install", "use_flush"]
@@ -90,7 +93,7 @@ def _use_follow(
     start(*_OBJECTS, threads, (trie.FLOATS, trie.LIMITS), trace.COPIES_UNDER_GRAD, trie.LEAF, trie.SPAN)
     for kernel in kernels:
         kinds = letters(kernel)
-        if kinds is None:
+        if kinds is None or kernel.is_factory:  # factories give new tensors
             continue
         name = kernel.op._schema.name
         overload = kernel.op._schema.overload_name
@@ -103,6 +106,7 @@ def _use_follow(
     assert kinds is not None, "copy has arguments that C++ cannot compare"
     library.torchport_follow_copy(kinds.encode(), copy.serial)
     _use_direct(library, kernels)
+    _use_attention(library)
     for op in copies.SAME_VALUE:
         same_value(op._schema.name.encode())
     for op, outs, original in checked:
@@ -116,24 +120,30 @@ def _use_direct(library: ctypes.PyDLL, kernels: Sequence[Kernel]) -> None:
     register = library.torchport_direct
     register.argtypes = [
         ctypes.py_object, ctypes.py_object, ctypes.c_char_p, ctypes.c_char_p, ctypes.py_object,
-        ctypes.c_int, ctypes.c_int, ctypes.c_char_p,
+        ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_char_p,
     ]  # fmt: skip
     register.restype = ctypes.py_object
-    left = {kernel for kernel in kernels if letters(kernel) is not None}
+    to_copy = copies.kernels[torch.ops.aten._to_copy.default]
+    left = {kernel for kernel in kernels if letters(kernel) is not None} | {to_copy}
+    _use_factories(library, [kernel for kernel in left if kernel.is_factory], to_copy)
 
     def interpreted(kernel: Kernel, how: How) -> None:
-        if how.at_once is None:
+        callee = kernel.op if kernel is to_copy else how.at_once
+        if callee is None:
             return
         try:
             left.remove(kernel)
         except KeyError:
             return  # at most once: another thread may be in what is registered
-        schema = how.at_once._schema
+        schema = callee._schema
         keywords = tuple(a.name if a.kwarg_only else "" for a in kernel.arguments)
         kinds = "".join(_IN_CPP.get(argument.kind, "?") for argument in kernel.arguments)
-        observed_kinds = b"" if how.rule is None or "?" in kinds else kinds.encode()
+        observed_kinds = b"" if how.rule is None or "?" in kinds or kernel is to_copy else kinds.encode()
         name, overload = schema.name.encode(), schema.overload_name.encode()
-        register(kernel.serial, how.rule, name, overload, keywords, how.shares, how.varying, observed_kinds)
+        shares = how.shares and kernel is not to_copy
+        register(
+            kernel.serial, how.rule, name, overload, keywords, shares, kernel.is_factory, how.varying, observed_kinds
+        )
 
     (anchor,) = _functions(library, direct_anchor=2)
     direct.on_interpreted.append(interpreted)
@@ -142,6 +152,44 @@ def _use_direct(library: ctypes.PyDLL, kernels: Sequence[Kernel]) -> None:
         interpreted(kernel, how)
     for serial, shapes in list(regions.begun_with):
         anchor(serial, shapes)
+
+
+def _use_factories(library: ctypes.PyDLL, factories: Sequence[Kernel], to_copy: Kernel) -> None:
+    """Have C++ interpret factories and copies to another dtype at once."""
+    factory, copy = library.torchport_direct_factory, library.torchport_direct_to_copy
+    factory.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_longlong]
+    copy.argtypes = [ctypes.c_char_p, ctypes.c_longlong]
+    factory.restype = copy.restype = ctypes.py_object
+    for kernel in factories:
+        schema, kinds = kernel.op._schema, letters(kernel)
+        assert kinds is not None, "a factory that draws was left out before"
+        factory(schema.name.encode(), schema.overload_name.encode(), kinds.encode(), kernel.serial)
+    kinds = letters(to_copy)
+    assert kinds is not None, "a copy draws nothing"
+    copy(kinds.encode(), to_copy.serial)
+
+
+_ATTENTION: Final = torch.ops.aten.scaled_dot_product_attention.default
+_AUTOGRAD: Final = "AutogradPrivateUse1"
+
+
+def _attends(runtime: DeviceRuntime) -> int:
+    """When a runtime's attention is the CPU's fused operator: 0 for never, 1 where it is interpreted, 2 for always."""
+    kernel = runtime.kernels.kernel(_ATTENTION, Functionality.AutogradFunctionality)
+    return 2 if kernel is cpu_attention else 1 if kernel is attention_at_once else 0
+
+
+def _use_attention(library: ctypes.PyDLL) -> None:
+    """Have C++ choose the CPU's attention, once a backend has a kernel for it, which has a router before it."""
+    (attention,) = _functions(library, attention=1)
+
+    def routed(op: Any, key: str) -> None:
+        if op is _ATTENTION and key == _AUTOGRAD:
+            attention(_attends)
+
+    routes.on_routed.append(routed)
+    if routes.is_routed(_ATTENTION, _AUTOGRAD):
+        attention(_attends)
 
 
 def _template_of(dtype: torch.dtype) -> torch.Tensor:

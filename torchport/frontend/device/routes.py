@@ -23,7 +23,7 @@ from ...trace.layouts import is_sparse_here
 from .inplace import overriding
 from .opaque import opaque
 
-__all__ = ["call_autograd_kernel", "install", "registrar_for", "to_stock_autograd"]
+__all__ = ["call_autograd_kernel", "install", "is_routed", "on_routed", "registrar_for", "to_stock_autograd"]
 
 _OTHER_AUTOGRAD: Final = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradPrivateUse3)
 """Added to a key set, this key leads to PyTorch's own autograd kernel. That kernel is at every backend's autograd key,
@@ -48,6 +48,8 @@ _TORCH_KEYS: Final = {
     Functionality.NestedTensor: "NestedTensorPrivateUse1",
 }
 _routed: Final[set[tuple[Any, str]]] = set()
+on_routed: Final[list[Callable[[torch._ops.OpOverload, str], object]]] = []
+"""Called with an operator and PyTorch's name of a key once there is a router."""
 _libraries: Final[dict[str, torch.library.Library]] = {}
 _inside = threading.local()
 
@@ -70,6 +72,13 @@ def _route(registrar: BackendRegistrar, op: torch._ops.OpOverload, functionality
     router = _autograd_router(op) if autograd else _router(op, functionality, _own_kernel(op, functionality))
     with overriding():  # the device has kernels at some of these keys that refuse the operator
         library.impl(op.name().split("::")[1], opaque(router), key, with_keyset=True, allow_override=True)
+    for tell in on_routed:
+        tell(op, key)
+
+
+def is_routed(op: torch._ops.OpOverload, key: str) -> bool:
+    """Whether an operator has a router at a key, which has PyTorch's name."""
+    return (op, key) in _routed
 
 
 def registrar_for(args: Sequence[Any], kwargs: Mapping[str, Any]) -> BackendRegistrar | None:

@@ -1,0 +1,185 @@
+"""Factories, copies to another dtype and attention, where operators are interpreted at once: no Python kernel runs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from native_support import COMPILER, compiles
+from torch.nn.functional import scaled_dot_product_attention as attend
+
+import torchport
+from torchport import native
+from torchport.core.config import config
+from torchport.frontend.device import routes
+from torchport.run import direct
+
+pytestmark = compiles
+
+
+@pytest.fixture(autouse=True)
+def _eager() -> Iterator[None]:
+    """Eager mode is where nothing is recorded, ever."""
+    native.build_all([str(COMPILER)])
+    assert native.follow.load() is not None, "it was not built: see the log"
+    torchport.use("reference")
+    with config.override(tiers="auto"), torchport.mode("eager"):
+        yield
+
+
+def _image(device: str) -> torch.Tensor:
+    return torch.arange(36.0).reshape(1, 2, 3, 6).to(device) / 7
+
+
+PROGRAMS: dict[str, Callable[[str], Any]] = {
+    "full": lambda d: [torch.full((2, 3), value, device=d) for value in (1, 0.5, True)],
+    "full of a dtype": lambda d: torch.full((2,), 3, dtype=torch.float16, device=d),
+    "arange": lambda d: [torch.arange(5, device=d), torch.arange(1, 7, device=d), torch.arange(0, 1, 0.25, device=d)],
+    "ones and zeros": lambda d: [torch.ones(2, 3, device=d), torch.zeros((), dtype=torch.bool, device=d)],
+    "not pinned": lambda d: torch.ones(2, device=d, pin_memory=False),
+    "on index 0": lambda d: torch.ones(2, device=d if d == "cpu" else "port:0"),
+    "written to": lambda d: torch.zeros(3, device=d).add_(2)[1:].mul_(3),
+    "a leaf": lambda d: torch.ones(3, device=d, requires_grad=True) * 2,
+    "to integers": lambda d: _image(d).to(torch.int32),
+    "to half": lambda d: [_image(d).half(), _image(d)[:, :1].double(), _image(d).to(torch.bfloat16)],
+    "of a view": lambda d: [_image(d).transpose(1, 3).long(), _image(d)[..., ::2].int(), _image(d).mT.float()],
+    "to another order": lambda d: _image(d).to(torch.float64, memory_format=torch.channels_last),
+}
+
+
+def _told(values: Any) -> list[Any]:
+    values = values if isinstance(values, list) else [values]
+    return [(v.detach().cpu().tolist(), v.dtype, v.stride(), tuple(v.shape), v.requires_grad) for v in values]
+
+
+def _in_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on, a Python kernel that runs an operator is an error."""
+
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a Python kernel ran")
+
+    monkeypatch.setattr(direct, "run", refused)
+    monkeypatch.setattr(routes, "call_autograd_kernel", refused)
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS.keys())
+def test_once_it_is_known_no_python_kernel_runs(monkeypatch: pytest.MonkeyPatch, program: Callable[[str], Any]) -> None:
+    wanted = _told(program("cpu"))
+    assert _told(program("port")) == wanted
+    _in_cpp(monkeypatch)
+    assert _told(program("port")) == wanted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_the_default_dtype_is_the_programs(dtype: torch.dtype) -> None:
+    default = torch.get_default_dtype()
+    assert torch.full((2,), 1.5, device="port").dtype is torch.arange(0.0, 2.0, device="port").dtype is default
+    try:
+        torch.set_default_dtype(torch.float64)
+        for _ in range(3):
+            assert torch.full((2,), 1.5, device="port").dtype is torch.float64
+            assert torch.arange(0.0, 2.0, device="port").dtype is torch.float64
+    finally:
+        torch.set_default_dtype(default)
+    assert torch.full((2,), 1, dtype=dtype, device="port").dtype is dtype
+
+
+def test_what_the_cpu_refuses_is_refused_with_the_users_line() -> None:
+    torch.full((2,), 1, device="port")
+    with pytest.raises(RuntimeError, match="negative") as caught:
+        torch.full((-2,), 1, device="port")
+    assert any("test_at_once.py" in note for note in caught.value.__notes__)
+
+
+def test_gradients_go_through_a_copy() -> None:
+    def gradient(device: str) -> Any:
+        x = torch.arange(4.0).to(device).requires_grad_()
+        (x.double() * torch.full((4,), 3.0, device=device)).sum().backward()
+        assert x.grad is not None
+        return x.grad.dtype, x.grad.tolist()
+
+    for _ in range(3):
+        assert gradient("port") == gradient("cpu")
+
+
+# -- attention -----------------------------------------------------------------------------------------------------
+def _heads(device: str, rows: int = 5, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    made = torch.sin(torch.arange(2 * 3 * rows * 8, dtype=torch.float64)).reshape(2, 3, rows, 8)
+    return made.to(dtype).to(device)
+
+
+def _to_itself(x: torch.Tensor) -> torch.Tensor:
+    return attend(x, x, x)
+
+
+ATTENTION: dict[str, Callable[[str], torch.Tensor]] = {
+    "plain": lambda d: attend(_heads(d), _heads(d, 7), _heads(d, 7)),
+    "causal": lambda d: attend(_heads(d), _heads(d), _heads(d), is_causal=True),
+    "scaled": lambda d: attend(_heads(d), _heads(d), _heads(d), scale=0.3),
+    "a mask": lambda d: attend(_heads(d), _heads(d, 7), _heads(d, 7), _heads(d, 5)[0, 0, :, :7]),
+    "a mask of truths": lambda d: attend(_heads(d), _heads(d), _heads(d), _heads(d)[:, :1, :, :5] > -0.9),
+    "a mask in columns": lambda d: attend(_heads(d), _heads(d), _heads(d), _heads(d)[0, 0, :, :5].t()),
+    "heads apart": lambda d: _to_itself(_heads(d).transpose(1, 2).contiguous().transpose(1, 2)),
+    "columns first": lambda d: _to_itself(_heads(d, 8).mT),
+    "halves": lambda d: _to_itself(_heads(d, dtype=torch.bfloat16)),
+    "doubles": lambda d: _to_itself(_heads(d, dtype=torch.float64)),
+}
+WRITTEN_OUT: dict[str, Callable[[str], torch.Tensor]] = {
+    "three dimensions": lambda d: attend(_heads(d)[0], _heads(d)[0], _heads(d)[0]),
+    "shared keys": lambda d: attend(_heads(d), _heads(d)[:, :1], _heads(d)[:, :1], enable_gqa=True),
+    "one key for all": lambda d: attend(_heads(d), _heads(d)[:, :1], _heads(d)[:, :1]),
+    "no rows": lambda d: attend(_heads(d)[:, :, :0], _heads(d), _heads(d)),
+    "no keys": lambda d: attend(_heads(d), _heads(d)[:, :, :0], _heads(d)[:, :, :0]),
+    "a mask with a gradient": lambda d: attend(
+        _heads(d), _heads(d), _heads(d), _heads(d)[0, 0, :, :5].clone().requires_grad_()
+    ),
+}
+
+
+@pytest.mark.parametrize("program", ATTENTION.values(), ids=ATTENTION.keys())
+def test_attention_is_chosen_without_python(monkeypatch: pytest.MonkeyPatch, program: Any) -> None:
+    wanted = program("cpu")
+    for _ in range(2):
+        torch.testing.assert_close(program("port").cpu(), wanted, equal_nan=True)
+    _in_cpp(monkeypatch)
+    found = program("port")
+    assert found.stride() == wanted.stride()
+    torch.testing.assert_close(found.cpu(), wanted, equal_nan=True)
+
+
+@pytest.mark.parametrize("program", WRITTEN_OUT.values(), ids=WRITTEN_OUT.keys())
+def test_what_the_fused_operator_does_not_take_is_written_out(program: Any) -> None:
+    for _ in range(3):
+        torch.testing.assert_close(program("port").cpu(), program("cpu"), equal_nan=True)
+
+
+@pytest.mark.parametrize(("mode", "masked"), [*itertools.product(("eager", "lazy"), (False, True))])
+def test_attention_has_gradients(mode: str, masked: bool) -> None:
+    def gradients(device: str) -> list[torch.Tensor]:
+        q, k, v = (_heads(device).requires_grad_() for _ in range(3))
+        attend(q, k, v, _heads(device)[0, 0, :, :5] if masked else None).square().sum().backward()
+        return [x.grad.cpu() for x in (q, k, v)]  # type: ignore[union-attr]
+
+    with torchport.mode(mode):
+        for _ in range(3):
+            torch.testing.assert_close(gradients("port"), gradients("cpu"))
+
+
+def test_a_backend_may_change_its_attention() -> None:
+    """What is known of a backend's kernels is asked again when they change."""
+    runtime: Any = torchport.run.device_runtime.runtimes.get(0)
+    q = _heads("port")
+    wanted = attend(q, q, q)
+
+    def twice(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return query * 2
+
+    handle = runtime.kernels.impl("aten::scaled_dot_product_attention", "Autograd", twice)
+    try:
+        torch.testing.assert_close(attend(q, q, q).cpu(), q.cpu() * 2)
+    finally:
+        handle.remove()
+    torch.testing.assert_close(attend(q, q, q).cpu(), wanted.cpu())

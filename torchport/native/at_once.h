@@ -1,0 +1,238 @@
+// Kernels of operators that are not of the plain kind, where operators are interpreted at once: factories, copies to
+// another dtype, attention. Part of follow.cpp.
+//
+// Each stands in front of a Python kernel, which gets every other call.
+#pragma once
+#include "direct.h"
+#include "outs.h"
+#include "writes.h"
+
+#include <algorithm>
+#include <limits>
+#include <optional>
+#include <utility>
+
+#include <ATen/FunctionalTensorWrapper.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
+#include <ATen/ops/zeros.h>
+
+namespace {
+
+// Whether functionalization itself is at work, so that a new value is in no wrapper.
+// Twin of ``trace.wrapping.is_below``.
+bool is_below() {
+  using c10::DispatchKey;
+  const auto excluded = c10::impl::tls_local_dispatch_key_set().excluded_;
+  return excluded.has(DispatchKey::Functionalize) && !excluded.has(DispatchKey::FuncTorchDynamicLayerFrontMode);
+}
+
+// A factory's kernel. Its results are in wrappers, since PyTorch's functionalization sees operators with tensors only.
+struct Factory final : c10::OperatorKernel {
+  Factory(const Kernel& kernel, c10::SafeKernelFunction python) : kernel(kernel), python(std::move(python)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    if (!at_once(*stack)) {
+      python.callBoxed(op, keys, stack);
+    } else if (!is_below()) {
+      stack->back() = at::functionalization::impl::to_functional_tensor(stack->back().toTensor());
+    }
+  }
+
+  bool at_once(torch::jit::Stack& stack) const {
+    Gil gil;
+    return kernel.direct &&
+        run_direct(direct_trace(of_this_thread().get()).get(), *kernel.direct, kernel.letters, stack, false);
+  }
+
+  const Kernel& kernel;
+  const c10::SafeKernelFunction python;
+};
+
+// The kernel of ``_to_copy`` at Functionalize: a copy to another dtype or memory format on the same device.
+// Twin of ``frontend.device.copies._to_copy``.
+struct ToCopy final : c10::OperatorKernel {
+  static constexpr size_t count = 7; // self, dtype, layout, device, pin_memory, non_blocking, memory_format
+  ToCopy(const Kernel& kernel, c10::SafeKernelFunction python) : kernel(kernel), python(std::move(python)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    at::Tensor made = at_once(Values(stack->data() + stack->size() - count, count));
+    if (!made.defined()) {
+      python.callBoxed(op, keys, stack);
+      return;
+    }
+    torch::jit::drop(*stack, count);
+    stack->emplace_back(at::functionalization::impl::to_functional_tensor(made));
+  }
+
+  // The copy as a handle; undefined where Python has to make it.
+  at::Tensor at_once(Values given) const {
+    if (!given[0].isTensor() || !is_ours(given[0].toTensor()) || !is_here(given[3])) {
+      return {};
+    }
+    Gil gil;
+    THPObjectPtr trace = kernel.direct ? direct_trace(of_this_thread().get()) : THPObjectPtr();
+    if (!trace) {
+      return {};
+    }
+    torch::jit::Stack values{unwrap(given[0].toTensor()), given[1], c10::IValue(), c10::IValue(),
+                             c10::IValue(), false, given[6]};
+    if (!run_direct(trace.get(), *kernel.direct, kernel.letters, values, false)) {
+      return {};
+    }
+    return values.back().toTensor();
+  }
+
+  const Kernel& kernel;
+  const c10::SafeKernelFunction python;
+};
+
+// -- attention -------------------------------------------------------------------------------------------------------
+PyObject* attention_of; // a function: runtime → when its attention is the CPU's, see ``Attends``
+PyObject* n_attention; // its answer's key in ``runtime.manners``
+
+enum Attends : long { kNever = 0, kAtOnce = 1, kAlways = 2 };
+
+// When a runtime's attention is the CPU's fused operator.
+long attends(PyObject* runtime) {
+  Bound* const of_runtime = bound(runtime);
+  PyObject* known = of_runtime == nullptr ? nullptr : PyDict_GetItemWithError(of_runtime->manners.get(), n_attention);
+  if (known != nullptr) {
+    return static_cast<long>(integer(known));
+  }
+  THPObjectPtr asked(of_runtime == nullptr ? nullptr : PyObject_CallOneArg(attention_of, runtime));
+  if (!asked || PyDict_SetItem(of_runtime->manners.get(), n_attention, asked.get()) != 0) {
+    PyErr_Clear();
+    return kNever;
+  }
+  return static_cast<long>(integer(asked.get()));
+}
+
+// The kernel of ``scaled_dot_product_attention`` at this device's autograd key.
+// Twin of ``backend.host.cpu_attention``.
+struct Attention final : c10::OperatorKernel {
+  static constexpr size_t count = 8; // query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+  explicit Attention(c10::SafeKernelFunction python) : python(std::move(python)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    const Values given(stack->data() + stack->size() - count, count);
+    if (!is_fused(given) || !is_wanted(given)) {
+      python.callBoxed(op, keys, stack);
+      return;
+    }
+    std::optional<at::Tensor> mask;
+    if (is_there(given[3])) {
+      mask = given[3].toTensor();
+      if (mask->scalar_type() == at::kBool) {
+        const at::Tensor zeros = at::zeros(mask->sizes(), given[0].toTensor().options().requires_grad(false));
+        mask = zeros.masked_fill(mask->bitwise_not(), -std::numeric_limits<double>::infinity());
+      }
+      if (mask->stride(-1) != 0 && mask->stride(-1) != 1) {
+        mask = mask->contiguous();
+      }
+    }
+    at::Tensor made = std::get<0>(at::_scaled_dot_product_flash_attention_for_cpu(
+        dense_at_end(given[0]), dense_at_end(given[1]), dense_at_end(given[2]), 0.0, given[5].toBool(), mask,
+        given[6].toOptional<double>()));
+    torch::jit::drop(*stack, count);
+    stack->emplace_back(std::move(made));
+  }
+
+ private:
+  static bool is_there(const c10::IValue& value) {
+    return value.isTensor() && value.toTensor().defined();
+  }
+
+  // The kernel steps through memory as if the last dimension were contiguous, and does not check.
+  static at::Tensor dense_at_end(const c10::IValue& given) {
+    const at::Tensor& tensor = given.toTensor();
+    return tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
+  }
+
+  static bool is_fused(Values given) {
+    const auto ours = [](const c10::IValue& value) { return is_there(value) && is_ours(value.toTensor()); };
+    if (!std::all_of(given.begin(), given.begin() + 3, ours) || given[4].toDouble() != 0.0 || given[7].toBool()) {
+      return false;
+    }
+    const at::Tensor &query = given[0].toTensor(), &key = given[1].toTensor(), &value = given[2].toTensor();
+    const auto dtype = query.scalar_type();
+    const bool floats = dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16;
+    const bool fused = query.dim() == 4 && key.dim() == 4 && floats && key.sizes() == value.sizes() &&
+        key.size(3) == query.size(3) && key.size(0) == query.size(0) && key.size(1) == query.size(1) &&
+        query.numel() > 0 && key.size(2) > 0;
+    if (!fused || !is_there(given[3])) {
+      return fused;
+    }
+    const at::Tensor& mask = given[3].toTensor();
+    return !given[5].toBool() && ours(given[3]) && (mask.dim() == 2 || mask.dim() == 4) && !mask.requires_grad() &&
+        (mask.scalar_type() == at::kBool || mask.scalar_type() == dtype);
+  }
+
+  // Whether the backend's attention is the CPU's for such a call.
+  static bool is_wanted(Values given) {
+    const auto asks = [](const c10::IValue& value) { return value.toTensor().requires_grad(); };
+    const bool differentiated = at::GradMode::is_enabled() && std::any_of(given.begin(), given.begin() + 3, asks);
+    Gil gil;
+    THPObjectPtr of_thread = of_this_thread();
+    if (THPObjectPtr trace = direct_trace(of_thread.get())) {
+      const long when = attends(py_.runtime.of(trace.get()));
+      return when == kAlways || (when == kAtOnce && !differentiated && observing_of.of(trace.get()) == Py_False);
+    }
+    THPObjectPtr trace = recording_trace(of_thread.get());
+    return trace && attends(py_.runtime.of(trace.get())) == kAlways;
+  }
+
+  const c10::SafeKernelFunction python;
+};
+
+} // namespace
+
+// Register a C++ kernel in front of the Python kernel of a factory, to interpret it at once. ``serial``, ``letters``: as
+// for ``torchport_follow``.
+// Twin of ``run.direct.run``.
+extern "C" PyObject* torchport_direct_factory(
+    const char* name, const char* overload, const char* letters, long long serial) {
+  HANDLE_TH_ERRORS
+  Quiet quiet;
+  c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+  Kernel& kernel = *(kernels()[serial] = new Kernel{letters, serial, false, nullptr});
+  const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
+  const auto dense = c10::DispatchKey::PrivateUse1;
+  put(dense, op.operator_name(), std::make_unique<Factory>(kernel, op.getComputedKernelForDispatchKey(dense)));
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// The same for ``_to_copy``, on one device.
+// Twin of ``frontend.device.copies._to_copy``.
+extern "C" PyObject* torchport_direct_to_copy(const char* letters, long long serial) {
+  HANDLE_TH_ERRORS
+  Quiet quiet;
+  c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+  Kernel& kernel = *(kernels()[serial] = new Kernel{letters, serial, false, nullptr});
+  const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::_to_copy", "");
+  TORCH_CHECK(op.schema().arguments().size() == ToCopy::count, "_to_copy has other arguments than those known here");
+  const auto functionalize = c10::DispatchKey::Functionalize;
+  put(functionalize, op.operator_name(),
+      std::make_unique<ToCopy>(kernel, op.getComputedKernelForDispatchKey(functionalize)));
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// Register a C++ kernel in front of the Python kernel of ``scaled_dot_product_attention``. ``answer``: a function that
+// says of a runtime when its attention is the CPU's fused operator, as ``Attends`` has it.
+// Twin of ``backend.host.cpu_attention``.
+extern "C" PyObject* torchport_attention(PyObject* answer) {
+  HANDLE_TH_ERRORS
+  Quiet quiet;
+  c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+  const c10::OperatorHandle op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("aten::scaled_dot_product_attention", "");
+  TORCH_CHECK(
+      op.schema().arguments().size() == Attention::count, "attention has other arguments than those known here");
+  attention_of = Py_NewRef(answer);
+  n_attention = PyUnicode_InternFromString("attention");
+  const auto autograd = c10::DispatchKey::AutogradPrivateUse1;
+  put(autograd, op.operator_name(), std::make_unique<Attention>(op.getComputedKernelForDispatchKey(autograd)));
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
