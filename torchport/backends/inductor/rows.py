@@ -36,9 +36,10 @@ def additions(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[...
         return _added(x, index, source if alpha == 1 else source * alpha)
 
     def index_put(x: torch.Tensor, indices: Sequence[Any], values: torch.Tensor, accumulate: bool = False) -> Any:
-        index = indices[0] if len(indices) == 1 else None
-        rows = accumulate and index is not None and index.dim() == 1 and index.dtype in (torch.int64, torch.int32)
-        if not (rows and values.dim() == x.dim() > 1 and values.shape[0] == index.shape[0] and _pays(x, values)):
+        index = indices[0] if accumulate and len(indices) == 1 else None
+        if index is None or index.dim() != 1 or index.dtype not in (torch.int64, torch.int32):
+            return otherwise(_aten.index_put.default, x, indices, values, accumulate)
+        if not (values.dim() == x.dim() > 1 and values.shape[0] == index.shape[0] and _pays(x, values)):
             return otherwise(_aten.index_put.default, x, indices, values, accumulate)
         return _added(x, torch.where(index < 0, index + x.shape[0], index), values)
 
