@@ -41,6 +41,7 @@ from .queue import Where
 from .reasons import APART, explain_compile
 from .repeated import Repeated, expand_again, put_off
 from .replay import replay
+from .sizes import widened
 from .tiers import Progress, first_plan, next_plan
 
 if TYPE_CHECKING:
@@ -127,8 +128,11 @@ def _other_plan(
     before = metrics.counter("UncachedCompile")
     try:
         with may_collect():
+            path, given = node.path(), specs()
+            if whole and not trace.eager:
+                value_ids = widened(runtime.backend.name, path, value_ids, given)
             plan: ExecutionPlan | CompileError = make_plan(
-                runtime, node.path(), value_ids, specs(), alone=trace.eager, donated=donated()
+                runtime, path, value_ids, given, alone=trace.eager, donated=donated()
             )
     except CompileError as error:
         plan = error
