@@ -3,7 +3,8 @@
     python tests/recipes/table.py [--backend xla] [names]
 
 A row says what came of the runs with the version that is installed here; what is not installed is left out. The page is
-written only where every recipe ran on every backend. The figures of the last table come from ``speed.py``.
+written only where every recipe ran on every backend. The figures of the last table come from ``speed.py``; the programs
+between the tables stay as they are.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ and torchvision 0.29.1.
 |---|---|---|---|---|---|---|
 """
 
+PROGRAMS: Final = "\n## Five programs\n"
+"""Written by hand, and kept: from this heading up to that of the next table."""
 
 SPEED = """
 ## Speed of training
@@ -45,6 +48,12 @@ thread, all threads of the process together, everything compiled before (`python
 | library | what | CPU, ms | `inductor`, ms | ratio |
 |---|---|---|---|---|
 """
+
+
+def programs() -> str:
+    """The part of the page that is not made here: programs to copy."""
+    _, heading, after = PAGE.read_text(encoding="utf-8").partition(PROGRAMS)
+    return heading + after.partition("\n## ")[0]
 
 
 def outcome(name: str, backend: str = "reference") -> tuple[str, str]:
@@ -100,7 +109,7 @@ def main() -> int:
     arguments = parser.parse_args()
     rows, failed = _works(arguments.names or list(RECIPES), arguments.backend or list(BACKENDS))
     if not arguments.names and not arguments.backend:
-        PAGE.write_text(HEAD + "".join(rows) + SPEED + "".join(_speed()))
+        PAGE.write_text(HEAD + "".join(rows) + programs() + SPEED + "".join(_speed()))
     return failed
 
 

@@ -30,7 +30,7 @@ PAGES = [ROOT / "README.md", *sorted(page for page in DOCS.rglob("*.md") if "_si
 INTERNALS = ROOT / "docs" / "torch-internals.md"
 EXAMPLES = ROOT / "examples"
 NEED_C = ("emit-code.md", "make-it-fast.md")
-RUN_ELSEWHERE = ("dispatch.md",)
+RUN_ELSEWHERE = ("dispatch.md", "ecosystem.md")
 """By tests of its own."""
 
 

@@ -39,6 +39,7 @@ from .jobs import Job
 from .plans import ExecutionPlan, make_plan
 from .queue import Where
 from .reasons import APART, explain_compile
+from .repeated import Repeated, expand_again, put_off
 from .replay import replay
 from .sizes import widened
 from .tiers import Progress, first_plan, next_plan
@@ -182,6 +183,9 @@ def flush(trace: Trace, cause: str, read: int | None = None) -> TorchportError |
             trace.restart()
             return None
         kind = cause.split()[0]
+        later: Sequence[Repeated] = ()
+        if kind == "kernel":
+            handles, later = put_off(trace, handles)
         metrics.count("Flush")
         metrics.count(f"Flush: {kind}")
         metrics.count("TracedOps", trace.cursor.depth)
@@ -190,6 +194,8 @@ def flush(trace: Trace, cause: str, read: int | None = None) -> TorchportError |
             history.waited(cause, user_line())
         with default_state():
             failure = _run(trace, handles, cause, read)
+            if later:
+                expand_again(trace, later)
     queue.wait_for_room()
     return failure
 

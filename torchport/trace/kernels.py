@@ -26,7 +26,7 @@ from .handle import IndexedLazyTensor, LazyTensor
 from .record import emit, record
 from .trie import FLOAT, LIMITS
 
-__all__ = ["Kernel", "has_tensor_argument", "key_parts", "letters", "make_kernel", "supported_schema"]
+__all__ = ["Kernel", "by_op", "has_tensor_argument", "key_parts", "letters", "make_kernel", "supported_schema"]
 
 _serials = itertools.count(1)
 
@@ -344,10 +344,15 @@ def make_kernel(
     ``with_generator`` takes random ops that were given a generator, ``elsewhere`` ops with a result on another device.
     ``mark`` is called with each function, and again once it has its code.
     """
-    return Kernel(
+    by_op[op] = made = Kernel(
         op, next(_serials), _arguments(op), not has_tensor_argument(op), _takes_device(op), threads,
         with_generator, elsewhere, mark,
     )  # fmt: skip
+    return made
+
+
+by_op: Final[dict[torch._ops.OpOverload, Kernel]] = {}
+"""The kernels that were made last, by their operators."""
 
 
 _HELPERS: Final = {

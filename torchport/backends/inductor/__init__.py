@@ -171,7 +171,7 @@ class InductorBackend(Backend):
     """AOTInductor on CPU. Compile spec ``inductor.options``: a JSON object that patches ``torch._inductor.config``."""
 
     name = "inductor"
-    version = f"5-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
+    version = f"6-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
     capabilities = Capabilities(
         releases_gil=True,
         concurrent=True,

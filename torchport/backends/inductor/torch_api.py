@@ -62,6 +62,7 @@ from torchport.core.releases import takes
 from . import machine, onednn
 from .build import Toolchain
 from .complex_values import give_complex_tensors, scatters
+from .rows import additions
 from .source import MODEL, Wrapper, guard_kernels, quiet_interface, split_kernels, strip_wrapper
 
 __all__ = ["Generated", "channels_last_pays", "generate", "last_error", "proxy_runner", "take_handles", "take_tensors"]
@@ -320,6 +321,7 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
         table[op] = of_nothing(table.get(op), count)
     table[torch.ops.aten.index_put.default] = _masked
     table.update(scatters(table))
+    table.update(additions(table))
     return table
 
 

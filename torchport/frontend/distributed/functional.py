@@ -15,6 +15,7 @@ import torch
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.utils._pytree import tree_leaves
 
+from ...core.releases import operators
 from ...trace.handle import LazyTensor, make_handle
 from ...trace.wrapping import call_above, is_bypassed
 from ..device.inplace import overriding
@@ -183,8 +184,9 @@ def install() -> None:
     _library.append(library)
     with overriding():
         for kernel in _FUNCTIONAL:
-            op = getattr(getattr(torch.ops, _NAMESPACE), kernel.__name__).default
-            library.impl(kernel.__name__, opaque(_below(op, kernel)), "PrivateUse1")
+            # PyTorch 2.11 has none that send and receive.
+            for op in operators(getattr(torch.ops, _NAMESPACE), kernel.__name__):
+                library.impl(kernel.__name__, opaque(_below(op, kernel)), "PrivateUse1")
         for name, writing in _WRITING.items():
             stock = torch.library.get_kernel(f"{_NAMESPACE}::{name}", "Functionalize")
             library.impl(name, opaque(for_ours(writing, stock)), "Functionalize", with_keyset=True)
