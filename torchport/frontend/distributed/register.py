@@ -18,7 +18,7 @@ import torch
 
 from ..device.names import NAME, device_of
 from ..device.patches import replace, when_imported
-from ..device.ready import is_ready
+from ..device.ready import at_first_use, is_ready
 
 __all__ = ["register_process_group"]
 
@@ -32,6 +32,7 @@ def register_process_group() -> None:
         when_imported("torch.distributed.fsdp._fully_shard._fsdp_init", _sharded_modules)
         when_imported("torch.distributed.fsdp._fully_shard._fsdp_param", _sharded_parameters)
         when_imported("torch.distributed.fsdp._fully_shard._fsdp_collectives", _sharded_gradients)
+        at_first_use.append(_sharded_copies)
 
 
 def _create(options: Any, backend_options: Any) -> Any:
@@ -125,6 +126,13 @@ def _sharded_gradients(module: Any) -> None:
         return original(*given.args, **given.kwargs)
 
     replace("torch.distributed.fsdp._fully_shard._fsdp_collectives._get_gradient_divide_factors", factors)
+
+
+def _sharded_copies() -> None:
+    """Take the operators that ``fully_shard`` copies with; it may be given process groups of anybody's."""
+    when_imported(
+        "torch.distributed.fsdp._fully_shard._fsdp_collectives", lambda module: _room().sharding.install(module)
+    )
 
 
 def _sharded_parameters(module: Any) -> None:
