@@ -25,6 +25,10 @@ def test_layers_that_know_of_ranks() -> None:
     all_well(run_ranks("layers_program.py", *LAYERS))
 
 
+def test_a_process_group_that_is_written_in_python() -> None:
+    all_well(run_ranks("python_group_program.py", ranks=1))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -237,7 +237,8 @@ def _cpu_barrier(stock: Any) -> Callable[..., Any]:
 
     def barrier(keys: Any, tensor: torch.Tensor, boxed: Any, *args: Any) -> Any:
         group = dist.ProcessGroup.unbox(boxed)  # type: ignore[attr-defined]
-        if f"{DEVICE_TYPE}:" in dist.get_backend_config(group):
+        config = dist.get_backend_config(group)
+        if any(f"{DEVICE_TYPE}:{carrier}" in config for carrier in (DEVICE_TYPE, "fake")):
             communicator = communicator_of(group)
             communicator.agree("barrier")
             collectives.begin(communicator, ())

@@ -59,6 +59,8 @@ def _process_groups(module: Any) -> None:
         if str(backend) == backend_type.UNDEFINED and torch._C._get_accelerator().type == NAME:
             backend = f"cpu:{backend_type.default_device_backend_map['cpu']},{NAME}:{NAME}"
         original(self, backend)
+        if NAME in self.device_backend_map:  # whoever has written the group
+            _room().install()
 
     replace("torch.distributed.distributed_c10d.BackendConfig.__init__", init)
 
