@@ -79,6 +79,15 @@ def _threads(module: Any) -> None:
     kind = import_module("torch.distributed").Backend
     if DEVICE not in kind.backend_capability["threaded"]:
         kind.backend_capability["threaded"].append(DEVICE)
+    # They have one generator as well: PyTorch's tracker is one for all, and only some of them would wait to agree.
+    tracker = import_module("torch.distributed.tensor._random").OffsetBasedRNGTracker
+    original = tracker.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, mesh: Any, run_state_sync: bool = True) -> None:
+        original(self, mesh, run_state_sync and not _had_threads)
+
+    tracker.__init__ = init
 
 
 def _c10d(module: Any) -> None:

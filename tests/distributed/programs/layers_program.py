@@ -205,6 +205,23 @@ class Gathered(torch.Tensor):
         return gathered[0].view(gathered[0].shape), gathered
 
 
+def fused_rates() -> None:
+    """Fused Adam on ``DTensor``s, with a rate that is a plain tensor, as it is on the CPU."""
+    for kind in (torch.optim.Adam, torch.optim.AdamW):
+        found: list[Any] = []
+        for place in ("port", "cpu"):
+            mesh = init_device_mesh(place, (dist.get_world_size(),))
+            start = torch.arange(24.0).reshape(4, 6).to(place)
+            weights = [nn.Parameter(distribute_tensor(start, mesh, [where])) for where in (Shard(0), Replicate())]
+            optimizer = kind(weights, lr=torch.tensor(0.1, device=place), amsgrad=True, fused=True)
+            for _ in range(2):
+                optimizer.zero_grad()
+                sum((one * one).sum() for one in weights).backward()
+                optimizer.step()
+            found.append([one.detach().full_tensor().cpu() for one in weights])
+        torch.testing.assert_close(found[0], found[1])
+
+
 def views_of_parts() -> None:
     """Writes through views of a ``DTensor``, gradients added up over two passes, and plain tensors beside parts."""
     found: list[list[Any]] = []
