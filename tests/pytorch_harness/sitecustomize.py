@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import time
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -110,7 +111,10 @@ def _for_both(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install() -> None:
-    """Change the harness's modules, each before another takes names from it."""
+    """Change the harness's modules, each before another takes names from it.
+
+    Tests of parity call CUDA's delay of a stream; the device's stream is the program itself.
+    """
     import torch
 
     if DEVICE == "cpu":
@@ -120,6 +124,7 @@ def install() -> None:
 
         torchport.use(os.environ["TORCHPORT_BACKEND"])
         torch.accelerator.device_count = torch.port.device_count = lambda: RANKS  # type: ignore[attr-defined]
+        torch.port._sleep = lambda cycles: time.sleep(cycles / 1e9)  # type: ignore[attr-defined]
     if KIND == "c10d":  # its tests that ask for devices name CUDA
         _c10d(import_module(f"{INTERNAL}.distributed.distributed_test"))
         return
