@@ -102,7 +102,8 @@ def _start(
     if communicator.rehearses:
         nothing = launch(communicator, _runtime(like), (), what)
         return Launched(nothing, [None if one is None else _blank(like, one[0]) for one in results])
-    transfer = launch(communicator, _runtime(like), works() if communicator.size > 1 else (), what)
+    started = communicator.post(works, what) if communicator.size > 1 else ()
+    transfer = launch(communicator, _runtime(like), started, what)
     handles = [
         None if one is None else transfer.result(contiguous(one[0].shape, one[0].dtype), one[1]) for one in results
     ]

@@ -245,6 +245,15 @@ class Communicator:
         if failed:
             self.blame(failed[0], what)
 
+    def post(self, call: Callable[[], T], what: str) -> T:
+        """What gloo gives for a message that it is handed. It refuses at once where it has lost the other side."""
+        try:
+            return call()
+        except RuntimeError as error:
+            if self._watch is None:
+                raise
+            self.blame(error, what)
+
     def blame(self, error: Exception, what: str) -> NoReturn:
         """gloo has lost a rank: find out which one, and raise :class:`CollectiveError`."""
         assert self._watch is not None
