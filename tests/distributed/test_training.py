@@ -29,6 +29,10 @@ def test_a_process_group_that_is_written_in_python() -> None:
     all_well(run_ranks("python_group_program.py", ranks=1))
 
 
+def test_parts_on_a_second_device() -> None:
+    all_well(run_ranks("second_device_program.py"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("ranks", [2, 4])
