@@ -29,6 +29,11 @@ def test_a_process_group_that_is_written_in_python() -> None:
     all_well(run_ranks("python_group_program.py", ranks=1))
 
 
+def test_a_model_too_large_for_any_machine_is_rehearsed() -> None:
+    """With tiers a first sight of an operator is interpreted; nothing of a rehearsal may be."""
+    all_well(run_ranks("rehearsal_program.py", ranks=1, TORCHPORT_TIERS="auto"))
+
+
 def test_parts_on_a_second_device() -> None:
     all_well(run_ranks("second_device_program.py"))
 

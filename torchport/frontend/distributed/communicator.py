@@ -73,6 +73,11 @@ class Communicator:
         self._watch = watch
         self._prefix = f"{name}/{zlib.crc32(repr(self.ranks).encode()):x}{nonce}"
 
+    @property
+    def memory(self) -> str:
+        """Where what comes is put: nowhere, in a rehearsal."""
+        return "meta" if self.rehearses else "cpu"
+
     # -- agreeing ------------------------------------------------------------------------------------------------
     def agree(self, signature: str, sent: Sequence[int] = (), received: Sequence[int] = ()) -> None:
         """Return when every rank is about to do the same. Raises :class:`CollectiveError` on all of them otherwise."""

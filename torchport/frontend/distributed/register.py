@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ...core.traffic import rehearsals
 from ..device.names import NAME, device_of
 from ..device.patches import replace, when_imported
 from ..device.ready import at_first_use, is_ready
@@ -91,10 +92,16 @@ def _rehearsals(module: Any) -> None:
 
     def create_fake(*args: Any) -> Any:
         _room().install()
+        if _rehearses not in rehearsals:
+            rehearsals.append(_rehearses)
         return plugin.creator_fn(*args)
 
     kind._plugins[kind.FAKE.upper()] = plugin._replace(creator_fn=create_fake)
     kind.backend_capability[kind.FAKE].append(NAME)
+
+
+def _rehearses() -> bool:
+    return torch.distributed.is_initialized() and f"{NAME}:fake" in torch.distributed.get_backend_config()
 
 
 def _sharded_modules(module: Any) -> None:
