@@ -86,6 +86,7 @@ if TYPE_CHECKING:
         donate,
         get_backend,
         list_backends,
+        mark_dynamic,
         mode,
         register,
         sync,
@@ -125,7 +126,9 @@ _HOMES = {
     "torchport.debug.analysis": "Finding analyze compile_reasons tiers",
     "torchport.debug.dumps": "dump dump_trie",
     "torchport.debug.explain": "explain",
-    "torchport.frontend.device.api": "backend_data device donate get_backend list_backends mode register sync use",
+    "torchport.frontend.device.api": (
+        "backend_data device donate get_backend list_backends mark_dynamic mode register sync use"
+    ),
     "torchport.frontend.spmd.mesh": "mesh",
     "torchport.frontend.spmd.placing": "shard sharding_of",
     "torchport.run.step_closures": "step_closure",

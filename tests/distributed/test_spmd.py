@@ -14,6 +14,7 @@ def test_placements_and_refusals() -> None:
     all_well(run_ranks("placing_program.py", ranks=1, backend="xla", limit=300, **DEVICES))
 
 
+@pytest.mark.slow
 def test_training_in_two_dimensions() -> None:
     ended = run_ranks("spmd_program.py", "4", "gpt2", "two_dimensional", ranks=1, backend="xla", limit=300, **DEVICES)
     all_well(ended)

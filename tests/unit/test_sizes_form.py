@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from hypothesis import strategies as st
 from torch import fx
 
 from torchport.backend.builder import GraphBuilder
+from torchport.backend.sizes.chosen import bucket_for, is_padded_little, padding_of
 from torchport.backend.sizes.form import Form, Size, Sketch, form_of, memory_order, sketch_of, strides_in
-from torchport.backend.sizes.guards import hold
+from torchport.backend.sizes.guards import hold, within
 from torchport.backend.sizes.symbolic import symbolic_graph
+from torchport.core.config import config
 from torchport.core.specs import TensorSpec, contiguous_strides
 
 aten = torch.ops.aten
@@ -146,3 +149,44 @@ def test_graphs_that_differ_in_more_than_sizes_have_other_digests() -> None:
     assert found[0].digest in digests
     assert found[1].digest not in digests
     assert math.prod(found[0].integers[: found[0].dims]) == 3 * 4 * 4 * 6
+
+
+# -- buckets ----------------------------------------------------------------------------------------------------------
+_values = st.lists(st.integers(2, 5_000), min_size=1, max_size=3)
+
+
+@given(st.data(), _values, st.integers(0, 12), st.sampled_from(["off", "auto"]))
+def test_a_bucket_holds_its_sizes_and_whatever_serves_them_does(
+    data: st.DataObject, values: list[int], made: int, tiers: str
+) -> None:
+    seen = data.draw(st.lists(st.lists(st.integers(2, 5_000), min_size=len(values), max_size=len(values)), max_size=4))
+    most = [data.draw(st.none() | st.integers(value, 6_000)) for value in values]
+    with config.override(tiers=tiers):
+        bucket = bucket_for(values, seen, made, most)
+        assert all(value <= size for value, size in zip(values, bucket, strict=True))
+        assert all(limit is None or size <= limit for size, limit in zip(bucket, most, strict=True))
+        assert padding_of(values, bucket) >= 1
+        assert not is_padded_little([size + 1 for size in bucket], bucket, made)
+        if tiers == "off":
+            # What a bucket serves it goes on serving when there are more of them.
+            assert is_padded_little(values, bucket, made + 1) >= is_padded_little(values, bucket, made)
+
+
+def test_batch_and_length_that_vary_independently_need_few_buckets() -> None:
+    chance = random.Random(0)
+    made: list[tuple[int, ...]] = []
+    seen: list[list[int]] = []
+    with config.override(tiers="off"):
+        for _ in range(300):
+            values = [chance.randint(2, 80), chance.randint(30, 330)]
+            if not any(is_padded_little(values, bucket, len(made)) for bucket in made):
+                made.append(bucket_for(values, seen[-8:], len(made)))
+            seen.append(values)
+    assert len(made) <= 8, made
+
+
+def test_bounds_that_were_given_are_a_condition() -> None:
+    assert within("True", []) == "True"
+    given = within("L['t0'] != 7", [(3, 9), (None, 4)])
+    held = [(t0, t1) for t0 in range(12) for t1 in range(7) if hold(given, [t0, t1])]
+    assert held == [(t0, t1) for t0 in range(3, 10) if t0 != 7 for t1 in range(5)]

@@ -2,8 +2,8 @@
 
 Each is written on tensors, as in ``torch._decomp``; shape inference runs it on fake tensors and the graph gets its ops.
 Formulas follow ``aten/src/ATen/native/cuda/RNN.cu``. ``OTHERWISE`` are operators of the CPU, for backends that do not
-have them: attention, of which PyTorch's own decomposition has no backward and another second result, and products of
-three tensors, of which it has none.
+have them: attention, of which PyTorch's own decomposition has no backward and another second result, products of
+three tensors, of which it has none, and batch normalisation (:mod:`.batch_norm`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+
+from .batch_norm import BATCH_NORM, BATCH_NORM_BACKWARD
 
 __all__ = ["DECOMPOSE", "OTHERWISE"]
 
@@ -230,5 +232,7 @@ OTHERWISE: Final[dict[Any, Callable[..., Any]]] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
     aten._trilinear.default: _trilinear,
+    **BATCH_NORM,
+    **BATCH_NORM_BACKWARD,
 }
 """Instead of PyTorch's core ATen decompositions, for what a backend does not support."""

@@ -39,6 +39,7 @@ __all__ = [
     "learn",
     "observe",
     "observed",
+    "quiet",
     "remembered",
 ]
 
@@ -280,7 +281,7 @@ def _infer(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
         raise misfit
     fake_args, fake_kwargs = _with_tensors(to_fake, args, kwargs)
     try:
-        with fake_mode(), torch.no_grad(), _quiet():
+        with fake_mode(), torch.no_grad(), quiet():
             return _describe(op(*fake_args, **fake_kwargs))
     except UnsupportedOperatorException as error:
         raise NoShapeRule(f"no shape rule for {op}") from error
@@ -353,7 +354,7 @@ def _with_tensors(make: Callable[[Any], Any], args: Sequence[Any], kwargs: Mappi
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Fake tensors log an error before they raise it; the user sees the exception."""
     from torch._subclasses.fake_tensor import log
 

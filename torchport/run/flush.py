@@ -40,6 +40,7 @@ from .plans import ExecutionPlan, make_plan
 from .queue import Where
 from .reasons import APART, explain_compile
 from .replay import replay
+from .sizes import widened
 from .tiers import Progress, first_plan, next_plan
 
 if TYPE_CHECKING:
@@ -126,8 +127,11 @@ def _other_plan(
     before = metrics.counter("UncachedCompile")
     try:
         with may_collect():
+            path, given = node.path(), specs()
+            if whole and not trace.eager:
+                value_ids = widened(runtime.backend.name, path, value_ids, given)
             plan: ExecutionPlan | CompileError = make_plan(
-                runtime, node.path(), value_ids, specs(), alone=trace.eager, donated=donated()
+                runtime, path, value_ids, given, alone=trace.eager, donated=donated()
             )
     except CompileError as error:
         plan = error

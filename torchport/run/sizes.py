@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Final
 from ..core.specs import TensorSpec
 from ..trace.trie import HostScalar, Node, ScalarInput, Value, is_template
 
-__all__ = ["FREE", "Family", "families", "family_of", "skeleton_of"]
+__all__ = ["FREE", "Family", "families", "family_of", "skeleton_of", "widened"]
 
 FREE: Final = 3
 """Sets of sizes that are compiled as if there were no others."""
@@ -121,3 +121,28 @@ def skeleton_of(
         kwargs = {name: described(value) for name, value in node.kwargs.items()}
         digest.update(repr((str(node.op), described(node.args), kwargs)).encode())
     return digest.digest(), tuple(sizes), names
+
+
+_wanted: Final[OrderedDict[bytes, list[frozenset[int]]]] = OrderedDict()
+"""By a skeleton's digest, whichever of its values are wanted: what was wanted of it at any sizes."""
+
+
+def widened(
+    who: str, path: Sequence[Node], value_ids: tuple[int, ...], leaf_specs: Sequence[TensorSpec]
+) -> tuple[int, ...]:
+    """The values to compute where these are wanted and a computation is to be made: more, if it once was more at other
+    sizes.
+
+    Values that only a reference cycle holds are wanted or not as the garbage collector has just run or not. One form
+    then serves both.
+    """
+    digest, _, _ = skeleton_of(who, path, (), leaf_specs)
+    wanted = frozenset(value_ids)
+    known = _wanted.setdefault(digest, [])
+    _wanted.move_to_end(digest)
+    if len(_wanted) > FAMILIES:
+        _wanted.popitem(last=False)
+    found = min((one for one in known if wanted <= one), key=len, default=wanted)
+    if found is wanted:
+        known.append(wanted)
+    return tuple(sorted(found))

@@ -10,7 +10,7 @@ import dataclasses
 import traceback
 from collections.abc import Hashable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, Final
 
 import torch
@@ -24,6 +24,7 @@ from ..backend.registry import registry
 from ..core.config import config
 from ..core.errors import CompileError
 from ..core.specs import CompileSpecs, TensorSpec
+from ..core.varying import VaryingDim, marks, replace_marks
 from ..trace.graph import Sources
 from ..trace.trie import Node
 from .graphs import graph_to_data, operators
@@ -101,13 +102,15 @@ def _settings() -> tuple[Any, ...]:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
         torch.get_num_threads(),
+        tuple(map(astuple, marks())),
     )
 
 
 @contextmanager
 def settings_in_force(settings: tuple[Any, ...]) -> Iterator[None]:
     """Have the settings that a request was made under. Its number of threads is one that code is generated for."""
-    values, dtype, precision, deterministic, warn_only, threads = settings
+    values, dtype, precision, deterministic, warn_only, threads, varying = settings
+    replace_marks(VaryingDim(*one) for one in varying)
     torch.set_default_dtype(dtype)
     torch.set_float32_matmul_precision(precision)
     torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)

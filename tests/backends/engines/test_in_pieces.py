@@ -312,6 +312,7 @@ print([str(record) for record in torchport.tiers()])
 """
 
 
+@pytest.mark.slow
 def test_the_other_process_compiles_pieces_and_then_the_whole(tmp_path: Path) -> None:
     """A process of its own: pieces take over from the interpreter, the whole is tried, and one of them stays."""
     environ = {"TORCHPORT_CACHE_DIR": str(tmp_path), "PYTHONPATH": f"{HERE}:{Path(__file__).parent}"}

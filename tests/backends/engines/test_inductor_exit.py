@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from native_support import COMPILER, compiles
 
 pytestmark = compiles
@@ -21,6 +22,7 @@ esac
 PROGRAM = """
 import atexit, os, threading, time
 atexit.register(time.sleep, 0.5)  # runs last
+import pytest
 import torch, torchport
 def work():
     f = torch.compile(lambda x: torch.sin(x) + 1, backend="torchport", options={"backend": "inductor"})
@@ -44,6 +46,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_process_ends_while_a_thread_of_it_compiles(tmp_path: Path) -> None:
     compiler, started = tmp_path / "slow++", tmp_path / "started"
     compiler.write_text(SLOW)

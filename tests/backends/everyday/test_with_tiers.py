@@ -37,6 +37,7 @@ def _run(paths: list[str], *options: str) -> None:
     assert run.returncode == 0, run.stdout[-6000:]
 
 
+@pytest.mark.slow
 def test_what_once_failed() -> None:
     _run(FILES, "-k", CHOSEN)
 

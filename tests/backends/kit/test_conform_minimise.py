@@ -22,7 +22,9 @@ print(net[0].weight.grad.norm().item())
 """
 
 
-@pytest.mark.parametrize(("name", "verdict"), [("SlightlyWrong", "wrong"), ("Crashing", "crashed")])
+@pytest.mark.parametrize(
+    ("name", "verdict"), [pytest.param("SlightlyWrong", "wrong", marks=pytest.mark.slow), ("Crashing", "crashed")]
+)
 def test_a_program_comes_down_to_the_one_operator_that_fails(tmp_path: Path, name: str, verdict: str) -> None:
     script, out = tmp_path / "program.py", tmp_path / "small.py"
     script.write_text(PROGRAM)

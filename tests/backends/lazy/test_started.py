@@ -417,7 +417,7 @@ print("done")
 """
 
 
-@pytest.mark.parametrize("what", ["exit", "fork"])
+@pytest.mark.parametrize("what", ["exit", pytest.param("fork", marks=pytest.mark.slow)])
 def test_a_process_ends_or_forks_with_work_in_flight(what: str) -> None:
     if not InductorBackend().is_available():
         pytest.skip(InductorBackend().unavailable_reason())

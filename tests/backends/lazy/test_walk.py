@@ -89,7 +89,9 @@ def walk(todo: list[str], device: str = DEVICE) -> tuple[dict[str, str], dict[st
     return outcomes, culprits
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind == "function" else []) for kind in KINDS]
+)
 def test_no_call_kills_the_process(kind: str) -> None:
     todo = names(f"^{kind} ")
     assert len(todo) > 100

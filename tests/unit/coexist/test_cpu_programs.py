@@ -67,6 +67,7 @@ def names(*, heavy: bool) -> list[str]:
     return [name for name in found if heavy or name not in HEAVY]
 
 
+@pytest.mark.slow
 def test_programs_for_the_cpu_do_the_same_with_the_package_installed() -> None:
     chosen = names(heavy=False)
     without = run(*chosen, TORCH_DEVICE_BACKEND_AUTOLOAD="0")

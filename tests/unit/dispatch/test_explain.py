@@ -204,6 +204,7 @@ def test_bad_input(act: Any, why: str) -> None:
         act()
 
 
+@pytest.mark.slow
 def test_every_operator_of_the_device_can_be_explained() -> None:
     """In a process of its own: a made-up example once crashed it, in a kernel that checks nothing."""
     code = """

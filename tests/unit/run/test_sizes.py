@@ -106,3 +106,26 @@ def test_the_record_says_what_varied() -> None:
                 (x.sin().cos().tanh().exp() * 2.0).cpu()
     told = [record.sizes for record in torchport.tiers() if record.sizes]
     assert "size 2 of it that is compiled: dimension 1 of input 0 was 5 and is 7" in told
+
+
+def _kept(tensor: torch.Tensor, keep: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    between = (tensor * 2).tanh()
+    return (between + 1).sum(), between if keep else None
+
+
+def test_what_was_wanted_at_other_sizes_is_computed_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a value is wanted that a reference cycle holds depends on when the collector ran."""
+    monkeypatch.setattr(sizes, "_wanted", type(sizes._wanted)())
+    torchport.use("reference")
+    with config.override(tiers="off"):
+        results = {}
+        for length, keep in ((5, True), (6, False), (7, False), (8, True)):
+            x = torch.arange(float(length))
+            total, between = _kept(x.to("port"), keep)
+            torch.testing.assert_close(total.cpu(), _kept(x, False)[0])
+            if between is not None:
+                torch.testing.assert_close(between.cpu(), (x * 2).tanh())
+            results[length] = list(sizes._wanted.values())
+        # One set of values for all four lengths, with that which is not always wanted among them.
+        assert [len(one) for one in results[8]] == [1]
+        assert len(results[8][0][0]) == 2

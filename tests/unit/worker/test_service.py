@@ -275,6 +275,7 @@ def test_out_of_memory_is_said(shared: Service, troubled: Backend) -> None:
     shared.submit(a_trace().request("after", troubled)).result(LONG)
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_takes_one_request_with_it(
     fresh: Service, troubled: Backend, capfd: pytest.CaptureFixture[str]
 ) -> None:

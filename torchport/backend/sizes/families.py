@@ -1,9 +1,10 @@
 """Which graphs are equal but for sizes, and the computations that serve several of them.
 
-The first graph of a form is compiled for its sizes. With the second, one computation is compiled whose sizes are
-symbols, or for a bucket of sizes where the backend has no symbols. It serves every further graph that the form
-describes and the guards allow. A graph that does not fit, since what was taken for a constant varies, too, leads to
-another. Families are kept with the disk cache: a process that meets sizes which none has met before compiles nothing.
+The first graph of a form is compiled for its sizes, unless the program has marked what will vary. With the second, one
+computation is compiled whose sizes are symbols, or for a bucket of sizes where the backend has no symbols. It serves
+every further graph that the form describes and the guards allow. A graph that does not fit, since what was taken for a
+constant varies, too, leads to another. Families are kept with the disk cache: a process that meets sizes which none has
+met before compiles nothing.
 """
 
 from __future__ import annotations
@@ -29,15 +30,18 @@ from ...core.errors import CompileError
 from ...core.forks import guarded_lock
 from ...core.sharding import is_partitioned
 from ...core.specs import CompileSpecs
+from ...core.varying import marks
 from ..answers import checked_processed
 from ..compile_key import Uncacheable, manifest_of
 from ..container import pack, unpack
 from ..interface import Backend
 from ..optional import optional_of
 from ..prepare import Prepared, describe, failure_of, with_bytes
+from .chosen import bucket_for, is_padded_little, padding_of
 from .form import Form, Size, Sketch, form_of, sketch_of
-from .guards import hold
-from .padded import Padding, bucket_of, padded_graph, padding_from_json, padding_to_json
+from .guards import Bounds, hold, within
+from .marked import bounds_of, marked_form
+from .padded import Padding, padded_graph, padding_from_json, padding_to_json
 from .sized import base_from, base_to, sized
 
 __all__ = ["compiled_for_several", "families", "forget", "may_vary", "served"]
@@ -65,27 +69,21 @@ class _ForSeveral:
     padding: Padding | None = None
     """How sizes become those that it was compiled for, where they are no symbols to the backend."""
 
-    def serves(self, sketch: Sketch) -> bool:
-        """Whether it computes what a graph with the form's digest does."""
+    def serves(self, sketch: Sketch, made: int) -> float:
+        """How many times as large sizes become where it computes what a graph with the form's digest does; else
+        infinite. ``made``: how many such computations there are."""
         if not self.form.describes(sketch):
-            return False
-        values = self.form.values(sketch)
-        if self.padding is not None and (bucket_of(values) != self.padding.bucket or not _is_padded_little(values)):
-            return False
-        return hold(self.guards, values)
+            return math.inf
+        values, padding = self.form.values(sketch), 1.0
+        if self.padding is not None:
+            if not is_padded_little(values, self.padding.bucket, made):
+                return math.inf
+            padding = padding_of(values, self.padding.bucket)
+        return padding if hold(self.guards, values) else math.inf
 
     def prepared(self, about: Prepared, sketch: Sketch, new: bool) -> Prepared:
         """A graph that it serves, of which ``about`` is known; ``new``: it was made just now."""
         return sized(about, self.base, new, self.padding, self.form.values(sketch))
-
-
-MOST_PADDING: Final = 1.5
-"""How many times as large as they are sizes become by padding at most, where what is not compiled is interpreted."""
-
-
-def _is_padded_little(values: Sequence[int]) -> bool:
-    """Whether computing with padding costs less than what else there is: interpreting, or else compiling once more."""
-    return config.tiers == "off" or math.prod(bucket_of(values)) <= MOST_PADDING * math.prod(values)
 
 
 @dataclass(slots=True)
@@ -95,6 +93,12 @@ class _Family:
     sketches: list[Sketch] = field(default_factory=list[Sketch])
     made: list[_ForSeveral] = field(default_factory=list[_ForSeveral])
     tries: int = 0
+
+    def best(self, sketch: Sketch) -> _ForSeveral | None:
+        """The computation that serves a graph of this digest with least padding."""
+        padding = [one.serves(sketch, len(self.made)) for one in self.made]
+        least = min(padding, default=math.inf)
+        return None if math.isinf(least) else self.made[padding.index(least)]
 
 
 families: Final[OrderedDict[tuple[str, ...], _Family]] = OrderedDict()
@@ -136,11 +140,11 @@ def served(backend: Backend, specs: CompileSpecs, graph: fx.GraphModule, about: 
     if sketch is None:
         return None
     family = _family(backend, specs, sketch)
-    found = next((one for one in family.made if one.serves(sketch)), None)
+    found = family.best(sketch)
     if found is None:  # another process may have made one meanwhile: the one that compiles beside this
         known = {one.base.mark for one in family.made}
         family.made += [one for one in _kept(backend, specs, graph, about, sketch) if one.base.mark not in known]
-        found = next((one for one in family.made if one.serves(sketch)), None)
+        found = family.best(sketch)
     if found is None:
         return None
     return found.prepared(about, sketch, new=False)
@@ -158,7 +162,8 @@ def compiled_for_several(
 ) -> Prepared | None:
     """A graph by a new computation for several sizes, among them those that were seen before of its form.
 
-    ``None`` for the first graph of a form, which it remembers, and where there can be no such computation.
+    ``None`` for the first graph of a form, which it remembers, unless the program has said what will vary; and where
+    there can be no such computation.
     """
     sketch = sketch_of(graph)
     if sketch is None:
@@ -167,21 +172,35 @@ def compiled_for_several(
     family.sketches = [*(one for one in family.sketches if one.integers != sketch.integers), sketch][-SKETCHES:]
     alike = [one for one in family.sketches if one.varies_from(sketch)]
     tries = BUCKETS if optional_of(backend).symbolic_sizes is None else TRIES
-    form = form_of([*alike, sketch]) if alike and family.tries < tries else None
+    bounds: Bounds = []
+    if family.tries >= tries:
+        return None
+    if alike:
+        form = form_of([*alike, sketch])
+    else:
+        form = marked_form(graph, sketch) if marks() and not family.made else None
+        bounds = [] if form is None else bounds_of(sketch, form)
     if form is None:
         return None
-    if optional_of(backend).symbolic_sizes is None and not _is_padded_little(form.values(sketch)):
-        return None
+    bucket: tuple[int, ...] | None = None
+    if optional_of(backend).symbolic_sizes is None:
+        values, count = form.values(sketch), len(family.made)
+        bucket = bucket_for(values, [form.values(one) for one in alike], count, [high for _, high in bounds])
+        if not is_padded_little(values, bucket, count):
+            bucket = bucket_for(values, [], 0)
+        if not is_padded_little(values, bucket, count):
+            return None
     family.tries += 1
     start = perf_counter()
     try:
-        made = _compiled(backend, specs, graph, about, form, sketch)
+        made = _compiled(backend, specs, graph, about, form, sketch, bucket)
     except Exception as error:  # whatever it is: the graph itself, for its own sizes, may compile all the same
         metrics.count("NotSymbolic")
         log.info("compiled for one set of sizes, since there is no code for several: %s", error)
         return None
-    made = replace(made, base=replace(made.base, seconds=perf_counter() - start))
-    if not made.serves(sketch):
+    guards = within(made.guards, bounds)
+    made = replace(made, guards=guards, base=replace(made.base, seconds=perf_counter() - start))
+    if math.isinf(made.serves(sketch, len(family.made))):
         metrics.count("NotSymbolic")
         log.info("compiled for one set of sizes, since code for several would need %s", made.guards)
         return None
@@ -195,7 +214,13 @@ def compiled_for_several(
 
 
 def _compiled(
-    backend: Backend, specs: CompileSpecs, graph: fx.GraphModule, about: Prepared, form: Form, sketch: Sketch
+    backend: Backend,
+    specs: CompileSpecs,
+    graph: fx.GraphModule,
+    about: Prepared,
+    form: Form,
+    sketch: Sketch,
+    bucket: tuple[int, ...] | None,
 ) -> _ForSeveral:
     from .symbolic import symbolic_graph  # on demand: compiling needs it and sympy, running does not
 
@@ -203,9 +228,11 @@ def _compiled(
     able = optional_of(backend).symbolic_sizes
     # Two forms may describe one graph, such as one whose batch is as large as its length is: they are told apart.
     of = hashlib.blake2b(repr((form.sources, sorted((at, size.terms) for at, size in form.varying.items()))).encode())
-    mark = f"{about.mark} for several sizes, as {','.join(map(str, form.values(sketch)))} {of.hexdigest()[:16]}"
+    like = form.values(sketch) if bucket is None else bucket
+    mark = f"{about.mark} for several sizes, as {','.join(map(str, like))} {of.hexdigest()[:16]}"
     if able is None:
-        module, padding = padded_graph(backend, graph, form, sketch, symbolic)
+        assert bucket is not None
+        module, padding = padded_graph(backend, graph, form, sketch, symbolic, bucket)
         base = with_bytes(backend, specs, module, replace(describe(module, mark, about.source), label=about.label))
         return _ForSeveral(form, symbolic.guards(), base, padding)
     try:
@@ -289,6 +316,7 @@ def _keep(
                 "inputs": [str(spec) for spec in about.inputs],
                 "outputs": [str(spec) for spec in about.outputs],
                 "sizes": "several",
+                "computations": len(made),
                 "seconds": round(sum(one.base.seconds for one in made), 3),
             },
         )

@@ -20,7 +20,9 @@ from ...core.specs import TensorSpec
 from ..normal_form import input_specs, output_specs
 from ..serialize import encode_arg
 
-__all__ = ["Form", "Size", "Sketch", "form_of", "memory_order", "replaced", "sketch_of", "strides_in"]
+__all__ = [
+    "SMALLEST", "Form", "Size", "Sketch", "form_of", "memory_order", "replaced", "sketch_of", "strides_in", "told",
+]  # fmt: skip
 
 MOST_SYMBOLS: Final = 6
 """Sizes that may vary independently in one form."""
@@ -117,16 +119,16 @@ def sketch_of(graph: fx.GraphModule) -> Sketch | None:
             order = _order(spec)
             if order is None:
                 return None
-            told: Any = [str(spec.dtype), len(spec.shape), order, bool(node.meta.get("donated"))]
+            said: Any = [str(spec.dtype), len(spec.shape), order, bool(node.meta.get("donated"))]
         elif node.op == "call_function" and "kernel" not in node.meta:
             args = encode_arg([replaced(one, mark) for one in node.args], number)
             kwargs = {name: encode_arg(replaced(one, mark), number) for name, one in node.kwargs.items()}
-            told = [str(node.target), args, kwargs]
+            said = [str(node.target), args, kwargs]
         elif node.op == "output":
-            told = encode_arg(node.args[0], number)
+            said = encode_arg(node.args[0], number)
         else:
             return None
-        digest.update(repr(told).encode())
+        digest.update(repr(said).encode())
     return Sketch(digest.hexdigest(), tuple(integers), dims, inputs, output_specs(graph))
 
 
@@ -172,14 +174,14 @@ def form_of(sketches: Sequence[Sketch]) -> Form | None:
     known = {column: Size(((1, (number,)),)) for number, column in enumerate(symbols)}
     found: dict[int, Size] = {}
     for at, column in varying.items():
-        size = known.get(column) or _told(column, list(symbols))
+        size = known.get(column) or told(column, list(symbols))
         if size is None:
             return None
         found[at] = known[column] = size
     return Form(sketches[0].integers, tuple(symbols.values()), found)
 
 
-def _told(column: tuple[int, ...], symbols: Sequence[tuple[int, ...]]) -> Size | None:
+def told(column: tuple[int, ...], symbols: Sequence[tuple[int, ...]]) -> Size | None:
     """An integer that varies, by symbols: a multiple of a product, else a product and a constant, else a sum of two."""
     products = [
         (chosen, tuple(math.prod(values) for values in zip(*(symbols[one] for one in chosen), strict=True)))

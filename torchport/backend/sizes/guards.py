@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
-__all__ = ["NotSymbolic", "hold"]
+__all__ = ["Bounds", "NotSymbolic", "hold", "within"]
+
+Bounds: TypeAlias = Sequence[tuple[int | None, int | None]]
+"""Smallest and largest value of each symbol, where they are given."""
 
 _PLAIN: Final[dict[str, Any]] = {"__builtins__": {"max": max, "min": min, "abs": abs}, "math": math}
 
@@ -27,3 +30,14 @@ def hold(guards: str, values: Sequence[int]) -> bool:
         from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 
         return bool(eval(guards, SYMPY_INTERP, given))
+
+
+def within(guards: str, bounds: Bounds) -> str:
+    """The condition with bounds that the program gave."""
+    conditions = [
+        f"L['t{at}'] {relation} {bound}"
+        for at, (low, high) in enumerate(bounds)
+        for relation, bound in ((">=", low), ("<=", high))
+        if bound is not None
+    ]
+    return " and ".join([f"({guards})", *conditions]) if conditions else guards

@@ -15,7 +15,8 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from ...core.specs import TensorSpec
-from ..buckets import Buckets, other_size, require_products
+from ..batch_norm import BATCH_NORM, BATCH_NORM_BACKWARD
+from ..buckets import other_size, require_products
 from ..builder import GraphBuilder, capture_of
 from ..container import spec_from_json, spec_to_json
 from ..execution import Computation
@@ -29,11 +30,12 @@ from .form import Form, Sketch, memory_order, replaced, strides_in
 if TYPE_CHECKING:
     from .symbolic import SymbolicGraph
 
-__all__ = ["Padding", "bucket_of", "make_padded", "padded_graph", "padding_from_json", "padding_to_json"]
+__all__ = ["Padding", "make_padded", "padded_graph", "padding_from_json", "padding_to_json"]
 
-_BUCKETS: Final = Buckets(())
 _EXACT: Final = 1 << 24
 """The largest size that can be masked: float32 has all whole numbers up to it."""
+_APART: Final = {**BATCH_NORM, **BATCH_NORM_BACKWARD}
+"""Operators that sum over what is padded: taken apart, each sum can be masked."""
 _RANDOM: Final = "keys"
 """The input of a graph from a trace that random operators are drawn from, by where an element stands."""
 
@@ -49,11 +51,6 @@ def padding_from_json(known: Any) -> Padding:
     bucket, inputs, results = known
     layouts = tuple(tuple(tuple((size, symbol) for size, symbol in dim) for dim in layout) for layout in results)
     return Padding(tuple(bucket), {at: spec_from_json(spec) for at, spec in inputs}, layouts)
-
-
-def bucket_of(values: Sequence[int]) -> tuple[int, ...]:
-    """The sizes to pad to: powers of two, from 8 on."""
-    return tuple(_BUCKETS.of(value) or value for value in values)
 
 
 # -- the graph ---------------------------------------------------------------------------------------------------------
@@ -82,7 +79,9 @@ def _resized(graph: fx.GraphModule, form: Form, sketch: Sketch, values: Sequence
             builder.debug_handle, builder.source = node.meta["debug_handle"], node.meta.get("source")
             args = map_arg(tuple(replaced(one, other) for one in node.args), made.__getitem__)
             kwargs = map_arg({name: replaced(one, other) for name, one in node.kwargs.items()}, made.__getitem__)
-            if isinstance(node.target, torch._ops.OpOverload):
+            if node.target in _APART:
+                made[node] = builder.inline(_APART[node.target], args, kwargs, ("sizes", node.target))
+            elif isinstance(node.target, torch._ops.OpOverload):
                 made[node] = builder.call(node.target, args, kwargs)
             else:
                 made[node] = builder.item(*args)
@@ -102,15 +101,19 @@ class Padding:
 
 
 def padded_graph(
-    backend: Backend, graph: fx.GraphModule, form: Form, sketch: Sketch, symbolic: SymbolicGraph
+    backend: Backend,
+    graph: fx.GraphModule,
+    form: Form,
+    sketch: Sketch,
+    symbolic: SymbolicGraph,
+    bucket: tuple[int, ...],
 ) -> tuple[fx.GraphModule, Padding]:
-    """The graph for the bucket of its sizes, with masks: it takes the true sizes, too. Raises :class:`Inexact`."""
+    """The graph for a bucket that its sizes fit, with masks: it takes the true sizes, too. Raises :class:`Inexact`."""
     if any(node.name == _RANDOM for node in graph.graph.find_nodes(op="placeholder")):
         raise Inexact("random numbers depend on where they stand in a tensor")
     if any(node.name.startswith(TRUE_SIZE) for node in graph.graph.find_nodes(op="placeholder")):
         raise Inexact("it is padded already")
     require_products(symbolic.module, [symbol.node.expr for symbol in symbolic.symbols])
-    bucket = bucket_of(form.values(sketch))
     if max(bucket) > _EXACT:
         raise Inexact(f"a size of more than {_EXACT} is no exact number in the comparisons of masks")
     others = [other_size(size) for size in bucket]

@@ -23,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...core.errors import TorchportError
+from ..infer import quiet
 from .form import Form, Sketch, memory_order, replaced, strides_in
 from .guards import NotSymbolic
 
@@ -43,8 +44,26 @@ def _joined(x: torch.Tensor, pad: Sequence[Any], value: Any = 0) -> torch.Tensor
     return x.clone() if not any(pad) else x
 
 
-_REWRITES: Final[Mapping[Any, Callable[..., Any]]] = {torch.ops.aten.constant_pad_nd.default: _joined}
-"""Operators whose kernels make numbers of symbolic sizes (torch 2.13), written otherwise."""
+def _expanded(op: Any) -> Callable[..., Any]:
+    """An elementwise operator on tensors that are expanded to one shape before."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        shapes = [one.shape for one in args if isinstance(one, torch.Tensor)]
+        if all(shape == shapes[0] for shape in shapes):
+            return NotImplemented
+        shape = torch.broadcast_shapes(*shapes)
+        return op(*(one.expand(shape) if isinstance(one, torch.Tensor) else one for one in args), **kwargs)
+
+    return run
+
+
+_REWRITES: Final[Mapping[Any, Callable[..., Any]]] = {
+    torch.ops.aten.constant_pad_nd.default: _joined,
+    torch.ops.aten.lerp.Tensor: _expanded(torch.ops.aten.lerp.Tensor),
+    torch.ops.aten.addcmul.default: _expanded(torch.ops.aten.addcmul.default),
+    torch.ops.aten.addcdiv.default: _expanded(torch.ops.aten.addcdiv.default),
+}
+"""Operators whose kernels or shape rules make numbers of symbolic sizes (torch 2.13), written otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +137,7 @@ def symbolic_graph(graph: fx.GraphModule, form: Form, sketch: Sketch) -> Symboli
         return _Resized(graph, form.integers_at(values)[sketch.dims :]).run(*given)
 
     try:
-        with _disable_current_modes(), mode, torch.no_grad():
+        with _disable_current_modes(), mode, torch.no_grad(), quiet():
             module = make_fx(run, dict(_REWRITES), _allow_non_fake_inputs=True)(*inputs)
     except TorchportError:
         raise

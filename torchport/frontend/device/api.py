@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -12,6 +13,7 @@ from ...backend.interface import Backend, BackendData
 from ...backend.registry import BackendInfo, registry
 from ...core.errors import ConfigError, UnsupportedOp
 from ...core.frames import user_line
+from ...core.varying import mark
 from ...run import step_closures
 from ...run.device_runtime import rebind, runtimes
 from ...run.donation import give_up
@@ -22,7 +24,10 @@ from ...trace.threads import threads
 from ...trace.wrapping import unwrap
 from .ready import init, is_ready
 
-__all__ = ["backend_data", "device", "donate", "get_backend", "list_backends", "mode", "register", "sync", "use"]
+__all__ = [
+    "backend_data", "device", "donate", "get_backend", "list_backends", "mark_dynamic", "mode", "register", "sync",
+    "use",
+]  # fmt: skip
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -53,6 +58,22 @@ def donate(*tensors: torch.Tensor) -> None:
     for handle in handles:
         index = handle.get_device() if isinstance(handle, IndexedLazyTensor) else 0
         give_up(threads.of(index), handle, line)
+
+
+def mark_dynamic(tensor: torch.Tensor, dim: int, *, min: int | None = None, max: int | None = None) -> None:
+    """Say that a dimension of tensors like this one will vary: of its dtype, and its shape but for that dimension.
+
+    The first graph that has such an input is then compiled for several sizes, where without it the second one is. On
+    any device, and for torch.compile as ``torch._dynamo.mark_dynamic`` says it. Sizes outside of ``min`` and ``max``
+    are compiled for themselves. A graph for which it does not hold is compiled as if nothing had been said.
+
+    Raises ``IndexError`` for a dimension that there is not, and :class:`ConfigError` for bounds that the present size
+    is not within.
+    """
+    mark(tensor, dim, min, max)
+    dynamo = sys.modules.get("torch._dynamo")  # torch.compile imports it before it calls anything
+    if dynamo is not None:
+        dynamo.mark_dynamic(tensor, dim, min=min, max=max)
 
 
 def backend_data(tensor: torch.Tensor) -> BackendData | None:
