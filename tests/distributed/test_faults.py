@@ -67,6 +67,15 @@ def test_a_rank_that_has_ended_is_named(kind: str, said: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_rank_that_messages_go_to_is_named_when_it_is_killed() -> None:
+    """gloo refuses a message at once, in words of its own, where it has lost the other side."""
+    sender, _ = _run("addressed", _signal(signal.SIGKILL))
+    assert sender.status == 1, sender.text
+    assert "CollectiveError: rank 1 is missing: its process has given no sign of life" in sender.text
+    assert "send to rank 1 of float32[4] with tag 0" in sender.text
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
 def test_a_rank_that_is_silent_is_named(number: signal.Signals) -> None:
     other, silent = _run("killed", _signal(number))

@@ -13,7 +13,7 @@ WAYS = ("ddp_views", "fsdp", "simple_fsdp", "tensor_parallel", "two_dimensional"
 MORE = ("ddp", "ddp_unused", "ddp_static", "ddp_hook", "ddp_power", "ddp_accumulated", "pipeline", "checkpointed")
 
 LAYERS = ("sync_batch_norm", "split_groups", "uneven_inputs", "sharded_optimizer", "own_number", "deferred_weights")
-LAYERS += ("default_device", "divided_gradients", "freed_views", "views_of_parts")
+LAYERS += ("default_device", "divided_gradients", "freed_views", "views_of_parts", "fused_rates", "counted_collectives")
 
 
 def test_two_ranks_train_as_one() -> None:
@@ -23,6 +23,19 @@ def test_two_ranks_train_as_one() -> None:
 
 def test_layers_that_know_of_ranks() -> None:
     all_well(run_ranks("layers_program.py", *LAYERS))
+
+
+def test_a_process_group_that_is_written_in_python() -> None:
+    all_well(run_ranks("python_group_program.py", ranks=1))
+
+
+def test_a_model_too_large_for_any_machine_is_rehearsed() -> None:
+    """With tiers a first sight of an operator is interpreted; nothing of a rehearsal may be."""
+    all_well(run_ranks("rehearsal_program.py", ranks=1, TORCHPORT_TIERS="auto"))
+
+
+def test_parts_on_a_second_device() -> None:
+    all_well(run_ranks("second_device_program.py"))
 
 
 @pytest.mark.slow

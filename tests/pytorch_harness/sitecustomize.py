@@ -2,7 +2,8 @@
 
 The harness knows CUDA, XPU, HPU and the CPU by name. Its modules are imported here and told of this device; the
 tests stay as they are. It also wants one device index for each rank, and on ``port`` each process has one device. The
-same is done for the CPU, without torchport, for comparison. Ranks are forked, so that none imports PyTorch again.
+same is done for the CPU, without torchport, for comparison. Ranks are forked where they can be, so that none
+imports PyTorch again.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import time
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -18,6 +20,8 @@ INTERNAL = "torch.testing._internal"
 KIND = os.environ.get("PYTORCH_OWN_DISTRIBUTED", "")
 DEVICE = os.environ.get("PYTORCH_OWN_DEVICE", "port")
 GROUPS = "gloo" if DEVICE == "cpu" else f"cpu:gloo,{DEVICE}:{DEVICE}"
+_had_threads: list[bool] = []
+"""Whether ranks have been threads of this process."""
 RANKS = int(os.environ.get("WORLD_SIZE", "2"))
 
 
@@ -40,13 +44,22 @@ def _common(module: Any) -> None:
 
         return decorate
 
-    def fork(self: Any) -> None:
-        self._start_processes(multiprocessing.get_context("fork").Process)
+    def start(self: Any) -> None:
+        # Backward passes of ranks that were threads have started autograd's own threads, which no fork has.
+        method = "spawn" if _had_threads else "fork"
+        self._start_processes(multiprocessing.get_context(method).Process)
 
     module.skip_if_lt_x_gpu = if_fewer
     module.require_n_gpus_for_nccl_backend = lambda count, _: if_fewer(count)
     module.at_least_x_gpu = lambda count: count <= RANKS
-    module.MultiProcessTestCase._spawn_processes = fork
+    module.MultiProcessTestCase._spawn_processes = start
+    spawn_threads = module.MultiThreadedTestCase._spawn_threads
+
+    def note_threads(self: Any) -> None:
+        _had_threads[:] = [True]
+        spawn_threads(self)
+
+    module.MultiThreadedTestCase._spawn_threads = note_threads
 
 
 def _fully_sharded(module: Any) -> None:
@@ -60,6 +73,22 @@ def _tensors(module: Any) -> None:
     module.DTensorTestMixin.device_type = property(lambda _: DEVICE)
     module.DTensorTestBase.backend = property(lambda _: GROUPS)
     module.DTensorContinuousTestBase.backend_str = classmethod(lambda _: GROUPS)
+
+
+def _threads(module: Any) -> None:
+    """Where ranks are threads of one process, which have one device between them, their group takes its tensors."""
+    kind = import_module("torch.distributed").Backend
+    if DEVICE not in kind.backend_capability["threaded"]:
+        kind.backend_capability["threaded"].append(DEVICE)
+    # They have one generator as well: PyTorch's tracker is one for all, and only some of them would wait to agree.
+    tracker = import_module("torch.distributed.tensor._random").OffsetBasedRNGTracker
+    original = tracker.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, mesh: Any, run_state_sync: bool = True) -> None:
+        original(self, mesh, run_state_sync and not _had_threads)
+
+    tracker.__init__ = init
 
 
 def _c10d(module: Any) -> None:
@@ -82,7 +111,10 @@ def _for_both(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install() -> None:
-    """Change the harness's modules, each before another takes names from it."""
+    """Change the harness's modules, each before another takes names from it.
+
+    Tests of parity call CUDA's delay of a stream; the device's stream is the program itself.
+    """
     import torch
 
     if DEVICE == "cpu":
@@ -92,12 +124,14 @@ def install() -> None:
 
         torchport.use(os.environ["TORCHPORT_BACKEND"])
         torch.accelerator.device_count = torch.port.device_count = lambda: RANKS  # type: ignore[attr-defined]
+        torch.port._sleep = lambda cycles: time.sleep(cycles / 1e9)  # type: ignore[attr-defined]
     if KIND == "c10d":  # its tests that ask for devices name CUDA
         _c10d(import_module(f"{INTERNAL}.distributed.distributed_test"))
         return
     _common(import_module(f"{INTERNAL}.common_distributed"))
     _fully_sharded(import_module(f"{INTERNAL}.common_fsdp"))
     _tensors(import_module(f"{INTERNAL}.distributed._tensor.common_dtensor"))
+    _threads(import_module(f"{INTERNAL}.distributed.multi_threaded_pg"))
     # For the tests alone, after the harness: one that CUDA's absence would skip has its name replaced by the device's.
     import_module(f"{INTERNAL}.common_cuda").TEST_CUDA = True
 

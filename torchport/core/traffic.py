@@ -5,11 +5,22 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-__all__ = ["Collective", "collective_report", "collectives", "is_own_rank", "journal", "notes", "step_ended", "table"]
+__all__ = [
+    "Collective",
+    "collective_report",
+    "collectives",
+    "is_own_rank",
+    "is_rehearsal",
+    "journal",
+    "notes",
+    "rehearsals",
+    "step_ended",
+    "table",
+]
 
 KEPT: Final = 10_000
 """So many of the newest records are kept."""
@@ -169,3 +180,12 @@ def notes() -> list[str]:
 def is_own_rank(index: int) -> bool:
     """Whether a device index is the number of this process among those of a distributed program."""
     return str(index) == os.environ.get("LOCAL_RANK") or index == journal.rank
+
+
+rehearsals: Final[list[Callable[[], bool]]] = []
+"""Whether the program's process group is PyTorch's fake one: empty until one has been made."""
+
+
+def is_rehearsal() -> bool:
+    """Whether the program only rehearses one of many ranks: it traces, and what is traced is not to be computed."""
+    return any(ask() for ask in rehearsals)

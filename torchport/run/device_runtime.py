@@ -27,7 +27,7 @@ from ..core.forks import guarded_rlock
 from ..core.random_state import DEFAULT_SEED, RandomState, state_in_use
 from ..core.sharding import is_partitioned
 from ..core.specs import CompileSpecs
-from ..core.traffic import is_own_rank
+from ..core.traffic import is_own_rank, is_rehearsal
 from ..trace.decide import AtOnce
 from ..trace.handle import LazyTensor
 from ..trace.threads import ThreadTraces, every_trace, threads
@@ -108,6 +108,8 @@ class DeviceRuntime:
             return self.host_form is not HostForm.NONE
         if not is_tiered(self.backend) or self.capture.kernels or is_partitioned(self.backend):
             return False
+        if is_rehearsal():
+            return False  # a model of any size is traced, and nothing of it computed
         if self.host_form is HostForm.NONE:
             return False  # a copy to the host and back for each operator costs more than it saves
         if torch.are_deterministic_algorithms_enabled() and not self.backend.capabilities.skips_cache:

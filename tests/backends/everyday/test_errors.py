@@ -47,6 +47,27 @@ def usable(device: torch.device, *others: tuple[torch.Tensor, list[float]]) -> N
 
 # -- devices -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
+    "write",
+    [
+        lambda host, ours: host.add_(ours),
+        lambda host, ours: host.masked_fill_(ours.bool(), 3.0),
+        lambda host, ours: host.scatter_(0, ours.long(), 1.0),
+        lambda host, ours: torch._foreach_add_([host], [ours]),
+        lambda host, ours: torch._foreach_addcdiv_([host], [ours], [ours]),
+        lambda host, ours: torch.add(ours, ours, out=host),
+    ],
+    ids=["add_", "masked_fill_", "scatter_", "foreach_add_", "foreach_addcdiv_", "add.out"],
+)
+def test_writing_to_a_tensor_of_the_cpu(device: torch.device, write: Callable[..., Any]) -> None:
+    """PyTorch's functionalization fails an internal assertion here, and asks for a report."""
+    host = torch.zeros(3)
+    error = caught(lambda: write(host, ramp(3, device=device)))
+    says(error, "cpu, which is written to, and port:0", ".to('cpu')", THIS_FILE)
+    assert host.tolist() == [0.0] * 3
+    usable(device)
+
+
+@pytest.mark.parametrize(
     "action",
     [
         lambda a, b: a + b,

@@ -351,3 +351,33 @@ def test_compilers_see_a_composite_as_one_operator() -> None:
     compiled = torch.compile(lambda x: torch.ops.torchport_tests.plus_ones(x), backend=backend)
     assert compiled(x).tolist() == [2.0] * 3
     assert [str(target) for target in found] == ["torchport_tests.plus_ones"]
+
+
+def _counted_on_host(x: Tensor) -> list[Tensor]:
+    return [torch.arange(4.0, device="cpu") + x.dim(), x * 2]
+
+
+@needs_counters
+def test_a_kernel_for_the_device_may_give_tensors_of_the_cpu(device: torch.device) -> None:
+    """Functionalization wraps them, and its wrapper has no memory: the CPU's kernels then read what is not theirs."""
+    torch.ones(3).to(device)
+    library = torch.library.Library("torchport_tests_own", "DEF")
+    library.define("counted(Tensor x) -> Tensor[]")
+    library.impl("counted", _counted_on_host, "PrivateUse1")
+    host, ours = torch.ops.torchport_tests_own.counted(torch.ones(3).to(device))
+    assert host.numpy().tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert torch.zeros(4).copy_(host).tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert ours.device.type == device.type
+    assert ours.tolist() == [2.0] * 3
+    library._destroy()
+
+
+@needs_counters
+def test_what_fully_shard_copies_with_takes_tensors_of_two_devices(device: torch.device) -> None:
+    """Its process group may be anybody's, whose tensors are the CPU's."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives  # noqa: F401 - registers the operators
+
+    whole = torch.zeros(8)
+    part, out = torch.ops.fsdp.all_gather_copy_in([torch.ones(4).to(device)], whole, [4], 4, 1)
+    assert part.numpy().tolist() == [1.0] * 4
+    assert out.numpy().tolist() == whole.tolist() == [0.0] * 4 + [1.0] * 4

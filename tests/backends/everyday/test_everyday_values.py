@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from everyday_support import agree, everywhere, ramp, same
+from everyday_support import CPU, agree, everywhere, ramp, same
 
 ALL_DTYPES = [
     torch.bool,
@@ -159,6 +159,22 @@ def test_copies_in_both_directions_are_independent(device: torch.device) -> None
     x.copy_(torch.arange(3.0))
     same(back, torch.full((3,), 5.0))
     same(x, torch.arange(3.0))
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("source_on_cpu", [False, True])
+def test_copies_of_lists_in_both_directions(device: torch.device, mode: Any, source_on_cpu: bool) -> None:
+    """Also below autograd, as in inference mode, where nothing has brought the source over."""
+    here, there = (device, CPU) if source_on_cpu else (CPU, device)
+    source = torch.full((3,), 5.0).to(there)
+    with mode():
+        targets = [torch.zeros(3).to(here), torch.zeros(2, 3, dtype=torch.float64).to(here)]
+        targets[0].copy_(source)
+        torch._foreach_copy_(targets[1:], [source])
+        torch._foreach_copy_([targets[1][0], torch.zeros(3).to(there)], [source + 1, source])
+    same(targets[0], torch.full((3,), 5.0))
+    same(targets[1], torch.tensor([[6.0] * 3, [5.0] * 3], dtype=torch.float64))
+    assert all(target.device.type == here.type for target in targets)
 
 
 def test_complex_numbers(device: torch.device) -> None:

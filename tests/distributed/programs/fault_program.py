@@ -24,7 +24,7 @@ def main(kind: str) -> None:
             raise ValueError("a bad batch")
         if kind == "ends":
             return
-        if kind in ("killed", "stopped"):
+        if kind in ("killed", "stopped", "addressed"):
             time.sleep(600)
         if kind == "operation":
             dist.broadcast(x, 0)
@@ -33,6 +33,9 @@ def main(kind: str) -> None:
         if kind == "message":
             dist.send(torch.ones(5, device="port"), 0)
             return
+    while kind == "addressed":  # until gloo has lost it, and refuses to take another message for it
+        dist.isend(x, 1)
+        time.sleep(0.01)
     if kind == "message":
         dist.recv(x, 1)
         print(x)

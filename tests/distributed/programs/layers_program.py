@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
@@ -203,6 +204,44 @@ class Gathered(torch.Tensor):
         if out is not None:
             return None
         return gathered[0].view(gathered[0].shape), gathered
+
+
+def counted_collectives() -> None:
+    """PyTorch's ``CommDebugMode`` counts collectives of tensors of the device, as it does the CPU's."""
+    found: list[Any] = []
+    for place in ("port", "cpu"):
+        rank, size = dist.get_rank(), dist.get_world_size()
+        x, whole = torch.full((3,), float(rank), device=place), torch.empty(3 * size, device=place)
+        parts = [torch.empty(3, device=place) for _ in range(size)]
+        mesh = init_device_mesh(place, (size,))
+        rows: Any = distribute_tensor(torch.arange(float(4 * size)).reshape(size, 4).to(place), mesh, [Shard(0)])
+        with CommDebugMode() as mode:
+            dist.all_gather_into_tensor(whole, x)
+            dist.all_reduce(x)
+            dist.broadcast(x[:1], 1, async_op=True).wait()
+            dist.all_gather(parts, x)
+            columns = rows.redistribute(placements=[Shard(1)])
+        values = [one.tolist() for one in (x, whole, *parts, columns.to_local())]
+        found.append((mode.get_total_counts(), values))
+    assert found[0] == found[1], found
+    assert found[0][0] == 5, found
+
+
+def fused_rates() -> None:
+    """Fused Adam on ``DTensor``s, with a rate that is a plain tensor, as it is on the CPU."""
+    for kind in (torch.optim.Adam, torch.optim.AdamW):
+        found: list[Any] = []
+        for place in ("port", "cpu"):
+            mesh = init_device_mesh(place, (dist.get_world_size(),))
+            start = torch.arange(24.0).reshape(4, 6).to(place)
+            weights = [nn.Parameter(distribute_tensor(start, mesh, [where])) for where in (Shard(0), Replicate())]
+            optimizer = kind(weights, lr=torch.tensor(0.1, device=place), amsgrad=True, fused=True)
+            for _ in range(2):
+                optimizer.zero_grad()
+                sum((one * one).sum() for one in weights).backward()
+                optimizer.step()
+            found.append([one.detach().full_tensor().cpu() for one in weights])
+        torch.testing.assert_close(found[0], found[1])
 
 
 def views_of_parts() -> None:

@@ -22,8 +22,9 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ...core.errors import UnsupportedOp
+from ...core.errors import DeviceMismatch, UnsupportedOp
 from ...core.frames import user_line
+from ...trace.handle import DEVICE_TYPE
 from .patches import replaced
 from .places import as_view
 
@@ -38,6 +39,9 @@ _replace: Final = torch._functionalize_replace
 _commit: Final = torch._functionalize_commit_update
 _sync: Final = torch._functionalize_sync
 _WRITTEN_WITH_CARE: Final = frozenset({_views.expand_ViewMeta, _views.unfold_ViewMeta, _views.as_strided_ViewMeta})
+
+_TO_ANOTHER_DEVICE: Final = "mutating a non-functional tensor with a functional tensor is not allowed"
+"""What functionalization says of an operator that is to write to another device's tensor."""
 
 
 def is_of_expanded(tensor: torch.Tensor) -> bool:
@@ -161,11 +165,31 @@ def write_back(wrapper: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def call_exactly(op: Any, original: Callable[..., Any], written: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-    """Call functionalization's kernel of an operator that writes to the tensors ``written``, with exact writes."""
-    if not any(tensor is not None and is_of_expanded(tensor) for tensor in written):
-        return original(*args, **kwargs)
-    with ExactWrites(op):
-        return original(*args, **kwargs)
+    """Call functionalization's kernel of an operator that writes to the tensors ``written``, with exact writes.
+
+    Raises :class:`DeviceMismatch` where it is given tensors of this device, and is to write to another's.
+    """
+    try:
+        if not any(tensor is not None and is_of_expanded(tensor) for tensor in written):
+            return original(*args, **kwargs)
+        with ExactWrites(op):
+            return original(*args, **kwargs)
+    except RuntimeError as error:
+        if _TO_ANOTHER_DEVICE not in str(error):
+            raise
+        raise _to_another_device(op, written) from error
+
+
+def _to_another_device(op: Any, written: Sequence[Any]) -> DeviceMismatch:
+    """In place of functionalization's words, which ask for a report to PyTorch."""
+    found = (str(one.device) for one in written if isinstance(one, torch.Tensor) and one.device.type != DEVICE_TYPE)
+    where = next(found, "another device")
+    return DeviceMismatch(
+        f"expected all tensors to be on the same device, but found at least two devices, {where}, which is written to, "
+        f"and {DEVICE_TYPE}:0; move the tensors of {DEVICE_TYPE} with .to({where!r}), or write to one that is there",
+        op=str(op),
+        source=user_line(),
+    )
 
 
 @contextmanager

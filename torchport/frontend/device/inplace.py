@@ -88,6 +88,8 @@ def install(library: torch.library.Library, functional: Mapping[Any, Kernels]) -
                 listed = str(op._schema.arguments[0].real_type) == "List[Tensor]"
                 restride = functional[torch.ops.aten.copy.default]
                 fn = (_of_list if listed else _of_tensor)(op, forms, original, restride)
+                if op is torch.ops.aten._foreach_copy_.default:
+                    fn = _of_copies(fn)
             elif short == "copy_":
                 original = torch.library.get_kernel(name, "Functionalize")
                 fn = _of_copy(_operator(short), functional[torch.ops.aten.copy.default], original)
@@ -295,6 +297,21 @@ def _of_list(op: Any, forms: Kernels, original: Any, copy: Kernels) -> Callable[
     return inplace
 
 
+def _of_copies(inplace: Callable[..., Any]) -> Callable[..., Any]:
+    """The list operator that copies also takes tensors from one device to another, as ``copy_`` does."""
+
+    def copies(
+        keys: Any, selfs: Sequence[torch.Tensor], src: Sequence[torch.Tensor], non_blocking: bool = False
+    ) -> Any:
+        try:
+            return inplace(keys, selfs, src, non_blocking)
+        except DeviceMismatch:  # before anything is written
+            for target, source in zip(selfs, src, strict=True):
+                target.copy_(source, non_blocking)
+
+    return copies
+
+
 _ONE_LAZY: Final = {LazyTensor}
 _ONE_INDEXED: Final = {IndexedLazyTensor}
 _exhaust: Final[Callable[[Iterable[Any]], Any]] = deque[Any](maxlen=0).extend
@@ -339,6 +356,10 @@ def _of_copy(op: Any, forms: Kernels, original: Any) -> Callable[..., Any]:
                 return write_back(self, copy(inner, given))
         elif self.device.type == DEVICE_TYPE:
             refuse_overlap(op, self)
+        elif isinstance(src, torch.Tensor) and isinstance(
+            unwrapped(src), LazyTensor
+        ):  # in inference mode, and where autograd has been
+            return self.copy_(src.to(self.device), non_blocking)
         if isinstance(src, torch.Tensor) and src.device.type == "meta" != self.device.type:
             raise NotImplementedError(_NO_DATA)
         return call_exactly(op, original.call_boxed, [self], keys, self, *boxable(op, (src,), first=1), non_blocking)

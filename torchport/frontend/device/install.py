@@ -48,6 +48,7 @@ kernels: Final[dict[Any, Kernel]] = {}
 _libraries: Final[list[torch.library.Library]] = []
 _IMPLICIT: Final = torch._C.DispatchKey.CompositeImplicitAutograd
 _EXPLICIT: Final = torch._C.DispatchKey.CompositeExplicitAutograd
+_OURS: Final = torch._C.DispatchKey.PrivateUse1
 
 
 def _operators() -> list[torch._ops.OpOverload]:
@@ -229,6 +230,8 @@ def _dispatch_indexed(func: Any, args: Any, kwargs: Any) -> Any:
 def _indexed_fallback(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     """What PyTorch's dispatcher does for index 0 with an operator that the device has no kernel for."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    if func.namespace != "aten" and has_kernel(func.name(), _OURS):  # such as that of a functional collective
+        return func._op_dk(_OURS, *args, **kwargs)
     if has_kernel(func.name(), _IMPLICIT):
         return func._op_dk(_IMPLICIT, *args, **kwargs)
     plain = all(argument.alias_info is None for argument in func._schema.arguments)

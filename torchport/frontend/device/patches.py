@@ -369,6 +369,11 @@ ADDITIONS: Final[dict[str, tuple[str, str, str]]] = {
         "PyTorch has them for CUDA alone",
         "first process group",
     ),
+    "torch.library, aten at PythonTLSSnapshot, and fused Adam with a rate in a tensor at Meta": (
+        "kernels that take plain tensors beside DTensors as replicated, and say that the optimizer gives nothing",
+        "see frontend.distributed.mixed",
+        "first process group",
+    ),
     "torch.optim.optimizer._global_optimizer_pre_hooks": ("a hook", "see twins.own_gradients", _IMPORT),
     "torch.optim.optimizer._global_optimizer_post_hooks": ("a hook", "a training step ends", _IMPORT),
     "lightning.pytorch.accelerators.AcceleratorRegistry, and Fabric's": (

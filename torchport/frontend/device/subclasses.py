@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
@@ -35,6 +36,8 @@ _exclude: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_
 _is_excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
 _seen: Final[set[type]] = set()
 _library: Final[list[torch.library.Library]] = []
+_lock: Final = threading.RLock()
+"""Held while a class is taken: another thread that makes a tensor of it goes on when its operators reach it."""
 
 
 def install(library: torch.library.Library) -> None:
@@ -110,9 +113,15 @@ def _take(cls: Any) -> None:
     """Have the ``__torch_dispatch__`` of a class run with functionalization on, and operators reach it."""
     if cls in _seen:
         return
-    _seen.add(cls)
-    if not _library:
-        _pass_on_every_operator()
+    with _lock:
+        if cls not in _seen:
+            if not _library:
+                _pass_on_every_operator()
+            _take_dispatch(cls)
+            _seen.add(cls)
+
+
+def _take_dispatch(cls: Any) -> None:
     original = cls.__torch_dispatch__
 
     def dispatch(kind: type, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None) -> Any:

@@ -26,5 +26,4 @@ def install() -> None:
     functional.install()
     reducer.install()
     batch_norm.install()
-    when_imported("torch.distributed.fsdp._fully_shard._fsdp_collectives", sharding.install)
     when_imported("torch.distributed.tensor", mixed.install)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.distributed import distributed_c10d as c10d
@@ -18,6 +18,7 @@ from ...core import metrics
 from ...core.specs import TensorSpec, contiguous_strides
 from ...run.device_runtime import DeviceRuntime, runtimes
 from ...trace.handle import LazyTensor
+from ...trace.wrapping import call_above, is_below
 from ..device.inplace import unwrapped
 from .communicator import Communicator
 from .staging import Reduction, as_bytes, describe, host_values, reduction_of
@@ -40,6 +41,7 @@ __all__ = [
 ]
 
 Handles = Sequence[LazyTensor]
+_ZEROS: Final = torch.ops.aten.zeros.default
 
 
 class Launched(NamedTuple):
@@ -79,12 +81,14 @@ def _values(communicator: Communicator, name: str, handles: Handles, private: bo
 
 def _blank(like: LazyTensor, spec: torch.Tensor) -> LazyTensor:
     """A traced tensor in the place of what a rehearsal does not bring."""
-    blank: Any = unwrapped(torch.zeros(spec.shape, dtype=spec.dtype, device=like.device))
-    return blank
+    given: dict[str, Any] = {"dtype": spec.dtype, "device": like.device}
+    # Below functionalization PyTorch would give a shallow copy of what is made, which is in no trace.
+    blank: Any = call_above(_ZEROS, (spec.shape,), given) if is_below() else _ZEROS(spec.shape, **given)
+    return unwrapped(blank)
 
 
-def _empty(handle: torch.Tensor) -> torch.Tensor:
-    return torch.empty(handle.shape, dtype=handle.dtype, device="cpu")
+def _empty(communicator: Communicator, handle: torch.Tensor) -> torch.Tensor:
+    return torch.empty(handle.shape, dtype=handle.dtype, device=communicator.memory)
 
 
 def contiguous(shape: Sequence[int], dtype: torch.dtype) -> TensorSpec:
@@ -102,7 +106,8 @@ def _start(
     if communicator.rehearses:
         nothing = launch(communicator, _runtime(like), (), what)
         return Launched(nothing, [None if one is None else _blank(like, one[0]) for one in results])
-    transfer = launch(communicator, _runtime(like), works() if communicator.size > 1 else (), what)
+    started = communicator.post(works, what) if communicator.size > 1 else ()
+    transfer = launch(communicator, _runtime(like), started, what)
     handles = [
         None if one is None else transfer.result(contiguous(one[0].shape, one[0].dtype), one[1]) for one in results
     ]
@@ -180,7 +185,7 @@ def reduce_scatter(
     what = f"{name}({reduction.name}) to {describe(outputs)}"
     communicator.agree(what)
     staged = _staged(reduction, flat)
-    shares = [torch.empty(one.numel() // size, dtype=one.dtype, device="cpu") for one in staged]
+    shares = [torch.empty(one.numel() // size, dtype=one.dtype, device=communicator.memory) for one in staged]
     options = _options(c10d.ReduceScatterOptions, communicator, begin(communicator, flat), reduceOp=reduction.op)
     if size == 1:
         shares = [one.reshape(-1) for one in staged]
@@ -209,7 +214,9 @@ def _flat(hosts: Sequence[torch.Tensor]) -> torch.Tensor:
 def broadcast(communicator: Communicator, tensors: Handles, root: int) -> Launched:
     """Every tensor becomes that of rank ``root``."""
     mine = communicator.rank == root
-    hosts = _values(communicator, "broadcast", tensors) if mine else [_empty(tensor) for tensor in tensors]
+    hosts = (
+        _values(communicator, "broadcast", tensors) if mine else [_empty(communicator, tensor) for tensor in tensors]
+    )
     what = f"broadcast from rank {communicator.ranks[root]} of {describe(tensors)}"
     communicator.agree(what)
     options = _options(c10d.BroadcastOptions, communicator, begin(communicator, hosts), rootRank=root)
@@ -237,7 +244,7 @@ def all_gather(
     what = f"{name} of {describe(inputs)}"
     communicator.agree(what)
     options = _options(c10d.AllgatherOptions, communicator, begin(communicator, hosts) * size)
-    wholes = [torch.empty(size, host.numel(), dtype=host.dtype, device="cpu") for host in hosts]
+    wholes = [torch.empty(size, host.numel(), dtype=host.dtype, device=communicator.memory) for host in hosts]
     if size == 1:
         wholes = [host.reshape(1, -1).clone() for host in hosts]
     results = [
@@ -270,7 +277,7 @@ def gather(communicator: Communicator, outputs: Handles, given: LazyTensor, root
     what = f"gather to rank {communicator.ranks[root]} of {describe([given])}"
     communicator.agree(what)
     options = _options(c10d.GatherOptions, communicator, begin(communicator, [host]), rootRank=root)
-    parts = [_empty(output) for output in outputs]
+    parts = [_empty(communicator, output) for output in outputs]
     if communicator.size == 1:
         parts = [host.clone()]
 
@@ -288,7 +295,7 @@ def scatter(communicator: Communicator, output: LazyTensor, given: Handles, root
     hosts = _values(communicator, "scatter", given) if mine else []
     what = f"scatter from rank {communicator.ranks[root]} of {describe([output])}"
     communicator.agree(what)
-    part = _empty(output) if communicator.size > 1 else hosts[0].clone()
+    part = _empty(communicator, output) if communicator.size > 1 else hosts[0].clone()
     options = _options(c10d.ScatterOptions, communicator, begin(communicator, [part]), rootRank=root)
 
     def works() -> list[Any]:
@@ -315,7 +322,11 @@ def all_to_all(
     flat = _flat(_values(communicator, name, inputs))
     what = f"{name} of {str(kind.dtype).removeprefix('torch.')}"
     communicator.agree(what, sent, received)
-    whole = torch.empty(sum(received), dtype=kind.dtype, device="cpu") if communicator.size > 1 else flat.clone()
+    whole = (
+        torch.empty(sum(received), dtype=kind.dtype, device=communicator.memory)
+        if communicator.size > 1
+        else flat.clone()
+    )
     width = kind.element_size()
     options = _options(c10d.AllToAllOptions, communicator, begin(communicator, [flat]))
 

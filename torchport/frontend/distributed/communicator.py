@@ -73,6 +73,11 @@ class Communicator:
         self._watch = watch
         self._prefix = f"{name}/{zlib.crc32(repr(self.ranks).encode()):x}{nonce}"
 
+    @property
+    def memory(self) -> str:
+        """Where what comes is put: nowhere, in a rehearsal."""
+        return "meta" if self.rehearses else "cpu"
+
     # -- agreeing ------------------------------------------------------------------------------------------------
     def agree(self, signature: str, sent: Sequence[int] = (), received: Sequence[int] = ()) -> None:
         """Return when every rank is about to do the same. Raises :class:`CollectiveError` on all of them otherwise."""
@@ -244,6 +249,15 @@ class Communicator:
         self.wait(attempt, lambda: others, what, float("inf"))
         if failed:
             self.blame(failed[0], what)
+
+    def post(self, call: Callable[[], T], what: str) -> T:
+        """What gloo gives for a message that it is handed. It refuses at once where it has lost the other side."""
+        try:
+            return call()
+        except RuntimeError as error:
+            if self._watch is None:
+                raise
+            self.blame(error, what)
 
     def blame(self, error: Exception, what: str) -> NoReturn:
         """gloo has lost a rank: find out which one, and raise :class:`CollectiveError`."""

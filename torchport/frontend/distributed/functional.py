@@ -20,7 +20,7 @@ from ...trace.handle import LazyTensor, make_handle
 from ...trace.wrapping import call_above, is_bypassed
 from ..device.inplace import overriding
 from ..device.opaque import opaque
-from . import collectives, point_to_point
+from . import collectives, in_python, point_to_point
 from .collectives import Launched, contiguous, counts
 from .communicator import Communicator, communicator_of
 from .kernels import for_ours, write
@@ -187,6 +187,11 @@ def install() -> None:
             # PyTorch 2.11 has none that send and receive.
             for op in operators(getattr(torch.ops, _NAMESPACE), kernel.__name__):
                 library.impl(kernel.__name__, opaque(_below(op, kernel)), "PrivateUse1")
+        for name, kernel in in_python.KERNELS.items():
+            for _ in operators(getattr(torch.ops, _NAMESPACE), name):
+                stock = torch.library.get_kernel(f"{_NAMESPACE}::{name}", "Functionalize")
+                fn = in_python.unless_in_python(kernel, stock)
+                library.impl(name, opaque(fn), "Functionalize", with_keyset=True)
         for name, writing in _WRITING.items():
             stock = torch.library.get_kernel(f"{_NAMESPACE}::{name}", "Functionalize")
             library.impl(name, opaque(for_ours(writing, stock)), "Functionalize", with_keyset=True)

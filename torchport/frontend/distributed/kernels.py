@@ -32,6 +32,7 @@ __all__ = ["for_ours", "install", "write"]
 
 Tensors = Sequence[torch.Tensor]
 c10d = torch.ops.c10d
+_FUNCTIONALIZE: Final = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
 
 
 def _group(boxed: Any) -> Communicator:
@@ -226,7 +227,8 @@ def install() -> None:
         for kernel in _KERNELS:
             name = kernel.__name__
             stock = torch.library.get_kernel(f"c10d::{name}", "Functionalize")
-            library.impl(name, opaque(for_ours(kernel, stock)), "Functionalize", with_keyset=True)
+            shown = getattr(c10d, name).default
+            library.impl(name, opaque(for_ours(kernel, stock, shown)), "Functionalize", with_keyset=True)
             library.impl(name, opaque(kernel), "PrivateUse1", allow_override=True)
         stock = torch.library.get_kernel("c10d::barrier", "CPU")
         library.impl("barrier", opaque(_cpu_barrier(stock)), "CPU", with_keyset=True, allow_override=True)
@@ -237,7 +239,8 @@ def _cpu_barrier(stock: Any) -> Callable[..., Any]:
 
     def barrier(keys: Any, tensor: torch.Tensor, boxed: Any, *args: Any) -> Any:
         group = dist.ProcessGroup.unbox(boxed)  # type: ignore[attr-defined]
-        if f"{DEVICE_TYPE}:" in dist.get_backend_config(group):
+        config = dist.get_backend_config(group)
+        if any(f"{DEVICE_TYPE}:{carrier}" in config for carrier in (DEVICE_TYPE, "fake")):
             communicator = communicator_of(group)
             communicator.agree("barrier")
             collectives.begin(communicator, ())
@@ -246,14 +249,21 @@ def _cpu_barrier(stock: Any) -> Callable[..., Any]:
     return barrier
 
 
-def for_ours(kernel: Callable[..., Any], stock: Any) -> Callable[..., Any]:
-    """A kernel where functionalization would be asked; it is for other devices' tensors."""
+def for_ours(kernel: Callable[..., Any], stock: Any, shown: Any = None) -> Callable[..., Any]:
+    """A kernel where functionalization would be asked; it is for other devices' tensors.
+
+    ``shown``: the operator, where the kernel is also at PrivateUse1. PyTorch shows modes such as ``CommDebugMode`` what
+    comes after functionalization, so the operator goes past it if there is a mode.
+    """
 
     @functools.wraps(kernel)
     def call(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(leaf, torch.Tensor) and leaf.device.type == DEVICE_TYPE for leaf in tree_leaves(args)):
-            ready.init()
-            return kernel(*args, **kwargs)
-        return stock.call_boxed(keys, *args, **kwargs)
+        if not any(isinstance(leaf, torch.Tensor) and leaf.device.type == DEVICE_TYPE for leaf in tree_leaves(args)):
+            return stock.call_boxed(keys, *args, **kwargs)
+        ready.init()
+        if shown is not None and torch._C._len_torch_dispatch_stack():
+            with torch._C._ExcludeDispatchKeyGuard(_FUNCTIONALIZE):
+                return shown(*args, **kwargs)
+        return kernel(*args, **kwargs)
 
     return call

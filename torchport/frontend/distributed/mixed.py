@@ -49,6 +49,17 @@ def install(module: Any) -> None:
             if op is not None and _tensors_of(op) > 1:
                 stock = torch.library.get_kernel(op, _KEY)
                 library.impl(short, opaque(_for_all_in_parts(module, op, stock)), _KEY, with_keyset=True)
+    for name in ("_fused_adam_.tensor_lr", "_fused_adamw_.tensor_lr"):
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
+            library.impl(name, opaque(_gives_nothing), "Meta")
+
+
+def _gives_nothing(*_: Any, **__: Any) -> None:
+    """The shapes of what an operator gives that only writes.
+
+    PyTorch has this for the same optimizers with a rate that is a number. Without it a ``DTensor`` asks the device's
+    own kernel, in a place where it has no values.
+    """
 
 
 def _tensors_of(op: Any) -> int:
@@ -70,7 +81,7 @@ def _for_all_in_parts(module: Any, op: Any, stock: Any) -> Callable[..., Any]:
         return stock.call_boxed(keys, *args, **kwargs)
 
     def call(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        mesh = _mesh_among(cls, args)
+        mesh = _mesh_among(cls, (*args, *kwargs.values()) if kwargs else args)
         if mesh is None or given_out:
             return as_it_was(keys, args, kwargs)
         if op in cls._op_dispatcher._custom_op_handlers:  # as that of ``loss_parallel``, which takes plain tensors
@@ -89,7 +100,8 @@ def _for_all_in_parts(module: Any, op: Any, stock: Any) -> Callable[..., Any]:
             value if writes else tree_map_only(torch.Tensor, replicated, value)
             for value, writes in zip(args, written, strict=False)
         ]
-        return op(*wanted, **kwargs) if changed else as_it_was(keys, args, kwargs)
+        named = {name: tree_map_only(torch.Tensor, replicated, value) for name, value in kwargs.items()}
+        return op(*wanted, **named) if changed else as_it_was(keys, args, kwargs)
 
     return call
 

@@ -160,9 +160,10 @@ def send(communicator: Communicator, tensor: LazyTensor, to: int, tag: int) -> T
     what = f"send to rank {communicator.ranks[to]} of {describe([tensor])} with tag {tag}"
     line = _place(communicator, what)
     gloo, header = communicator.gloo, _header(f"{describe([tensor])}\n{line}")
-    works = [gloo.send([header], to, first)]
+    place = f"{what}\n    at {line}"
+    works = [communicator.post(lambda: gloo.send([header], to, first), place)]
     if host.numel():
-        works.append(gloo.send([as_bytes(host)], to, second))
+        works.append(communicator.post(lambda: gloo.send([as_bytes(host)], to, second), place))
     kept, met = [header, host], threading.Event()
 
     def wait() -> None:
@@ -173,7 +174,7 @@ def send(communicator: Communicator, tensor: LazyTensor, to: int, tag: int) -> T
 
     promise = _in_background(communicator, wait, "send")
     runtime = runtimes.get(tensor.get_device())
-    record, place = _record(communicator, what, line, host), f"{what}\n    at {line}"
+    record = _record(communicator, what, line, host)
     return Transfer(runtime, _arrive(communicator, promise, communicator.ranks[to], place, record, met))
 
 
@@ -192,7 +193,10 @@ def receive(
     key = (id(communicator), -1 if source is None else source, tag)
     before, posted, met = _last.get(key), threading.Event(), threading.Event()
     _last[key] = posted
-    coming = gloo.recv_anysource([header], first) if source is None else gloo.recv([header], source, first)
+    place = f"{what}\n    at {line}"
+    coming = communicator.post(
+        lambda: gloo.recv_anysource([header], first) if source is None else gloo.recv([header], source, first), place
+    )
 
     def wait() -> None:
         try:
@@ -220,6 +224,6 @@ def receive(
     promise = _in_background(communicator, wait, "receive")
     peer = None if source is None else communicator.ranks[source]
     runtime = runtimes.get(tensor.get_device())
-    record, place = _record(communicator, what, line, host), f"{what}\n    at {line}"
+    record = _record(communicator, what, line, host)
     transfer = Transfer(runtime, _arrive(communicator, promise, peer, place, record, met))
     return transfer, transfer.result(TensorSpec.of(host), lambda: host), received

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
+from ...core.traffic import rehearsals
 from ..device.names import NAME, device_of
 from ..device.patches import replace, when_imported
-from ..device.ready import is_ready
+from ..device.ready import at_first_use, is_ready
 
 __all__ = ["register_process_group"]
 
@@ -32,6 +33,7 @@ def register_process_group() -> None:
         when_imported("torch.distributed.fsdp._fully_shard._fsdp_init", _sharded_modules)
         when_imported("torch.distributed.fsdp._fully_shard._fsdp_param", _sharded_parameters)
         when_imported("torch.distributed.fsdp._fully_shard._fsdp_collectives", _sharded_gradients)
+        at_first_use.append(_sharded_copies)
 
 
 def _create(options: Any, backend_options: Any) -> Any:
@@ -58,6 +60,8 @@ def _process_groups(module: Any) -> None:
         if str(backend) == backend_type.UNDEFINED and torch._C._get_accelerator().type == NAME:
             backend = f"cpu:{backend_type.default_device_backend_map['cpu']},{NAME}:{NAME}"
         original(self, backend)
+        if NAME in self.device_backend_map:  # whoever has written the group
+            _room().install()
 
     replace("torch.distributed.distributed_c10d.BackendConfig.__init__", init)
 
@@ -88,10 +92,16 @@ def _rehearsals(module: Any) -> None:
 
     def create_fake(*args: Any) -> Any:
         _room().install()
+        if _rehearses not in rehearsals:
+            rehearsals.append(_rehearses)
         return plugin.creator_fn(*args)
 
     kind._plugins[kind.FAKE.upper()] = plugin._replace(creator_fn=create_fake)
     kind.backend_capability[kind.FAKE].append(NAME)
+
+
+def _rehearses() -> bool:
+    return torch.distributed.is_initialized() and f"{NAME}:fake" in torch.distributed.get_backend_config()
 
 
 def _sharded_modules(module: Any) -> None:
@@ -125,6 +135,13 @@ def _sharded_gradients(module: Any) -> None:
         return original(*given.args, **given.kwargs)
 
     replace("torch.distributed.fsdp._fully_shard._fsdp_collectives._get_gradient_divide_factors", factors)
+
+
+def _sharded_copies() -> None:
+    """Take the operators that ``fully_shard`` copies with; it may be given process groups of anybody's."""
+    when_imported(
+        "torch.distributed.fsdp._fully_shard._fsdp_collectives", lambda module: _room().sharding.install(module)
+    )
 
 
 def _sharded_parameters(module: Any) -> None:
