@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from ...core.traffic import rehearsals
 from ..device.names import NAME, device_of
 from ..device.patches import replace, when_imported
 from ..device.ready import at_first_use, is_ready
@@ -91,9 +90,7 @@ def _rehearsals(module: Any) -> None:
     plugin = kind._plugins[kind.FAKE.upper()]
 
     def create_fake(*args: Any) -> Any:
-        _room().install()
-        if _rehearses not in rehearsals:
-            rehearsals.append(_rehearses)
+        _room().rehearse(_rehearses)
         return plugin.creator_fn(*args)
 
     kind._plugins[kind.FAKE.upper()] = plugin._replace(creator_fn=create_fake)
