@@ -139,7 +139,7 @@ def _net(rank: int) -> nn.Module:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("rank", [2, 4])
+@pytest.mark.parametrize("rank", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_batch_norm_trains_on_batches_of_many_sizes(engine: str, rank: int) -> None:
     host = _net(rank)
     device = copy.deepcopy(host).to("port")

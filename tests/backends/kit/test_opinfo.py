@@ -29,6 +29,7 @@ def test_a_sample_of_every_operator_module_and_optimizer() -> None:
     judge(conform(Plan(BACKEND, variants=variants, samples=1)), at_least=1_000)
 
 
+@pytest.mark.slow
 def test_gradients_of_every_third_operator() -> None:
     report = conform(Plan(BACKEND, ops="^[a-h]|^nn.functional.[g-m]", variants=("backward",), samples=1))
     judge(report, at_least=150)
