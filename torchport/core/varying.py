@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from .errors import ConfigError
+from .forks import guarded_lock
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["VaryingDim", "mark", "marks", "marks_of", "replace_marks"]
+__all__ = ["VaryingDim", "mark", "marks", "marks_of", "put_by", "replace_marks", "take_put_by"]
 
 _AT_MOST: Final = 256
 
@@ -40,6 +42,8 @@ class VaryingDim:
 
 
 _marks: Final[OrderedDict[tuple[str, tuple[int, ...], int], VaryingDim]] = OrderedDict()
+_lock: Final = guarded_lock()
+"""Held while marks are looked through: a thread that prepares batches marks them while another one compiles."""
 
 
 def mark(tensor: torch.Tensor, dim: int, low: int | None, high: int | None) -> VaryingDim:
@@ -57,24 +61,49 @@ def mark(tensor: torch.Tensor, dim: int, low: int | None, high: int | None) -> V
     shape = tuple(-1 if at == dim else int(one) for at, one in enumerate(tensor.shape))
     made = VaryingDim(str(tensor.dtype).removeprefix("torch."), shape, dim, low, high)
     key = made.dtype, shape, dim
-    _marks[key] = made
-    _marks.move_to_end(key)
-    while len(_marks) > _AT_MOST:
-        _marks.popitem(last=False)
+    with _lock:
+        _marks[key] = made
+        _marks.move_to_end(key)
+        while len(_marks) > _AT_MOST:
+            _marks.popitem(last=False)
     return made
 
 
 def marks() -> tuple[VaryingDim, ...]:
     """What was marked, the first mark first."""
-    return tuple(_marks.values())
+    with _lock:
+        return tuple(_marks.values())
 
 
 def replace_marks(known: Iterable[VaryingDim]) -> None:
     """Have these marks and no others: those of the program that a process compiles for."""
-    _marks.clear()
-    _marks.update({(one.dtype, one.shape, one.dim): one for one in known})
+    made = {(one.dtype, one.shape, one.dim): one for one in known}
+    with _lock:
+        _marks.clear()
+        _marks.update(made)
 
 
 def marks_of(dtype: str, shape: Sequence[int]) -> list[VaryingDim]:
     """The marks of tensors of a dtype and shape."""
-    return [one for one in _marks.values() if one.is_of(dtype, shape)] if _marks else []
+    return [one for one in marks() if one.is_of(dtype, shape)] if _marks else []
+
+
+# -- for Dynamo, which is not imported before it is needed -------------------------------------------------------------
+_put_by: Final[OrderedDict[tuple[int, int], tuple[weakref.ref[torch.Tensor], VaryingDim]]] = OrderedDict()
+"""By the tensor's ``id`` and the dimension."""
+
+
+def put_by(tensor: torch.Tensor, made: VaryingDim) -> None:
+    """Keep a tensor's mark, as long as the tensor is there, until :func:`take_put_by`."""
+    with _lock:
+        _put_by[id(tensor), made.dim] = weakref.ref(tensor), made
+        while len(_put_by) > _AT_MOST:
+            _put_by.popitem(last=False)
+
+
+def take_put_by() -> list[tuple[torch.Tensor, VaryingDim]]:
+    """What was put by, for once."""
+    with _lock:
+        known = list(_put_by.values())
+        _put_by.clear()
+    return [(tensor, made) for ref, made in known if (tensor := ref()) is not None]

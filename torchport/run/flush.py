@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import TYPE_CHECKING, Any, Final
 
 from ..backend.compiler import computations
@@ -128,17 +128,34 @@ def _other_plan(
     before = metrics.counter("UncachedCompile")
     try:
         with may_collect():
-            path, given = node.path(), specs()
-            if whole and not trace.eager:
-                value_ids = widened(runtime.backend.name, path, value_ids, given)
-            plan: ExecutionPlan | CompileError = make_plan(
-                runtime, path, value_ids, given, alone=trace.eager, donated=donated()
-            )
+            plan: ExecutionPlan | CompileError = _compiled(trace, node.path(), value_ids, specs(), donated(), whole)
     except CompileError as error:
         plan = error
     if metrics.counter("UncachedCompile") > before:
         history.reasons.append(reason)
     return plan
+
+
+def _compiled(
+    trace: Trace,
+    path: Sequence[Node],
+    value_ids: tuple[int, ...],
+    given: Sequence[TensorSpec],
+    donated: Set[int],
+    whole: bool,
+) -> ExecutionPlan:
+    """A new plan, which may give more values than these. Raises what :func:`make_plan` raises for these alone."""
+    runtime: DeviceRuntime = trace.runtime  # type: ignore[assignment]
+    if not whole or trace.eager:
+        return make_plan(runtime, path, value_ids, given, alone=trace.eager, donated=donated)
+    wider = widened(runtime.backend.name, path, value_ids, given)
+    try:
+        return make_plan(runtime, path, wider, given, donated=donated)
+    except TorchportError:
+        if wider == value_ids:
+            raise
+    # What nobody wants now cannot be computed: it has to be no error of what is wanted.
+    return make_plan(runtime, path, value_ids, given, donated=donated)
 
 
 def by_value_id(handles: Iterable[LazyTensor]) -> dict[int, list[LazyTensor]]:
@@ -193,9 +210,12 @@ def flush(trace: Trace, cause: str, read: int | None = None) -> TorchportError |
         if kind in WAITING:
             history.waited(cause, user_line())
         with default_state():
-            failure = _run(trace, handles, cause, read)
-            if later:
-                expand_again(trace, later)
+            try:
+                failure = _run(trace, handles, cause, read)
+            finally:
+                # After an interrupt, too, but for one in the compiler: then they are pending as all others are.
+                if later and trace.cursor is trace.root:
+                    expand_again(trace, later)
     queue.wait_for_room()
     return failure
 

@@ -119,7 +119,8 @@ def skeleton_of(
         names += [f"dimension {dim} of input {at}" for dim in range(len(spec.shape))]
     for node in path:
         kwargs = {name: described(value) for name, value in node.kwargs.items()}
-        digest.update(repr((str(node.op), described(node.args), kwargs)).encode())
+        # How many results ``unbind`` has is a size, but other values have other ids after another number of them.
+        digest.update(repr((str(node.op), len(node.specs), described(node.args), kwargs)).encode())
     return digest.digest(), tuple(sizes), names
 
 

@@ -20,8 +20,8 @@ from torchport.backend.compiler import computations
 from torchport.backend.registry import registry
 from torchport.backend.sizes import families as known
 from torchport.core.config import config
+from torchport.run import flush, tiers
 from torchport.run import sizes as run_sizes
-from torchport.run import tiers
 
 REAL = ("inductor", "xla", "openvino")
 COUNTERS = ("UncachedCompile", "ForSeveralSizes", "OtherSizes", "NotSymbolic")
@@ -359,6 +359,40 @@ def test_averages_and_products_broadcast_in_several_sizes(
     found = {name: after - before[name] for name, after in _counted().items()}
     assert found == {"UncachedCompile": 2, "ForSeveralSizes": 1, "OtherSizes": 2, "NotSymbolic": 0}
     assert "failed while" not in capfd.readouterr().err
+
+
+def test_what_is_wanted_is_not_taken_for_what_other_sizes_have_more_of(
+    symbolic: type[Symbolic], recwarn: pytest.WarningsRecorder
+) -> None:
+    """Where ``unbind`` has five results, two more than at another size, the value after it has another number."""
+    for count, kept in ((5, 5), (3, 0), (4, 0)):
+        x = torch.arange(count * 4.0).view(count, 4)
+        parts = x.to("port").unbind(0)
+        joined, parts = torch.cat([parts[0], parts[1]]), parts[count - kept + 2 :]
+        torchport.sync()
+        assert torch.equal(joined.cpu(), x[:2].reshape(-1))
+    assert not [one for one in recwarn if "run op by op" in str(one.message)]
+
+
+def test_what_nobody_wants_any_more_may_not_compile(
+    symbolic: type[Symbolic], monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    def made(*args: Any, **kwargs: Any) -> Any:
+        if len(args[2]) > 1 and args[3][0].shape != (3,):
+            raise torchport.CompileError("too much at once")
+        return make_plan(*args, **kwargs)
+
+    make_plan = flush.make_plan
+    monkeypatch.setattr(flush, "make_plan", made)
+    for length in (3, 4):
+        x = torch.rand(length)
+        root = x.to("port").sqrt()
+        found = root * 2
+        if length == 4:
+            del root
+        torchport.sync()
+        torch.testing.assert_close(found.cpu(), x.sqrt() * 2)
+    assert not [one for one in recwarn if "run op by op" in str(one.message)]
 
 
 _LOADS_NONE = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,36 @@ def test_sizes_beyond_what_was_said_are_compiled_for_themselves(engine: str) -> 
     assert metrics.counter("OtherSizes") == before
 
 
+@pytest.mark.parametrize("engine", ["xla", "openvino"], indirect=True)
+def test_no_bucket_is_larger_than_what_was_said(engine: str) -> None:
+    """Nor is that of the second computation; and whichever of several inputs was marked."""
+    for length in (24, 100, 290):
+        x, weights = torch.randn(5, length), torch.rand(length)
+        moved = x.to("port")
+        torchport.mark_dynamic(moved, 1, max=300)
+        found = (weights.to("port").sqrt() * moved.softmax(1)).sum(1)
+        torch.testing.assert_close(found.cpu(), (weights.sqrt() * x.softmax(1)).sum(1))
+    made = [one.padding for family in known.families.values() for one in family.made]
+    assert [one.bucket for one in made if one is not None] == [(300,), (128,), (32,)]
+
+
+def test_another_thread_may_mark_meanwhile(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_of = varying.VaryingDim.is_of
+
+    def looked_at(one: varying.VaryingDim, dtype: str, shape: Sequence[int]) -> bool:
+        thread = threading.Thread(target=torchport.mark_dynamic, args=(torch.ones(2, len(varying.marks()) + 2), 0))
+        thread.start()
+        thread.join()
+        return is_of(one, dtype, shape)
+
+    for size in (3, 4):
+        torchport.mark_dynamic(torch.ones(size, 24), 1)
+    monkeypatch.setattr(varying.VaryingDim, "is_of", looked_at)
+    x = torch.randn(3, 24)
+    torch.testing.assert_close(x.to("port").softmax(1).cpu(), x.softmax(1))
+    assert len(varying.marks()) > 2
+
+
 class Wrong(nn.Module):
     """As many numbers as the first tensor was long, whatever comes afterwards."""
 
@@ -126,6 +157,27 @@ def test_torch_compile_is_told(engine: str) -> None:
         torchport.mark_dynamic(x, 0)
         torch.testing.assert_close(compiled(x), (x * 2).softmax(0))
     assert frames["unique_graphs"] == 1
+
+
+_BEFORE_DYNAMO = """
+import sys, torch, torchport
+torchport.config.override(tiers="off", cache="off").__enter__()
+x = torch.randn(2, 24)
+torchport.mark_dynamic(x, {dim})
+assert "torch._dynamo" not in sys.modules
+compiled = torch.compile(lambda x: (x * 2).softmax(1), backend="torchport", options={{"backend": "reference"}})
+for given in (x, torch.randn(2, 30)):
+    torch.testing.assert_close(compiled(given), (given * 2).softmax(1))
+print(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+"""
+
+
+@pytest.mark.parametrize("dim", [1, -1])
+def test_torch_compile_is_told_of_what_was_marked_before_it(dim: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _BEFORE_DYNAMO.format(dim=dim)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.stdout.strip() == "1", done.stdout + done.stderr
 
 
 # -- batch normalisation ----------------------------------------------------------------------------------------------

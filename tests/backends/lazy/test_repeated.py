@@ -14,6 +14,7 @@ from everyday_support import needs_counters
 import torchport
 from torchport.backend.normal_form import output_specs
 from torchport.core.config import config
+from torchport.run.jobs import Job
 
 pytestmark = needs_counters
 ROWS, WIDTH = 1024, 32
@@ -130,3 +131,17 @@ def test_what_failed_fails_for_it_as_well(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(torchport.ExecutionError, match="broke in execute"):
         wide.cpu()
     assert torch.equal(other.cpu(), torch.ones(ROWS, 1).cos().expand(ROWS, WIDTH))
+
+
+def test_after_an_interrupt_it_is_expanded_all_the_same(watching: Watching, monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = (torch.ones(ROWS, 1, device=watching.device) * 3).expand(ROWS, WIDTH)
+    run = Job.run
+
+    def interrupted(job: Job) -> Any:
+        monkeypatch.setattr(Job, "run", run)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Job, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        torch.ones(3, device=watching.device).nonzero()
+    assert torch.equal(wide.cpu(), torch.full((ROWS, WIDTH), 3.0))

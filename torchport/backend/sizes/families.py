@@ -39,7 +39,7 @@ from ..optional import optional_of
 from ..prepare import Prepared, describe, failure_of, with_bytes
 from .chosen import bucket_for, is_padded_little, padding_of
 from .form import Form, Size, Sketch, form_of, sketch_of
-from .guards import Bounds, hold, within
+from .guards import hold, within
 from .marked import bounds_of, marked_form
 from .padded import Padding, padded_graph, padding_from_json, padding_to_json
 from .sized import base_from, base_to, sized
@@ -172,16 +172,15 @@ def compiled_for_several(
     family.sketches = [*(one for one in family.sketches if one.integers != sketch.integers), sketch][-SKETCHES:]
     alike = [one for one in family.sketches if one.varies_from(sketch)]
     tries = BUCKETS if optional_of(backend).symbolic_sizes is None else TRIES
-    bounds: Bounds = []
     if family.tries >= tries:
         return None
     if alike:
         form = form_of([*alike, sketch])
     else:
         form = marked_form(graph, sketch) if marks() and not family.made else None
-        bounds = [] if form is None else bounds_of(sketch, form)
     if form is None:
         return None
+    bounds = bounds_of(sketch, form)
     bucket: tuple[int, ...] | None = None
     if optional_of(backend).symbolic_sizes is None:
         values, count = form.values(sketch), len(family.made)

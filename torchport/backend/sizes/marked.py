@@ -33,9 +33,15 @@ _FAILURES: Final = (RuntimeError, ValueError, TypeError, IndexError)
 
 
 def bounds_of(sketch: Sketch, form: Form) -> list[tuple[int | None, int | None]]:
-    """What was said of each symbol's smallest and largest value."""
-    found = dict(_marked(sketch))
-    return [(found[at].low, found[at].high) if at in found else (None, None) for at in form.sources]
+    """What was said of each symbol's smallest and largest value, whichever dimension with its value was marked."""
+    found: list[tuple[int | None, int | None]] = []
+    for number in range(len(form.sources)):
+        symbol = Size(((1, (number,)),))
+        said = [one for at, one in _marked(sketch) if form.varying.get(at) == symbol]
+        lows = [one.low for one in said if one.low is not None]
+        highs = [one.high for one in said if one.high is not None]
+        found.append((max(lows, default=None), min(highs, default=None)))
+    return found
 
 
 def _marked(sketch: Sketch) -> Iterator[tuple[int, VaryingDim]]:

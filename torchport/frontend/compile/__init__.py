@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ...core.varying import take_put_by
+
 __all__ = ["torchport_backend"]
 
 
@@ -15,3 +17,16 @@ def torchport_backend(
     from .dynamo import compile_captured  # on demand: Dynamo finds the backend without loading it
 
     return compile_captured(graph, example_inputs, options, mode)
+
+
+def _tell_dynamo() -> None:
+    """Mark what was marked before Dynamo was there: it finds this module before it looks at any tensor."""
+    marked = take_put_by()
+    if marked:
+        from torch._dynamo import mark_dynamic  # on demand: somebody else may import this module
+
+        for tensor, made in marked:
+            mark_dynamic(tensor, made.dim, min=made.low, max=made.high)
+
+
+_tell_dynamo()

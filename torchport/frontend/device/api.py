@@ -13,7 +13,7 @@ from ...backend.interface import Backend, BackendData
 from ...backend.registry import BackendInfo, registry
 from ...core.errors import ConfigError, UnsupportedOp
 from ...core.frames import user_line
-from ...core.varying import mark
+from ...core.varying import mark, put_by
 from ...run import step_closures
 from ...run.device_runtime import rebind, runtimes
 from ...run.donation import give_up
@@ -65,15 +65,17 @@ def mark_dynamic(tensor: torch.Tensor, dim: int, *, min: int | None = None, max:
 
     The first graph that has such an input is then compiled for several sizes, where without it the second one is. On
     any device, and for torch.compile as ``torch._dynamo.mark_dynamic`` says it. Sizes outside of ``min`` and ``max``
-    are compiled for themselves. A graph for which it does not hold is compiled as if nothing had been said.
+    are not served by that. A graph for which it does not hold is compiled as if nothing had been said.
 
     Raises ``IndexError`` for a dimension that there is not, and :class:`ConfigError` for bounds that the present size
     is not within.
     """
-    mark(tensor, dim, min, max)
-    dynamo = sys.modules.get("torch._dynamo")  # torch.compile imports it before it calls anything
-    if dynamo is not None:
-        dynamo.mark_dynamic(tensor, dim, min=min, max=max)
+    made = mark(tensor, dim, min, max)
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None:
+        put_by(tensor, made)  # importing it takes long; torch.compile does, and then looks for this backend
+    else:
+        dynamo.mark_dynamic(tensor, made.dim, min=min, max=max)
 
 
 def backend_data(tensor: torch.Tensor) -> BackendData | None:
