@@ -124,6 +124,8 @@ def skeleton_of(
     return digest.digest(), tuple(sizes), names
 
 
+FEWER: Final = 4
+"""A value more is computed per this many operators, at most."""
 _wanted: Final[OrderedDict[bytes, list[frozenset[int]]]] = OrderedDict()
 """By a skeleton's digest, whichever of its values are wanted: what was wanted of it at any sizes."""
 
@@ -135,7 +137,8 @@ def widened(
     sizes.
 
     Values that only a reference cycle holds are wanted or not as the garbage collector has just run or not. One form
-    then serves both.
+    then serves both. It is not made of many more: a program that once looked at everything is not to compute that ever
+    after.
     """
     digest, _, _ = skeleton_of(who, path, (), leaf_specs)
     wanted = frozenset(value_ids)
@@ -143,7 +146,8 @@ def widened(
     _wanted.move_to_end(digest)
     if len(_wanted) > FAMILIES:
         _wanted.popitem(last=False)
-    found = min((one for one in known if wanted <= one), key=len, default=wanted)
+    most = len(wanted) + len(path) // FEWER
+    found = min((one for one in known if wanted <= one and len(one) <= most), key=len, default=wanted)
     if found is wanted:
         known.append(wanted)
     return tuple(sorted(found))

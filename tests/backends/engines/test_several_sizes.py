@@ -19,6 +19,7 @@ from torchport import metrics
 from torchport.backend.compiler import computations
 from torchport.backend.registry import registry
 from torchport.backend.sizes import families as known
+from torchport.backends.inductor import InductorBackend
 from torchport.core.config import config
 from torchport.run import flush, tiers
 from torchport.run import sizes as run_sizes
@@ -430,8 +431,8 @@ print(torchport.metrics.counter("TakenOver"), torchport.metrics.counter("StaysIn
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 def test_with_tiers_what_the_engine_does_not_load_is_compiled_for_each_size(compiled: bool) -> None:
-    if not registry.get("inductor").is_available():
-        pytest.skip("inductor has no C++ compiler")
+    if reason := InductorBackend().unavailable_reason():
+        pytest.skip(reason)
     paths = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
     program = _LOADS_NONE.format(paths=paths, compiled=compiled)
     done = subprocess.run(

@@ -19,6 +19,7 @@ from torchport import metrics
 from torchport.backend.compiler import computations
 from torchport.backend.registry import registry
 from torchport.backend.sizes import families as known
+from torchport.backends.inductor import InductorBackend
 from torchport.core import varying
 from torchport.core.config import config
 
@@ -251,8 +252,8 @@ print("served")
 
 
 def test_the_compilers_process_is_told(tmp_path: Path) -> None:
-    if not registry.get("inductor").is_available():
-        pytest.skip("inductor has no C++ compiler")
+    if reason := InductorBackend().unavailable_reason():
+        pytest.skip(reason)
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=300, check=False,
         env={"TORCHPORT_CACHE_DIR": str(tmp_path), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},

@@ -129,3 +129,19 @@ def test_what_was_wanted_at_other_sizes_is_computed_where_it_is_not(monkeypatch:
         # One set of values for all four lengths, with that which is not always wanted among them.
         assert [len(one) for one in results[8]] == [1]
         assert len(results[8][0][0]) == 2
+
+
+def test_what_was_all_wanted_once_is_not_computed_ever_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizes, "_wanted", type(sizes._wanted)())
+    torchport.use("reference")
+    with config.override(tiers="off"):
+        for length, keep in ((5, True), (6, False)):
+            values = [torch.arange(float(length)).to("port")]
+            for _ in range(8):
+                values.append(values[-1] * 1.5)
+            last, held = values[-1], values if keep else None
+            del values
+            torch.testing.assert_close(last.cpu(), torch.arange(float(length)) * 1.5**8)
+            del held
+    (known,) = sizes._wanted.values()
+    assert sorted(map(len, known)) == [1, 8]

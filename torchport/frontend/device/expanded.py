@@ -186,7 +186,7 @@ def _to_another_device(op: Any, written: Sequence[Any]) -> DeviceMismatch:
     where = next(found, "another device")
     return DeviceMismatch(
         f"expected all tensors to be on the same device, but found at least two devices, {where}, which is written to, "
-        f"and {DEVICE_TYPE}:0; move the tensors of {DEVICE_TYPE} with .to({where!r}), or write to one that is there",
+        f"and {DEVICE_TYPE}; move the tensors of {DEVICE_TYPE} with .to({where!r}), or write to one that is there",
         op=str(op),
         source=user_line(),
     )
