@@ -27,7 +27,7 @@ products = st.tuples(st.integers(1, 9), st.lists(st.integers(0, 1), min_size=1, 
 
 def _sketch(values: list[int], expressions: list[Size]) -> Sketch:
     integers = (*values, 7, *(expression.at(values) for expression in expressions))
-    return Sketch("digest", integers, len(values) + 1, (), ())
+    return Sketch("digest", "", integers, len(values) + 1, (), ())
 
 
 @given(
@@ -46,14 +46,14 @@ def test_what_a_form_says_of_the_graphs_it_was_made_of_is_so_and_of_others_is_ch
     further = _sketch(other, expressions)
     if found.describes(further):
         assert found.integers_at(found.values(further)) == list(further.integers)
-    broken = Sketch(further.digest, (*further.integers[:-1], further.integers[-1] + 1), further.dims, (), ())
+    broken = Sketch(further.digest, "", (*further.integers[:-1], further.integers[-1] + 1), further.dims, (), ())
     assume(len(broken.integers) > 3)
     assert not (found.describes(broken) and found.describes(further))
 
 
 @given(st.lists(st.integers(2, 99), min_size=3, max_size=5, unique=True), st.integers(1, 9), st.integers(-5, 5))
 def test_a_straight_line_is_found(values: list[int], factor: int, constant: int) -> None:
-    sketches = [Sketch("d", (v, factor * v + constant), 1, (), ()) for v in values]
+    sketches = [Sketch("d", "", (v, factor * v + constant), 1, (), ()) for v in values]
     found = form_of(sketches)
     assert found is not None
     # Of two points a multiple of a square may be as good a guess; of three it is none.
@@ -61,10 +61,10 @@ def test_a_straight_line_is_found(values: list[int], factor: int, constant: int)
 
 
 def test_a_size_of_one_or_none_is_another_form() -> None:
-    three, one = Sketch("d", (3, 6), 1, (), ()), Sketch("d", (1, 2), 1, (), ())
+    three, one = Sketch("d", "", (3, 6), 1, (), ()), Sketch("d", "", (1, 2), 1, (), ())
     assert not three.varies_from(one)
     assert form_of([three, one]) is None
-    found = form_of([three, Sketch("d", (5, 10), 1, (), ())])
+    found = form_of([three, Sketch("d", "", (5, 10), 1, (), ())])
     assert found is not None
     assert not found.describes(one)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import os
 import resource
 import select
@@ -170,8 +171,11 @@ def _tell(file: str, text: str) -> None:
 def _work(fd: int) -> None:
     status = 1
     try:
+        gc.disable()
         from .compiling import serve  # on demand: it imports PyTorch, which the watcher does without
 
+        gc.freeze()  # what was imported stays: the collector need never look at it
+        gc.enable()
         serve(fd)
         status = 0
     except BaseException as error:

@@ -17,10 +17,13 @@ from torch import nn
 import torchport
 from torchport import metrics
 from torchport.backend.compiler import computations
+from torchport.backend.prepare import describe
 from torchport.backend.registry import registry
+from torchport.backend.serialize import fingerprint
 from torchport.backend.sizes import families as known
 from torchport.backends.inductor import InductorBackend
 from torchport.core.config import config
+from torchport.core.specs import CompileSpecs
 from torchport.run import flush, tiers
 from torchport.run import sizes as run_sizes
 
@@ -67,6 +70,7 @@ def _forwards(shapes: Sequence[tuple[int, int]]) -> dict[str, int]:
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """No sizes are known, and the disk cache is empty."""
     monkeypatch.setattr(known, "families", type(known.families)())
+    monkeypatch.setattr(known, "_bodies", type(known._bodies)())
     monkeypatch.setattr(run_sizes, "families", type(run_sizes.families)())
     monkeypatch.setattr(run_sizes.Family, "any_shared", False)
     with config.override(cache="on", cache_dir=str(tmp_path / "cache"), tiers="off"):
@@ -99,6 +103,29 @@ def test_the_second_size_leads_to_a_computation_that_serves_every_further_one(sy
 def test_what_varies_later_is_no_constant_any_more(symbolic: type[Symbolic]) -> None:
     found = _forwards([(2, 5), (2, 7), (3, 7), (4, 9), (9, 12)])
     assert found == {"UncachedCompile": 3, "ForSeveralSizes": 2, "OtherSizes": 2, "NotSymbolic": 0}
+
+
+def test_what_varied_is_known_whichever_values_are_wanted(symbolic: type[Symbolic]) -> None:
+    """A training step wants other values when something still holds a gradient: the operators are the same."""
+    from helpers_graphs import normal_form  # a process of one of the tests imports this module without that folder
+
+    def prepared(length: int, both: bool) -> bool:
+        def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            h = x.sin() * 2.0
+            return (h.cos(), h) if both else (h.cos(),)
+
+        graph, _ = normal_form(fn, [torch.randn(2, length)])
+        about = describe(graph, fingerprint(graph), None)
+        found = known.compiled_for_several(registry.get("symbolic"), CompileSpecs(), graph, about)
+        return found is not None
+
+    assert [prepared(5, False), prepared(7, False)] == [False, True]
+    assert prepared(9, True)  # at first sight
+    graphs = len(symbolic.graphs)
+    graph, _ = normal_form(lambda x: ((x.sin() * 2.0).cos(), x.sin() * 3.0), [torch.randn(2, 9)])
+    about = describe(graph, fingerprint(graph), None)
+    assert known.compiled_for_several(registry.get("symbolic"), CompileSpecs(), graph, about) is None
+    assert len(symbolic.graphs) == graphs == 2
 
 
 def test_a_size_of_one_has_a_computation_of_its_own(symbolic: type[Symbolic]) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, Final
+from weakref import WeakValueDictionary
 
 import torch
 from torch import fx
@@ -86,11 +87,16 @@ class _ForSeveral:
         return sized(about, self.base, new, self.padding, self.form.values(sketch))
 
 
+class _Sketches(list[Sketch]):
+    """A list that can be referred to weakly."""
+
+
 @dataclass(slots=True)
 class _Family:
     """What is known of the graphs of one digest."""
 
-    sketches: list[Sketch] = field(default_factory=list[Sketch])
+    sketches: _Sketches
+    """Graphs with the same operators, whichever of their values are results."""
     made: list[_ForSeveral] = field(default_factory=list[_ForSeveral])
     tries: int = 0
 
@@ -103,6 +109,8 @@ class _Family:
 
 families: Final[OrderedDict[tuple[str, ...], _Family]] = OrderedDict()
 """By backend, compile specs and digest; the one that was used last is at the end."""
+_bodies: Final[WeakValueDictionary[tuple[str, ...], _Sketches]] = WeakValueDictionary()
+"""The graphs of families that differ in what their results are alone."""
 _lock: Final = guarded_lock()
 """Held while families are looked through: the compile service's thread loads computations beside the program's."""
 
@@ -122,11 +130,13 @@ def _is_padded(backend: Backend) -> bool:
 
 
 def _family(backend: Backend, specs: CompileSpecs, sketch: Sketch) -> _Family:
-    key = (backend.name, str(backend.version), specs.fingerprint(), sketch.digest)
+    engine = (backend.name, str(backend.version), specs.fingerprint())
+    key, of_body = (*engine, sketch.digest), (*engine, sketch.body)
     with _lock:
         found = families.get(key)
         if found is None:
-            found = families[key] = _Family()
+            # Which values are results may differ from step to step, as what is still held does: what varies does not.
+            found = families[key] = _Family(_bodies.setdefault(of_body, _Sketches()))
             while len(families) > FAMILIES:
                 families.popitem(last=False)
         else:
@@ -169,7 +179,7 @@ def compiled_for_several(
     if sketch is None:
         return None
     family = _family(backend, specs, sketch)
-    family.sketches = [*(one for one in family.sketches if one.integers != sketch.integers), sketch][-SKETCHES:]
+    family.sketches[:] = [*(one for one in family.sketches if one.integers != sketch.integers), sketch][-SKETCHES:]
     alike = [one for one in family.sketches if one.varies_from(sketch)]
     tries = BUCKETS if optional_of(backend).symbolic_sizes is None else TRIES
     if family.tries >= tries:

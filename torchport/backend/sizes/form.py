@@ -63,6 +63,8 @@ class Sketch:
     """A graph as what does not depend on sizes, a digest, and its integers: first of its inputs' dimensions."""
 
     digest: str
+    body: str
+    """The digest without which values are results."""
     integers: tuple[int, ...]
     dims: int
     """How many of them are dimensions of inputs."""
@@ -112,6 +114,7 @@ def sketch_of(graph: fx.GraphModule) -> Sketch | None:
         integers.append(_)
         return "size"
 
+    body = ""
     for node in graph.graph.nodes:
         number[node] = len(number)
         if node.op == "placeholder":
@@ -125,11 +128,11 @@ def sketch_of(graph: fx.GraphModule) -> Sketch | None:
             kwargs = {name: encode_arg(replaced(one, mark), number) for name, one in node.kwargs.items()}
             said = [str(node.target), args, kwargs]
         elif node.op == "output":
-            said = encode_arg(node.args[0], number)
+            said, body = encode_arg(node.args[0], number), digest.hexdigest()
         else:
             return None
         digest.update(repr(said).encode())
-    return Sketch(digest.hexdigest(), tuple(integers), dims, inputs, output_specs(graph))
+    return Sketch(digest.hexdigest(), body, tuple(integers), dims, inputs, output_specs(graph))
 
 
 @dataclass(frozen=True, slots=True)
