@@ -160,13 +160,14 @@ def test_the_releases_of_torch_are_those_that_were_tested() -> None:
     assert makefile in releases.TESTED
 
 
-def test_names_that_came_with_a_release_are_there_from_it_on() -> None:
+def test_names_that_releases_brought_or_dropped_are_there_when_it_is_said() -> None:
     import torch
 
     assert releases.version("2.13.0+cpu") == (2, 13)
     assert releases.has("torch.Tensor.data")
-    for name in releases.SINCE:
+    for name in (*releases.SINCE, *releases.UNTIL):
         *path, last = name.split(".")[1:]
+        importlib.import_module("torch._functorch._aot_autograd.runtime_wrappers")
         owner = functools.reduce(getattr, path, torch)
         assert hasattr(owner, last) == releases.has(name), name
 

@@ -11,12 +11,12 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["PARTLY", "SINCE", "TESTED", "has", "operators", "said", "takes", "version"]
+__all__ = ["PARTLY", "SINCE", "TESTED", "UNTIL", "has", "operators", "said", "takes", "version"]
 
 TESTED: Final = ("2.13.0", "2.14.1")
 """The releases that every test has been run with; ``docs/torch-internals.md`` has the results."""
 
-PARTLY: Final = ("2.11.0",)
+PARTLY: Final = ("2.11.0", "2.15.0")
 """Releases that a part of the tests has been run with; the same page says which, and what fails."""
 
 SINCE: Final[dict[str, tuple[int, int]]] = {
@@ -24,6 +24,12 @@ SINCE: Final[dict[str, tuple[int, int]]] = {
     "torch.accelerator.memory.empty_host_cache": (2, 12),
 }
 """Names that torchport wraps and the oldest tested release lacks, with the minor release that brought them."""
+
+UNTIL: Final[dict[str, tuple[int, int]]] = {
+    # AOTAutograd lets every class without a __torch_dispatch__ pass by itself.
+    "torch._functorch._aot_autograd.runtime_wrappers.HANDLED_TYPES": (2, 15),
+}
+"""Names that torchport wraps and the newest tested release lacks, with the minor release that dropped them."""
 
 
 def version(text: str | None = None) -> tuple[int, int]:
@@ -33,8 +39,8 @@ def version(text: str | None = None) -> tuple[int, int]:
 
 
 def has(name: str) -> bool:
-    """Whether this release has a name that :data:`SINCE` lists; True for every other name."""
-    return version() >= SINCE.get(name, (0, 0))
+    """Whether this release has a name that :data:`SINCE` or :data:`UNTIL` lists; True for every other name."""
+    return SINCE.get(name, (0, 0)) <= version() and (name not in UNTIL or version() < UNTIL[name])
 
 
 def operators(namespace: Any, *names: str) -> Iterable[Any]:

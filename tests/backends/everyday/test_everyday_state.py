@@ -13,6 +13,8 @@ import torch
 from everyday_support import ON_PORT, agree, everywhere, ramp, randn, same
 from torch import nn
 
+from torchport import StorageAccess
+
 
 def mlp(device: torch.device | str, seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
@@ -272,6 +274,34 @@ def test_save_to_a_buffer_in_the_legacy_format(device: torch.device) -> None:
     torch.save(ramp(3, device=device), buffer, _use_new_zipfile_serialization=False)
     buffer.seek(0)
     same(torch.load(buffer, map_location="cpu"), torch.arange(3.0))
+
+
+def test_load_from_the_legacy_format_onto_the_device(device: torch.device) -> None:
+    buffer = io.BytesIO()
+    x = torch.arange(6.0).reshape(2, 3)
+    torch.save([x, x.t(), x[1], nn.Parameter(x), mlp("cpu")], buffer, _use_new_zipfile_serialization=False)
+    buffer.seek(0)
+    loaded = torch.load(buffer, map_location=device, weights_only=False)
+    same(loaded[:3], [x, x.t(), x[1]], strides=True)
+    assert isinstance(loaded[3], nn.Parameter)
+    same([loaded[3].detach(), *loaded[4].state_dict().values()], [x, *mlp("cpu").state_dict().values()])
+    assert all(value.device.type == device.type for value in (*loaded[:4], *loaded[4].parameters()))
+
+
+class _ComputesWhileItIsRead:
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+    def __setstate__(self, state: dict[str, torch.Tensor]) -> None:
+        self.x = state["x"] + 1
+
+
+def test_the_legacy_format_has_no_values_to_compute_with_while_it_is_read(device: torch.device) -> None:
+    buffer = io.BytesIO()
+    torch.save(_ComputesWhileItIsRead(torch.arange(3.0)), buffer, _use_new_zipfile_serialization=False)
+    buffer.seek(0)
+    with pytest.raises(StorageAccess, match="computes with a tensor on"):
+        torch.load(buffer, map_location=device, weights_only=False)
 
 
 # -- state dictionaries ------------------------------------------------------------------------------------------------

@@ -146,3 +146,16 @@ def test_no_other_module_changes_objects_of_pytorch_for_a_while() -> None:
     mocks = re.compile(r"^(from|import) unittest|mock\.patch|patch\.object", re.MULTILINE)
     found = (path for path in sources.rglob("*.py") if mocks.search(path.read_text(encoding="utf-8")))
     assert [str(path.relative_to(sources)) for path in found] == ["testing/judge.py"]  # the conformance kit's own runs
+
+
+@pytest.mark.parametrize("dilation", [1, 2])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_pytorch_names_the_hosts_kernel_for_a_convolution(dilation: int, transposed: bool, contiguous: bool) -> None:
+    def selected(device: str, batch: int) -> Any:
+        x = torch.ones(batch, 4, 9, 9 if contiguous else 18, device=device)
+        x = (x if contiguous else x[..., ::2]).requires_grad_()
+        rest = (torch.ones(4, 4, 3, 3, device=device), None, (1, 1), (0, 0), (dilation,) * 2, transposed, (0, 0), 1)
+        return int(torch._C._select_conv_backend(x, *rest))
+
+    assert [selected("port", batch) for batch in (0, 1, 2)] == [selected("cpu", batch) for batch in (0, 1, 2)]

@@ -261,11 +261,24 @@ def _set_storage(
 ) -> torch.Tensor:
     """Called by ``torch.load`` to fill a tensor from a storage: a copy of the contents moves to the device."""
     target = _handle(self)
-    if isinstance(source, HostStorage):
-        source.was_read = True
     index = target.get_device() if isinstance(target, IndexedLazyTensor) else 0
-    held = torch.empty(0, dtype=target.dtype).set_(source, storage_offset, tuple(size), tuple(stride))
-    return leaf_from_host(runtimes.get(index), held.clone(), private=True)
+
+    def contents() -> LazyTensor:
+        held = torch.empty(0, dtype=target.dtype).set_(source, storage_offset, tuple(size), tuple(stride))
+        return leaf_from_host(runtimes.get(index), held.clone(), private=True)
+
+    made = contents()
+    if isinstance(source, HostStorage):
+        first = made.value
+
+        def take() -> bool:
+            unused = made.value is first and made.value_id < 0
+            if unused:
+                made.value = contents().value
+            return unused
+
+        source.takers.append(take)
+    return made
 
 
 def _empty_strided(size: Sequence[int], stride: Sequence[int], **kwargs: Any) -> torch.Tensor:

@@ -23,6 +23,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ...core.default_state import default_state
+from ...core.releases import has
 from ...trace.handle import DEVICE_TYPE, IndexedLazyTensor, LazyTensor
 from .memory import is_ours
 from .patches import is_applied, replace, when_imported
@@ -136,6 +137,7 @@ def _wrap_results_of_higher_order_operators(module: Any) -> None:
 
 
 _RUNTIME_WRAPPERS = "torch._functorch._aot_autograd.runtime_wrappers"
+_HANDLED = f"{_RUNTIME_WRAPPERS}.HANDLED_TYPES"
 
 
 def _handle_handles_if_compiling() -> None:
@@ -150,7 +152,8 @@ def handle_handles() -> None:
     import torch._functorch._aot_autograd.runtime_wrappers as module
 
     watched: Any = module
-    replace(f"{_RUNTIME_WRAPPERS}.HANDLED_TYPES", (*watched.HANDLED_TYPES, LazyTensor, IndexedLazyTensor))
+    if has(_HANDLED):
+        replace(_HANDLED, (*watched.HANDLED_TYPES, LazyTensor, IndexedLazyTensor))
 
 
 @functools.cache

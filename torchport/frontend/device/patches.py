@@ -16,7 +16,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final
 
-from ...core.releases import SINCE, has
+from ...core.releases import SINCE, UNTIL, has
 
 __all__ = ["ADDITIONS", "PATCHES", "WHILE_COMPILING", "is_applied", "replace", "replaced", "when_imported"]
 
@@ -31,6 +31,12 @@ _QUESTIONS: Final = (
     "programs ask for memory to learn what is shared and how large it is; PyTorch has no answer for none"
 )
 _METHODS: Final = "PyTorch makes these for a device"
+_LIGHTNING: Final = (
+    "lightning.pytorch.trainer.connectors.accelerator_connector._AcceleratorConnector",
+    "pytorch_lightning.trainer.connectors.accelerator_connector._AcceleratorConnector",
+    "lightning.fabric.connector._Connector",
+    "lightning_fabric.connector._Connector",
+)
 _NAMES: Final = "PyTorch's own enumerations name the device"
 
 PATCHES: Final[dict[str, tuple[str, str, str]]] = {
@@ -190,6 +196,11 @@ PATCHES: Final[dict[str, tuple[str, str, str]]] = {
         _USE,
     ),
     "torch.utils.checkpoint.set_device_states": ("sets them the same way", "the same", _USE),
+    "torch._C._select_conv_backend": (
+        "names the host's kernel for a convolution on the device",
+        "it knows the kernels of its own devices only; PyTorch's own tests ask",
+        _USE,
+    ),
     "torch._C._set_default_dtype": (
         "has traces begin anew where the default changes",
         "what a trace has seen holds for one default dtype",
@@ -272,45 +283,17 @@ PATCHES: Final[dict[str, tuple[str, str, str]]] = {
         "its list of devices is closed",
         _LATER,
     ),
-    "lightning.pytorch.trainer.connectors.accelerator_connector._AcceleratorConnector._choose_auto_accelerator": (
-        "warns, once, where it picks the CPU",
-        "its list of devices is closed",
-        _LATER,
+    **dict.fromkeys(
+        (f"{connector}._choose_auto_accelerator" for connector in _LIGHTNING),
+        ("warns, once, where it picks the CPU", "its list of devices is closed", _LATER),
     ),
-    "pytorch_lightning.trainer.connectors.accelerator_connector._AcceleratorConnector._choose_auto_accelerator": (
-        "warns, once, where it picks the CPU",
-        "its list of devices is closed",
-        _LATER,
-    ),
-    "lightning.fabric.connector._Connector._choose_auto_accelerator": (
-        "warns, once, where it picks the CPU",
-        "its list of devices is closed",
-        _LATER,
-    ),
-    "lightning_fabric.connector._Connector._choose_auto_accelerator": (
-        "warns, once, where it picks the CPU",
-        "its list of devices is closed",
-        _LATER,
-    ),
-    "lightning.pytorch.trainer.connectors.accelerator_connector._AcceleratorConnector._choose_strategy": (
-        "takes the device for accelerator='port'",
-        "of an accelerator that is not on its list, it takes the CPU",
-        "its import",
-    ),
-    "pytorch_lightning.trainer.connectors.accelerator_connector._AcceleratorConnector._choose_strategy": (
-        "takes the device for accelerator='port'",
-        "of an accelerator that is not on its list, it takes the CPU",
-        "its import",
-    ),
-    "lightning.fabric.connector._Connector._choose_strategy": (
-        "takes the device for accelerator='port'",
-        "of an accelerator that is not on its list, it takes the CPU",
-        "its import",
-    ),
-    "lightning_fabric.connector._Connector._choose_strategy": (
-        "takes the device for accelerator='port'",
-        "of an accelerator that is not on its list, it takes the CPU",
-        "its import",
+    **dict.fromkeys(
+        (f"{connector}._choose_strategy" for connector in _LIGHTNING),
+        (
+            "takes the device for accelerator='port'",
+            "of an accelerator that is not on its list, it takes the CPU",
+            "its import",
+        ),
     ),
     "torch.multiprocessing.reductions.reduce_tensor": (
         "sends a tensor of the device as a host copy, which the other process moves",
@@ -335,9 +318,9 @@ PATCHES: Final[dict[str, tuple[str, str, str]]] = {
     ),
 }
 """What :func:`replace` may change (``*``: any class), and for each what the change does, why, and when it is made."""
-for _later in SINCE:
-    if not has(_later):
-        del PATCHES[_later]
+for _name in (*SINCE, *UNTIL):
+    if not has(_name):
+        del PATCHES[_name]
 
 ADDITIONS: Final[dict[str, tuple[str, str, str]]] = {
     "torch.port.*": ("the device module", "torch.get_device_module and programs ask it", _IMPORT),

@@ -2,8 +2,8 @@
 
 Private torch APIs touched here, each wrapped for ``port`` tensors only and left alone for all others:
 ``torch._C._has_storage``, ``torch._tensor_str._str_intern``, ``torch.Tensor._reduce_ex_internal``,
-``torch._C.{_set_default_dtype, _set_default_tensor_type}``, ``torch.autograd.graph._engine_run_backward``, and storage
-methods of ``torch.Tensor``.
+``torch._C._select_conv_backend``, ``torch._C.{_set_default_dtype, _set_default_tensor_type}``,
+``torch.autograd.graph._engine_run_backward``, and storage methods of ``torch.Tensor``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch._utils import _rebuild_tensor_v2
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ...core.default_state import default_state
 from ...native.twins import twins
@@ -50,6 +50,7 @@ def install() -> None:
     _pickle_as_storages()
     memory.install()
     _checkpoint_on_any_index()
+    _kernels_of_convolutions()
     _trace_anew_for_another_default_dtype()
     _backward_on_the_calling_thread()
 
@@ -210,6 +211,32 @@ def _checkpoint_on_any_index() -> None:
 
     replace("torch.utils.checkpoint.get_device_states", get_device_states)
     replace("torch.utils.checkpoint.set_device_states", set_device_states)
+
+
+@functools.cache
+def _kernels_of_convolutions() -> None:
+    """Answer which of PyTorch's kernels takes a convolution: the host's, which computes it where PyTorch does.
+
+    That is in ``reference``, in what is interpreted until it is compiled, and in a fallback.
+    """
+    select = torch._C._select_conv_backend
+
+    def on_host(value: Any) -> Any:
+        if not _is_port(value):
+            return value
+        shape, strides = value.shape, value.stride()  # nobody writes to this memory, so none is taken
+        like = torch.empty_strided(shape, strides, dtype=value.dtype, device="cpu")
+        return like.requires_grad_(value.requires_grad)
+
+    @functools.wraps(select)
+    def select_on_host(*args: Any, **kwargs: Any) -> Any:
+        if not any(_is_port(leaf) for leaf in tree_leaves((args, kwargs))):
+            return select(*args, **kwargs)
+        with default_state():
+            args, kwargs = tree_map(on_host, (args, kwargs))
+        return select(*args, **kwargs)
+
+    replace("torch._C._select_conv_backend", opaque(select_on_host))
 
 
 @functools.cache

@@ -33,8 +33,10 @@ class HostStorage(torch.UntypedStorage):
     """
 
     index = 0
-    was_read = False
-    """Whether a tensor has taken the contents."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.takers: list[Callable[[], bool]] = []
+        """For each tensor that has taken the contents: takes them again; False once something was computed with it."""
 
     @classmethod
     def of(cls, storage: torch.UntypedStorage, index: int) -> HostStorage:
@@ -49,12 +51,15 @@ class HostStorage(torch.UntypedStorage):
         return torch.device(_NAME, self.index)
 
     def _set_from_file(self, *args: Any) -> Any:
-        if self.was_read:
+        """A file of the format before PyTorch 1.6 has its values behind the tensors, which have the memory by then."""
+        result = super()._set_from_file(*args)
+        if not all(take() for take in self.takers):
             raise _refused(
-                "a file of the format before PyTorch 1.6 has its values behind the tensors, so they cannot be read "
-                f"onto {self.device}; write torch.load(file, map_location='cpu') and move what it returns"
+                "a file of the format before PyTorch 1.6 has its values behind the tensors, and a class in this one "
+                f"computes with a tensor on {self.device} while it is read; write torch.load(file, map_location='cpu') "
+                "and move what it returns"
             )
-        return super()._set_from_file(*args)
+        return result
 
     def cpu(self) -> torch.UntypedStorage:
         made = torch.UntypedStorage(self.nbytes())
