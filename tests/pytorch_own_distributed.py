@@ -30,7 +30,7 @@ RANKS = 2
 OUTCOME = re.compile(r"^(\S+::\S+) (PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS)", re.MULTILINE)
 SECTION = re.compile(r"^_{3,} (?:ERROR at \w+ of )?(\S+) _{3,}$", re.MULTILINE)
 ERRORS = "Error|Exception|Access|UnsupportedOp|Mismatch"
-WHY = re.compile(rf"^E +((?!RuntimeError: Process \d)[\w.]*(?:{ERRORS})\b.*)$", re.MULTILINE)
+WHY = re.compile(rf"^E +((?!RuntimeError: (?:Process|Thread) \d)[\w.]*(?:{ERRORS})\b.*)$", re.MULTILINE)
 """The errors of a test's section; the first one is a rank's own, where the ranks' report says that one has failed."""
 
 OWN = """from torch.multiprocessing import get_context

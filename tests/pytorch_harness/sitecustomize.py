@@ -8,6 +8,7 @@ imports PyTorch again.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -20,6 +21,17 @@ INTERNAL = "torch.testing._internal"
 KIND = os.environ.get("PYTORCH_OWN_DISTRIBUTED", "")
 DEVICE = os.environ.get("PYTORCH_OWN_DEVICE", "port")
 GROUPS = "gloo" if DEVICE == "cpu" else f"cpu:gloo,{DEVICE}:{DEVICE}"
+MOVED = {
+    "_composable.fsdp": ("fsdp._fully_shard", "_fsdp_collectives _fsdp_common _fsdp_init _fsdp_param _fsdp_param_group"),
+    "_tensor": ("tensor", "debug _collective_utils _op_schema _redistribute experimental"),
+    "_tensor.debug": ("tensor.debug", "comm_mode=_comm_mode _op_coverage"),
+    "_tensor.experimental": ("tensor.experimental", "tp_transform=_tp_transform"),
+    "_tensor.ops": (
+        "tensor._ops",
+        "common_rules=_common_rules embedding_ops=_embedding_ops matrix_ops=_matrix_ops utils view_ops=_view_ops",
+    ),
+}
+"""Modules of ``torch.distributed`` that older tests name: where they were, where they are, and names, new ones last."""
 _had_threads: list[bool] = []
 """Whether ranks have been threads of this process."""
 RANKS = int(os.environ.get("WORLD_SIZE", "2"))
@@ -110,6 +122,17 @@ def _for_both(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _at_old_names() -> None:
+    """Tests of an older release find modules under the names that they had then."""
+    for old, (new, names) in MOVED.items():
+        for pair in names.split():
+            before, _, now = pair.partition("=")
+            with contextlib.suppress(ImportError):
+                sys.modules[f"torch.distributed.{old}.{before}"] = import_module(f"torch.distributed.{new}.{now or before}")
+    for old, new in (("_tensor.ops", "tensor._ops"), ("_tensor.random", "tensor._random")):
+        sys.modules[f"torch.distributed.{old}"] = import_module(f"torch.distributed.{new}")
+
+
 def install() -> None:
     """Change the harness's modules, each before another takes names from it.
 
@@ -132,6 +155,7 @@ def install() -> None:
     _fully_sharded(import_module(f"{INTERNAL}.common_fsdp"))
     _tensors(import_module(f"{INTERNAL}.distributed._tensor.common_dtensor"))
     _threads(import_module(f"{INTERNAL}.distributed.multi_threaded_pg"))
+    _at_old_names()
     # For the tests alone, after the harness: one that CUDA's absence would skip has its name replaced by the device's.
     import_module(f"{INTERNAL}.common_cuda").TEST_CUDA = True
 
