@@ -22,7 +22,10 @@ KIND = os.environ.get("PYTORCH_OWN_DISTRIBUTED", "")
 DEVICE = os.environ.get("PYTORCH_OWN_DEVICE", "port")
 GROUPS = "gloo" if DEVICE == "cpu" else f"cpu:gloo,{DEVICE}:{DEVICE}"
 MOVED = {
-    "_composable.fsdp": ("fsdp._fully_shard", "_fsdp_collectives _fsdp_common _fsdp_init _fsdp_param _fsdp_param_group"),
+    "_composable.fsdp": (
+        "fsdp._fully_shard",
+        "_fsdp_collectives _fsdp_common _fsdp_init _fsdp_param _fsdp_param_group",
+    ),
     "_tensor": ("tensor", "debug _collective_utils _op_schema _redistribute experimental"),
     "_tensor.debug": ("tensor.debug", "comm_mode=_comm_mode _op_coverage"),
     "_tensor.experimental": ("tensor.experimental", "tp_transform=_tp_transform"),
@@ -128,7 +131,9 @@ def _at_old_names() -> None:
         for pair in names.split():
             before, _, now = pair.partition("=")
             with contextlib.suppress(ImportError):
-                sys.modules[f"torch.distributed.{old}.{before}"] = import_module(f"torch.distributed.{new}.{now or before}")
+                sys.modules[f"torch.distributed.{old}.{before}"] = import_module(
+                    f"torch.distributed.{new}.{now or before}"
+                )
     for old, new in (("_tensor.ops", "tensor._ops"), ("_tensor.random", "tensor._random")):
         sys.modules[f"torch.distributed.{old}"] = import_module(f"torch.distributed.{new}")
 

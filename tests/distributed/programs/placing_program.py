@@ -221,6 +221,16 @@ def exchanged() -> None:
 
 
 if __name__ == "__main__":
-    for check in (placements, refusals, stored_in_parts, updated_in_parts, operators, embeddings, dropout, copies, exchanged):
+    for check in (
+        placements,
+        refusals,
+        stored_in_parts,
+        updated_in_parts,
+        operators,
+        embeddings,
+        dropout,
+        copies,
+        exchanged,
+    ):
         check()
         print(f"{check.__name__}: as it should be", flush=True)

@@ -73,6 +73,7 @@ class JaxLowering(LoweringContext[Array, tuple[tuple[Array, ...], tuple[int, ...
 
     def build(self) -> tuple[tuple[Array, ...], tuple[int, ...]]:
         origin = {id(argument): -1 - position for position, argument in enumerate(self._arguments)}
+        origin |= {id(again): origin[first] for first, again in self._again.items()}
         values: list[Array] = []
         for result in self.results:
             if id(result) not in origin:
