@@ -8,7 +8,6 @@ imports PyTorch again.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import sys
@@ -21,18 +20,14 @@ INTERNAL = "torch.testing._internal"
 KIND = os.environ.get("PYTORCH_OWN_DISTRIBUTED", "")
 DEVICE = os.environ.get("PYTORCH_OWN_DEVICE", "port")
 GROUPS = "gloo" if DEVICE == "cpu" else f"cpu:gloo,{DEVICE}:{DEVICE}"
+_PARTS = "_fsdp_collectives _fsdp_common _fsdp_init _fsdp_param _fsdp_param_group"
+_RULES = "common_rules=_common_rules embedding_ops=_embedding_ops matrix_ops=_matrix_ops utils view_ops=_view_ops"
 MOVED = {
-    "_composable.fsdp": (
-        "fsdp._fully_shard",
-        "_fsdp_collectives _fsdp_common _fsdp_init _fsdp_param _fsdp_param_group",
-    ),
-    "_tensor": ("tensor", "debug _collective_utils _op_schema _redistribute experimental"),
+    "_composable.fsdp": ("fsdp._fully_shard", _PARTS),
+    "_tensor": ("tensor", "debug random=_random _collective_utils _op_schema _redistribute experimental ops=_ops"),
     "_tensor.debug": ("tensor.debug", "comm_mode=_comm_mode _op_coverage"),
     "_tensor.experimental": ("tensor.experimental", "tp_transform=_tp_transform"),
-    "_tensor.ops": (
-        "tensor._ops",
-        "common_rules=_common_rules embedding_ops=_embedding_ops matrix_ops=_matrix_ops utils view_ops=_view_ops",
-    ),
+    "_tensor.ops": ("tensor._ops", _RULES),
 }
 """Modules of ``torch.distributed`` that older tests name: where they were, where they are, and names, new ones last."""
 _had_threads: list[bool] = []
@@ -127,15 +122,11 @@ def _for_both(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _at_old_names() -> None:
     """Tests of an older release find modules under the names that they had then."""
+    at = "torch.distributed."
     for old, (new, names) in MOVED.items():
         for pair in names.split():
             before, _, now = pair.partition("=")
-            with contextlib.suppress(ImportError):
-                sys.modules[f"torch.distributed.{old}.{before}"] = import_module(
-                    f"torch.distributed.{new}.{now or before}"
-                )
-    for old, new in (("_tensor.ops", "tensor._ops"), ("_tensor.random", "tensor._random")):
-        sys.modules[f"torch.distributed.{old}"] = import_module(f"torch.distributed.{new}")
+            sys.modules[f"{at}{old}.{before}"] = import_module(f"{at}{new}.{now or before}")
 
 
 def install() -> None:
