@@ -53,8 +53,8 @@ OWN_NAME = "c10d_and_ddp"
 
 FAILED = ("FAILED", "ERROR")
 KNOWN: dict[str, str] = {
-    "test_fully_shard_communication_count": "since PyTorch 2.7 the root's parameters are given back after the forward",
-    "test_fully_shard_backward_prefetch": "since PyTorch 2.7 the root's parameters are given back after the forward",
+    "test_fully_shard_communication_count": "PyTorch gives the root's parameters back after the forward now",
+    "test_fully_shard_backward_prefetch": "PyTorch gives the root's parameters back after the forward now",
     "test_raise_not_implemented_state_dict_if_2d": "PyTorch has it now",
     "test_tp_with_fsdp_offloading": "PyTorch gathers nothing any more where one rank has all, as here with two ranks",
     "should be materialized on CPU when enabling CPU offloading": "PyTorch's own check, newer than the test",
