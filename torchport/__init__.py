@@ -31,9 +31,12 @@ if TYPE_CHECKING:
     from .backend.lowering_context import Call, Lowering, LoweringContext, LoweringTable
     from .backend.normal_form import verify_graph
     from .backend.optional import (
+        Chain,
+        ChainCall,
         Started,
         SupportsBorrow,
         SupportsCacheKey,
+        SupportsChain,
         SupportsCompilationDevices,
         SupportsCompilerSettings,
         SupportsFork,
@@ -108,9 +111,10 @@ _HOMES = {
     "torchport.backend.lowering_context": "Call Lowering LoweringContext LoweringTable",
     "torchport.backend.normal_form": "verify_graph",
     "torchport.backend.optional": (
-        "Started SupportsBorrow SupportsCacheKey SupportsCompilationDevices SupportsCompilerSettings SupportsFork "
-        "SupportsHostExecution SupportsMemoryInfo SupportsMethods SupportsMetrics SupportsOverlap "
-        "SupportsPreprocessAll SupportsSeed SupportsSharding SupportsStart SupportsSymbolicSizes SupportsText"
+        "Chain ChainCall Started SupportsBorrow SupportsCacheKey SupportsChain SupportsCompilationDevices "
+        "SupportsCompilerSettings SupportsFork SupportsHostExecution SupportsMemoryInfo SupportsMethods "
+        "SupportsMetrics SupportsOverlap SupportsPreprocessAll SupportsSeed SupportsSharding SupportsStart "
+        "SupportsSymbolicSizes SupportsText"
     ),
     "torchport.backend.own_kernels": "kernel",
     "torchport.backend.registry": "BackendInfo Registry registry",

@@ -46,7 +46,7 @@ def find_kept(backend: Backend, specs: CompileSpecs, graph: fx.GraphModule, mark
             entry = None
         else:
             if entry is not None:
-                return replace(about, data=entry.data, kept=key)
+                return replace(about, data=entry.data, kept=key, entry=key)
     return _served(backend, specs, graph, about)
 
 
@@ -90,7 +90,7 @@ def find_or_prepare(
             if entry is None:
                 made = _made(backend, specs, graph, about)
                 return made if made.missed else _kept_now(folder, backend, specs, graph, depends_on, made)
-    return replace(about, data=entry.data, kept=key)
+    return replace(about, data=entry.data, kept=key, entry=key)
 
 
 def _made(backend: Backend, specs: CompileSpecs, graph: fx.GraphModule, about: Prepared) -> Prepared:
@@ -181,11 +181,11 @@ def _kept_now(
                 f"preprocess of backend {backend.name!r} changed what it was given ({', '.join(changed)}), so "
                 "what it gave would be kept under a wrong key: change a copy of the graph"
             )
-    _keep(folder, backend, depends_on, made)
-    return replace(made, missed=True)
+    return replace(made, missed=True, entry=_keep(folder, backend, depends_on, made))
 
 
-def _keep(folder: CacheFolder, backend: Backend, manifest: dict[str, str], made: Prepared) -> None:
+def _keep(folder: CacheFolder, backend: Backend, manifest: dict[str, str], made: Prepared) -> str:
+    """The key of the entry; "" if there is none."""
     if made.data:
         about = {
             "backend": backend.name,
@@ -195,7 +195,9 @@ def _keep(folder: CacheFolder, backend: Backend, manifest: dict[str, str], made:
             "seconds": round(made.seconds, 3),
             "written": time(),
         }
-        folder.write(CacheEntry(manifest, bytes(made.data), about))
+        entry = CacheEntry(manifest, bytes(made.data), about)
+        return entry.key if folder.write(entry) else ""
+    return ""
 
 
 def _differences(one: dict[str, str], other: dict[str, str]) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, cast, runtime_checkable
 
 from ..core.errors import ContractError
 from ..core.sharding import Sharding
@@ -31,10 +31,14 @@ if TYPE_CHECKING:  # the runtime of program files runs without PyTorch where no 
 
 __all__ = [
     "PROTOCOLS",
+    "Chain",
+    "ChainCall",
+    "ChainRun",
     "OptionalMethods",
     "Started",
     "SupportsBorrow",
     "SupportsCacheKey",
+    "SupportsChain",
     "SupportsCompilationDevices",
     "SupportsCompilerSettings",
     "SupportsFork",
@@ -149,6 +153,50 @@ class SupportsHostExecution(Protocol):
         """Run on CPU tensors that are lent for the call, to CPU tensors that are the caller's.
 
         ``specs`` are those of the computation's inputs. ``None``, nothing done, where it has to be ``execute``.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ChainCall:
+    """One of a chain's calls: which values its arguments are, and which its results become."""
+
+    handle: Any
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Loaded computations that are called in order. Their values are numbered.
+
+    The first values are the ``inputs`` of the whole. A part is a number of places of one of them, a vector: ``(which
+    input, places)``. The results of the calls come after the parts. ``results`` are the numbers of the whole's.
+    """
+
+    inputs: int
+    parts: tuple[tuple[int, tuple[int, ...]], ...]
+    calls: tuple[ChainCall, ...]
+    values: int
+    results: tuple[int, ...]
+
+
+ChainRun: TypeAlias = Callable[[Sequence[BackendData], ExecutionContext], Sequence[BackendData]]
+"""Does what ``execute`` does, for a chain."""
+
+
+@runtime_checkable
+class SupportsChain(Protocol):
+    """A backend that runs several loaded computations in order in one call, without Python in between.
+
+    Called for a graph that was compiled in pieces, once each of them has been through ``execute``. Without it
+    ``execute`` is called for each.
+    """
+
+    def chained(self, chain: Chain) -> ChainRun | None:
+        """What runs the chain; ``None`` where ``execute`` has to be called for each. It may be called by one thread.
+
+        The handles are not destroyed before what is returned is let go.
         """
         ...
 
@@ -359,7 +407,8 @@ class SupportsSharding(Protocol):
 
 
 PROTOCOLS: Final = (
-    SupportsStart, SupportsOverlap, SupportsBorrow, SupportsHostExecution, SupportsMethods, SupportsPreprocessAll,
+    SupportsStart, SupportsOverlap, SupportsBorrow, SupportsHostExecution, SupportsChain, SupportsMethods,
+    SupportsPreprocessAll,
     SupportsSymbolicSizes, SupportsCompilationDevices, SupportsCompilerSettings,
     SupportsCacheKey, SupportsFork, SupportsSeed, SupportsMemoryInfo, SupportsText, SupportsMetrics,
     SupportsSharding,
@@ -391,6 +440,7 @@ class OptionalMethods:
     overlap: SupportsOverlap | None
     borrow: SupportsBorrow | None
     host_execution: SupportsHostExecution | None
+    chain: SupportsChain | None
     methods: SupportsMethods | None
     preprocess_all: SupportsPreprocessAll | None
     symbolic_sizes: SupportsSymbolicSizes | None

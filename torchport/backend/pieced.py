@@ -18,7 +18,7 @@ from ..core.specs import TensorSpec
 from .container import pack, spec_from_json, spec_to_json, unpack
 from .execution import Computation
 from .interface import Backend, BackendData, BackendDevice, ExecutionContext
-from .optional import optional_of
+from .optional import Chain, ChainCall, ChainRun, optional_of
 from .pieces import Pack, PieceCall, Pieces
 from .prepare import Prepared
 from .runner import CallingBackend, runner_of
@@ -97,15 +97,29 @@ class PiecedProgram:
     calls: list[LinkedCall]
     packs: list[tuple[int, Callable[[torch.Tensor], torch.Tensor]]]
     """For each value after the inputs that is part of a pack: the pack, and what takes the part."""
+    parts: tuple[tuple[int, tuple[int, ...]], ...]
+    """The same: the pack, and the places in it."""
     values: int
     results: tuple[int, ...]
     different: int
     """How many different pieces there are."""
     whole: WholeBeside | None = None
+    chained: ChainRun | None = None
+    """What runs the calls as one, where the backend can (:class:`.SupportsChain`)."""
+    asked_for_chain: bool = False
     contexts: dict[frozenset[int], list[ExecutionContext]] = field(
         default_factory=dict[frozenset[int], list[ExecutionContext]]
     )
     """What each call is told, per set of donated inputs."""
+
+    def chain(self, backend: Backend) -> ChainRun | None:
+        """What runs all calls as one, if the backend can. Each has to have run once."""
+        chains = optional_of(backend).chain
+        if chains is None or any(call.computation.backend is not backend for call in self.calls):
+            return None
+        calls = tuple(ChainCall(call.computation.handle, call.inputs, call.outputs) for call in self.calls)
+        inputs = self.values - len(self.parts) - sum(len(call.outputs) for call in self.calls)
+        return chains.chained(Chain(inputs, self.parts, calls, self.values, self.results))
 
     def contexts_for(self, donated: frozenset[int]) -> list[ExecutionContext]:
         """What each call is told if these inputs are donated."""
@@ -151,7 +165,8 @@ def program_of(pieces: Pieces, computations: Sequence[Computation]) -> PiecedPro
         )
         calls.append(LinkedCall(computations[piece.graph], piece.inputs, piece.outputs, ends, given))
     packs = [(one.source, _taking(one.places)) for one in pieces.packs]
-    return PiecedProgram(calls, packs, count, pieces.results, len(computations))
+    parts = tuple((one.source, one.places) for one in pieces.packs)
+    return PiecedProgram(calls, packs, parts, count, pieces.results, len(computations))
 
 
 class _Pieced(CallingBackend):
@@ -167,7 +182,20 @@ class _Pieced(CallingBackend):
             lambda computation: self.of.execute(computation.handle, args, context),
         )
 
-    def _run(self, handle: PiecedProgram, args: Sequence[BackendData], context: ExecutionContext) -> list[BackendData]:
+    def _run(
+        self, handle: PiecedProgram, args: Sequence[BackendData], context: ExecutionContext
+    ) -> Sequence[BackendData]:
+        if handle.chained is not None:
+            return handle.chained(args, context)
+        results = self._run_each(handle, args, context)
+        if not handle.asked_for_chain:
+            handle.asked_for_chain = True
+            handle.chained = handle.chain(self.of)
+        return results
+
+    def _run_each(
+        self, handle: PiecedProgram, args: Sequence[BackendData], context: ExecutionContext
+    ) -> list[BackendData]:
         backend = self.of
         values: list[Any] = [*args, *[None] * (handle.values - len(args))]
         at = len(args)

@@ -26,7 +26,7 @@ class Prepared:
 
     ``mark`` is the graph's fingerprint, ``ops`` how many operators it calls, ``label`` and ``source`` what an error
     names, ``seconds`` how long the backend took. ``kept``: the key of the disk cache's entry that the bytes come from;
-    ``missed``: that it had none.
+    ``missed``: that it had none. ``entry``: the key of the entry that has them now.
     """
 
     data: bytes
@@ -40,6 +40,7 @@ class Prepared:
     seconds: float
     kept: str = ""
     missed: bool = False
+    entry: str = ""
 
 
 def prepare(

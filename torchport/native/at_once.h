@@ -31,17 +31,60 @@ struct Factory final : c10::OperatorKernel {
   Factory(const Kernel& kernel, c10::SafeKernelFunction python) : kernel(kernel), python(std::move(python)) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-    if (!at_once(*stack)) {
+    const size_t count = kernel.letters.size();
+    Start start;
+    bool done = false;
+    {
+      Gil gil;
+      THPObjectPtr of_thread = of_this_thread();
+      if (THPObjectPtr trace = recording_trace(of_thread.get())) {
+        const Values given(stack->data() + stack->size() - count, count);
+        if (PyObject* child = kernel.follow_if(trace.get(), given, makes_one)) {
+          at::Tensor made = made_by(trace.get(), child);
+          torch::jit::drop(*stack, count);
+          stack->emplace_back(std::move(made));
+          done = true;
+        } else {
+          start.note(trace.get(), given);
+        }
+      } else {
+        done = kernel.direct &&
+            run_direct(direct_trace(of_thread.get()).get(), *kernel.direct, kernel.letters, *stack, false);
+      }
+    }
+    if (!done) {
       python.callBoxed(op, keys, stack);
+      kernel.learn_if(start, [](PyObject* child) { return makes_one(child) && !is_checkpoint(child); });
     } else if (!is_below()) {
       stack->back() = at::functionalization::impl::to_functional_tensor(stack->back().toTensor());
     }
   }
 
-  bool at_once(torch::jit::Stack& stack) const {
-    Gil gil;
-    return kernel.direct &&
-        run_direct(direct_trace(of_this_thread().get()).get(), *kernel.direct, kernel.letters, stack, false);
+ private:
+  // Whether a node gives one new tensor and nothing else is to be done.
+  static bool makes_one(PyObject* node) {
+    PyObject* templates = py_.templates.of(node);
+    return templates != nullptr && PyTuple_CheckExact(templates) && PyTuple_GET_SIZE(templates) == 1 &&
+        Py_TYPE(PyTuple_GET_ITEM(templates, 0)) == py_.handle;
+  }
+
+  // Whether the trace is looked through at a node. Twin of ``trace.record.emit``.
+  static bool is_checkpoint(PyObject* node) {
+    THPObjectPtr depth(PyObject_GetAttrString(node, "depth"));
+    const long long at = depth ? integer(depth.get()) : 0;
+    PyErr_Clear();
+    return at % checkpoint_every == 0;
+  }
+
+  // Twin of ``trace.pool.new_handle``.
+  static at::Tensor made_by(PyObject* trace, PyObject* node) {
+    PyObject* shape = PyTuple_GET_ITEM(py_.templates.of(node), 0);
+    THPObjectPtr made(handle_like(THPVariable_Unpack(shape)));
+    if (!made || PyObject_SetAttr(made.get(), py_.n_value_id, py_.first_id.of(node)) != 0 ||
+        PyList_Append(py_.made.of(trace), made.get()) != 0) {
+      throw python_error();
+    }
+    return THPVariable_Unpack(made.get());
   }
 
   const Kernel& kernel;
@@ -185,6 +228,75 @@ struct Attention final : c10::OperatorKernel {
 };
 
 } // namespace
+
+// Look up what interpreting operators at once needs. Must be called before ``torchport_direct``.
+extern "C" PyObject* torchport_direct_start(
+    PyObject* data, PyObject* spec, PyObject* trace, PyObject* manner, PyObject* of_dtype, PyObject* observe) {
+  HANDLE_TH_ERRORS
+  const std::vector<std::tuple<PyObject*, const char*, Slot*>> slots = {
+      {trace, "direct", &direct_of}, {trace, "observing", &observing_of}, {data, "device", &data_device},
+      {data, "spec", &data_spec},    {data, "tensor", &data_tensor},      {spec, "shape", &spec_shape},
+      {spec, "dtype", &spec_dtype},  {spec, "strides", &spec_strides}};
+  for (const auto& [type, name, slot] : slots) {
+    if (!find_slot(type, name, *slot)) {
+      return nullptr;
+    }
+  }
+  for (PyObject* held : {data, spec, manner, of_dtype, observe}) {
+    Py_INCREF(held);
+  }
+  host_data = reinterpret_cast<PyTypeObject*>(data);
+  spec_type = reinterpret_cast<PyTypeObject*>(spec);
+  manner_type = reinterpret_cast<PyTypeObject*>(manner);
+  make_template = of_dtype;
+  observed = observe;
+  zero = PyLong_FromLong(0);
+  n_by_index = PyUnicode_InternFromString("_by_index");
+  n_device = PyUnicode_InternFromString("device");
+  n_manners = PyUnicode_InternFromString("manners");
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// Have a kernel of ``torchport_follow`` interpret its operator at once, by calling operator ``name`` on CPU tensors.
+// ``keywords``: per argument its name if it is keyword-only, else "". ``kinds``: a letter per argument, or "" where
+// calls are not noted for shape inference. Returns False if the two operators differ in their number of arguments.
+// Twin of ``run.direct.run``.
+extern "C" PyObject* torchport_direct(
+    PyObject* serial, PyObject* rule, const char* name, const char* overload, PyObject* keywords, int shares,
+    int is_factory, int varying, const char* kinds) {
+  HANDLE_TH_ERRORS
+  Kernel& kernel = *kernels().at(integer(serial));
+  const c10::OperatorHandle callee = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
+  if (callee.schema().arguments().size() != kernel.letters.size()) {
+    Py_RETURN_FALSE;
+  }
+  std::vector<std::string> names;
+  for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(keywords); ++at) {
+    names.emplace_back(PyUnicode_AsUTF8(PyTuple_GET_ITEM(keywords, at)));
+  }
+  Py_INCREF(rule);
+  Py_INCREF(serial);
+  kernel.direct = std::unique_ptr<Direct>(
+      new Direct{callee, shares != 0, is_factory != 0, varying != 0, rule, serial, std::move(names), kinds, {}});
+  Py_RETURN_TRUE;
+  END_HANDLE_TH_ERRORS
+}
+
+// Leave calls of an operator with arguments of these shapes to Python: a region may begin with them. Nothing to do
+// where Python runs the operator in any case.
+extern "C" PyObject* torchport_direct_anchor(PyObject* serial, PyObject* shapes) {
+  HANDLE_TH_ERRORS
+  const auto found = kernels().find(integer(serial));
+  if (found != kernels().end() && found->second->direct) {
+    std::vector<int64_t>& anchor = found->second->direct->anchors.emplace_back();
+    for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(shapes); ++at) {
+      anchor.push_back(integer(PyTuple_GET_ITEM(shapes, at)));
+    }
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
 
 // Register a C++ kernel in front of the Python kernel of a factory, to interpret it at once. ``serial``, ``letters``: as
 // for ``torchport_follow``.

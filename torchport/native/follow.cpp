@@ -57,6 +57,15 @@ struct Kernel {
   // ``written``: the call is in place, so the child's results have to fit the tensors that are written.
   // Twin of ``trace.kernels.make_kernel``.
   PyObject* follow(PyObject* trace, Values given, bool written) const {
+    return follow_if(trace, given, [written](PyObject* child) {
+      PyObject* ready = py_.ready.of(child);
+      return ready != nullptr && ready != Py_None && (!written || py_.fits.of(child) == Py_True);
+    });
+  }
+
+  // The same for children that ``usable`` accepts.
+  template <class Usable>
+  PyObject* follow_if(PyObject* trace, Values given, Usable usable) const {
     const Records* records = records_of(py_.cursor.of(trace));
     if (records == nullptr) {
       return nullptr;
@@ -66,8 +75,7 @@ struct Kernel {
         continue;
       }
       PyObject* child = record->child;
-      PyObject* ready = py_.ready.of(child);
-      if (ready == nullptr || ready == Py_None || (written && py_.fits.of(child) != Py_True)) {
+      if (!usable(child)) {
         continue;
       }
       Additions added;
@@ -84,10 +92,22 @@ struct Kernel {
       add_aliases(trace, added);
       add_scalar_inputs(trace, added);
       set(py_.cursor.of(trace), child);
+      record->came(read_for(*records, *record));
       ++followed;
       return child;
     }
     return nullptr;
+  }
+
+  // Where what following a record reads lies.
+  static std::array<const void*, 12> read_for(const Records& records, const Record& record) {
+    PyObject* ready = py_.ready.of(record.child);
+    const char* child = reinterpret_cast<const char*>(record.child);
+    const char* own = reinterpret_cast<const char*>(&record);
+    const bool one = ready != nullptr && Py_TYPE(ready) == py_.handle;
+    const void* impl = one ? THPVariable_Unpack(ready).unsafeGetTensorImpl() : nullptr;
+    return {&records, records.list, records.list->data(), own, own + 64, record.expected.data(),
+            record.exact.data(), child, child + 64, child + 128, ready, impl};
   }
 
   // The child of ``before`` that the path to ``node`` begins with; null where ``before`` is not near. A write through a
@@ -105,6 +125,12 @@ struct Kernel {
 
   // Record the call that led from ``start`` to the cursor, if the Python kernel found the child in the trie.
   void learn(const Start& start) const {
+    learn_if(start, [](PyObject* child) { return py_.ready.of(child) != Py_None; });
+  }
+
+  // The same for children that ``usable`` accepts.
+  template <class Usable>
+  void learn_if(const Start& start, Usable usable) const {
     if (start.node == nullptr) {
       return;
     }
@@ -117,7 +143,7 @@ struct Kernel {
     PyObject* child = step_from(before, py_.cursor.of(trace.get()));
     PyObject* key = child == nullptr ? nullptr : py_.key.of(child);
     if (key == nullptr || PyDict_Size(py_.children.of(before)) != start.children ||
-        py_.ready.of(child) == Py_None || !PyTuple_CheckExact(key) || integer(PyTuple_GET_ITEM(key, 0)) != serial) {
+        !usable(child) || !PyTuple_CheckExact(key) || integer(PyTuple_GET_ITEM(key, 0)) != serial) {
       return;
     }
     auto record = std::make_unique<Record>();
@@ -390,11 +416,12 @@ struct Quiet final : c10::WarningHandler { // PyTorch warns when a kernel overri
 } // namespace
 
 #include "at_once.h"
+#include "empties.h"
 
 // Look up the Python types, slots and constants that the kernels use. Must be called first.
 extern "C" PyObject* torchport_follow_start(
     PyObject* handle, PyObject* trace, PyObject* node, PyObject* data, PyObject* of_threads, PyObject* floats,
-    PyObject* copies, PyObject* first_leaf, PyObject* ids_of_a_trace) {
+    PyObject* copies, PyObject* first_leaf, PyObject* ids_of_a_trace, PyObject* checkpoint) {
   HANDLE_TH_ERRORS
   if (!look(handle, trace, node, data) || PyType_Ready(&records_type) != 0) {
     return nullptr;
@@ -414,75 +441,7 @@ extern "C" PyObject* torchport_follow_start(
   copies_under_grad = copies;
   leaf_base = integer(first_leaf);
   span = integer(ids_of_a_trace);
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
-
-// Look up what interpreting operators at once needs. Must be called before ``torchport_direct``.
-extern "C" PyObject* torchport_direct_start(
-    PyObject* data, PyObject* spec, PyObject* trace, PyObject* manner, PyObject* of_dtype, PyObject* observe) {
-  HANDLE_TH_ERRORS
-  const std::vector<std::tuple<PyObject*, const char*, Slot*>> slots = {
-      {trace, "direct", &direct_of}, {trace, "observing", &observing_of}, {data, "device", &data_device},
-      {data, "spec", &data_spec},    {data, "tensor", &data_tensor},      {spec, "shape", &spec_shape},
-      {spec, "dtype", &spec_dtype},  {spec, "strides", &spec_strides}};
-  for (const auto& [type, name, slot] : slots) {
-    if (!find_slot(type, name, *slot)) {
-      return nullptr;
-    }
-  }
-  for (PyObject* held : {data, spec, manner, of_dtype, observe}) {
-    Py_INCREF(held);
-  }
-  host_data = reinterpret_cast<PyTypeObject*>(data);
-  spec_type = reinterpret_cast<PyTypeObject*>(spec);
-  manner_type = reinterpret_cast<PyTypeObject*>(manner);
-  make_template = of_dtype;
-  observed = observe;
-  zero = PyLong_FromLong(0);
-  n_by_index = PyUnicode_InternFromString("_by_index");
-  n_device = PyUnicode_InternFromString("device");
-  n_manners = PyUnicode_InternFromString("manners");
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
-
-// Have a kernel of ``torchport_follow`` interpret its operator at once, by calling operator ``name`` on CPU tensors.
-// ``keywords``: per argument its name if it is keyword-only, else "". ``kinds``: a letter per argument, or "" where
-// calls are not noted for shape inference. Returns False if the two operators differ in their number of arguments.
-// Twin of ``run.direct.run``.
-extern "C" PyObject* torchport_direct(
-    PyObject* serial, PyObject* rule, const char* name, const char* overload, PyObject* keywords, int shares,
-    int is_factory, int varying, const char* kinds) {
-  HANDLE_TH_ERRORS
-  Kernel& kernel = *kernels().at(integer(serial));
-  const c10::OperatorHandle callee = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
-  if (callee.schema().arguments().size() != kernel.letters.size()) {
-    Py_RETURN_FALSE;
-  }
-  std::vector<std::string> names;
-  for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(keywords); ++at) {
-    names.emplace_back(PyUnicode_AsUTF8(PyTuple_GET_ITEM(keywords, at)));
-  }
-  Py_INCREF(rule);
-  Py_INCREF(serial);
-  kernel.direct = std::unique_ptr<Direct>(
-      new Direct{callee, shares != 0, is_factory != 0, varying != 0, rule, serial, std::move(names), kinds, {}});
-  Py_RETURN_TRUE;
-  END_HANDLE_TH_ERRORS
-}
-
-// Leave calls of an operator with arguments of these shapes to Python: a region may begin with them. Nothing to do
-// where Python runs the operator in any case.
-extern "C" PyObject* torchport_direct_anchor(PyObject* serial, PyObject* shapes) {
-  HANDLE_TH_ERRORS
-  const auto found = kernels().find(integer(serial));
-  if (found != kernels().end() && found->second->direct) {
-    std::vector<int64_t>& anchor = found->second->direct->anchors.emplace_back();
-    for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(shapes); ++at) {
-      anchor.push_back(integer(PyTuple_GET_ITEM(shapes, at)));
-    }
-  }
+  checkpoint_every = integer(checkpoint);
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }

@@ -70,6 +70,8 @@ class DeviceRuntime:
         self.manners: dict[Any, Any] = {}
         """How operators are interpreted, by kernel."""
         self.regions = Regions()
+        self.empties: dict[torch.dtype, LazyTensor] = {}
+        """Tensors of one dimension without elements, whose values every copy of such a host tensor has."""
         self.holds_shared_tensors = False
         """Whether values may be CPU tensors though the backend has a form of its own (:mod:`.host_forms`)."""
         self.is_lost = False
@@ -337,6 +339,7 @@ def _forked() -> None:
     for runtime in runtimes.all():
         if is_lost(runtime.backend):
             runtime.is_lost = True
+            runtime.empties.clear()
             runtime.forget_decisions()
 
 

@@ -90,7 +90,8 @@ def begin(trace: Trace, sights: Sights) -> None:
     trace.direct = 1
     sights.times += 1
     sights.ops = 0
-    trace.sights, trace.observing, trace.began = sights, sights.observed, time.thread_time()
+    # In eager mode nothing is ever recorded, so nothing need be known of what operators give.
+    trace.sights, trace.observing, trace.began = sights, sights.observed and not trace.eager, time.thread_time()
     if sights.times == 1 and not trace.eager:  # else the path may have come back as a whole
         if node.rounds is None:
             node.rounds = Rounds()

@@ -304,7 +304,7 @@ def _taken_over(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
     except TorchportError as error:
         _give_up(plan, error)
         return plan
-    watch_pieces(runtime.backend, runtime.device, runtime.specs, computation, ticket.request, plan.record)
+    watch_pieces(runtime.backend, runtime.device, runtime.specs, computation, ticket.request, plan.record, answer.entry)
     if plan.family is not None and (is_sized(answer.data) or is_pieced(answer.data)):
         plan.family.note_shared()
         if plan.record is not None and is_sized(answer.data):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ..backend.compiler import finish
 from ..backend.execution import Computation
 from ..backend.pieced import PiecedProgram
+from ..cache.current import disk_cache
 from ..core import metrics
 from ..core.errors import TorchportError
 from ..worker.paths import NotSendable
@@ -49,8 +50,9 @@ class WholeGraph:
         request: Request,
         seconds: float,
         record: TierRecord | None,
+        entry: str = "",
     ) -> None:
-        """``seconds``: how long compiling the pieces took."""
+        """``seconds``: how long compiling the pieces took. ``entry``: the key of their entry in the disk cache."""
         self._backend = backend
         self._device = device
         self._specs = specs
@@ -58,6 +60,7 @@ class WholeGraph:
         self._record = record
         self._left = max(SOONEST, WORTH * seconds)
         self._ticket: Ticket | None = None
+        self._entries = entry, ""
         self._whole: Computation | None = None
         self._times: tuple[list[float], list[float]] = ([], [])
         self.settled = False
@@ -93,6 +96,7 @@ class WholeGraph:
                 self.settled = True  # the pieces are right, and stay
 
     def _loaded(self, answer: Answer) -> Computation:
+        self._entries = self._entries[0], answer.entry
         return finish(self._backend, self._device, self._specs, answer)
 
     def _tried(self, pieces: Callable[[], Any], whole: Callable[[Computation], Any], compiled: Computation) -> Any:
@@ -112,6 +116,9 @@ class WholeGraph:
         self.settled = True
         if other <= QUICKER * own:
             metrics.count("WholeTookOver")
+            folder = disk_cache()
+            if folder is not None and all(self._entries):
+                folder.replace_by(*self._entries)  # the next process starts with the whole
             form = f"whole ({other / own:.2f} of the time of its pieces)"
         else:
             metrics.count("PiecesStay")
@@ -128,11 +135,15 @@ def watch_pieces(
     computation: Computation,
     request: Request,
     record: TierRecord | None,
+    entry: str,
 ) -> None:
-    """Have the whole graph tried when it may pay, if a computation is in pieces. ``request``: what it is made of."""
+    """Have the whole graph tried when it may pay, if a computation is in pieces. ``request``: what it is made of.
+
+    ``entry``: the key of the computation's entry in the disk cache, "" if it has none.
+    """
     program: Any = computation.handle
     if isinstance(program, PiecedProgram):
         if record is not None:
             record.form = f"in pieces ({len(program.calls)} calls, {program.different} different)"
         if program.whole is None:
-            program.whole = WholeGraph(backend, device, specs, request, computation.compile_seconds, record)
+            program.whole = WholeGraph(backend, device, specs, request, computation.compile_seconds, record, entry)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cache_engine
@@ -20,8 +21,10 @@ import torchport
 from torchport import metrics
 from torchport.backend import compile_key, kept
 from torchport.backend.compiler import computations
+from torchport.backend.pieced import is_pieced
 from torchport.backend.pieces import cut
 from torchport.backend.registry import registry
+from torchport.cache.current import disk_cache
 from torchport.core.config import config
 from torchport.run import whole
 
@@ -242,14 +245,22 @@ def test_the_whole_takes_over_where_it_is_quicker(
             model(x).cpu()
             torchport.sync()
             (compiled_whole,) = computations._cache.values()
+        folder = disk_cache()
+        assert folder is not None
+        entries = {one.key: folder.read(one.key) for one in folder.list()}
+        (of_pieces,) = [key for key, one in entries.items() if one is not None and is_pieced(one.data)]
+        (of_whole,) = [
+            key for key, one in entries.items()
+            if one is not None and one.about["operators"] == entries[of_pieces].about["operators"] and key != of_pieces  # type: ignore[union-attr]
+        ]  # fmt: skip
         now = [0.0]
         monkeypatch.setattr(whole.time, "perf_counter", lambda: now[0])
         monkeypatch.setattr(whole, "finish", lambda *args: compiled_whole)
         monkeypatch.setattr(whole, "as_whole", lambda request: request)
-        monkeypatch.setattr(whole.service, "submit", lambda request, load: _Ended(request))
+        monkeypatch.setattr(whole.service, "submit", lambda request, load: _Ended(SimpleNamespace(entry=of_whole)))
         monkeypatch.setattr(type(whole.service), "off", property(lambda self: ""))
         record = whole.TierRecord("lazy", "port:0", 1)
-        watched = whole.WholeGraph(engine, made.device, torchport.CompileSpecs(), object(), 0.0, record)  # type: ignore[arg-type]
+        watched = whole.WholeGraph(engine, made.device, torchport.CompileSpecs(), object(), 0.0, record, of_pieces)  # type: ignore[arg-type]
         made.handle.whole = watched
         run_pieces, run_whole = type(made.backend)._run, type(engine).execute
         ran: list[str] = []
@@ -281,6 +292,14 @@ def test_the_whole_takes_over_where_it_is_quicker(
         torch.testing.assert_close(model2(x).cpu(), wanted)
         assert ran == ["whole" if quicker else "pieces"]
         assert ("whole" if quicker else "in pieces") in record.form
+        now_there = folder.read(of_pieces)
+        assert now_there is not None
+        assert is_pieced(now_there.data) != quicker
+        computations.clear()
+        _next_process()
+        torch.testing.assert_close(deep(8).to("port").eval()(x).cpu(), wanted)
+        assert bool(metrics.counter("PiecesCalled")) != quicker
+        assert metrics.counter("DiskCacheMiss") == 0
 
 
 _WORKER = """

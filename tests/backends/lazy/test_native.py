@@ -395,7 +395,7 @@ def test_every_function_that_python_calls_is_in_the_table() -> None:
     """Less those that only begin: they are told what they need of Python, or count, or hear of regions."""
     exported = {
         name
-        for source in native.flush.source.parent.glob("*.cpp")
+        for source in native.flush.source.parent.glob("*.[ch]*")
         for name in re.findall(r'extern "C" [\w ]+?\*? ?(torchport_\w+)\(', source.read_text())
     }
     assert exported - {pair.cpp for pair in table()} == {

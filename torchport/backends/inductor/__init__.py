@@ -39,11 +39,12 @@ from torchport.backend.interface import (
     TensorData,
 )
 from torchport.backend.normal_form import input_specs, output_specs
-from torchport.backend.optional import Started
+from torchport.backend.optional import Chain, ChainRun, Started
 from torchport.core.errors import CompileError, ConfigError, ExecutionError
 from torchport.core.specs import CompileSpecs, TensorSpec
 
 from . import container, machine, queue
+from .chain import linked
 from .library import Library
 
 __all__ = ["InductorBackend"]
@@ -285,6 +286,9 @@ class InductorBackend(Backend):
         results = handle.run(tensors, given=True, donated=context.donated)
         device = context.device
         return [TensorData(device, spec, result) for spec, result in zip(handle.outputs, results, strict=True)]
+
+    def chained(self, chain: Chain) -> ChainRun | None:
+        return linked(chain)
 
     def should_overlap(self) -> bool:
         return machine.has_room()

@@ -147,9 +147,16 @@ std::vector<bool> flags(PyObject* positions, size_t count) {
 
 } // namespace
 
+#include "chain.h"
+
 // Once, before anything else. ``ended``: called on the main thread when a run has ended.
 extern "C" PyObject* torchport_caller_start(PyObject* ended) {
   when_ended = Py_NewRef(ended);
+  chain_type.tp_flags = Py_TPFLAGS_DEFAULT;
+  chain_type.tp_dealloc = dealloc<ChainObject>;
+  if (PyType_Ready(&chain_type) != 0) {
+    return nullptr;
+  }
   return make_types() ? Py_NewRef(Py_True) : nullptr;
 }
 

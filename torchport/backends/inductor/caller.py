@@ -42,7 +42,9 @@ class Caller:
     frees a container that is the library's own. ``call``: (library, list of tensors, whether to empty it) →
     results, the position of an input that is not as expected, or what went wrong. ``start``: (library, tensors and
     slots, positions of those donated, overwritten and of results to copy, number of threads) → (what says how it goes,
-    slots of the results). ``host_copy``: of a tensor or slot, what the host may have.
+    slots of the results). ``host_copy``: of a tensor or slot, what the host may have. ``chain``: (numbers of inputs and
+    of values, parts, calls, results) → libraries that are called in order; ``run_chain``: (chain, list of tensors,
+    which it empties) → results, or what went wrong.
     """
 
     def __init__(self, library: ctypes.PyDLL) -> None:
@@ -54,6 +56,8 @@ class Caller:
             ("call", obj, [pointer, obj, ctypes.c_int]),
             ("start", obj, [pointer, obj, obj, obj, obj, ctypes.c_int]),
             ("host_copy", obj, [obj]),
+            ("chain", obj, [count, count, obj, obj, obj]),
+            ("run_chain", obj, [obj, obj]),
             ("caller_start", obj, [obj]),
         ):
             function = getattr(library, f"torchport_{name}")

@@ -157,6 +157,16 @@ class Library:
         return self._caller.start(self._code, given, donated, self._overwritten, self._copies, torch.get_num_threads())
 
     @property
+    def link(self) -> tuple[int, tuple[int, ...]] | None:
+        """The code and which of its results to copy, for a chain; ``None`` where :meth:`run` has to call it.
+
+        Not before the first :meth:`run`. Inputs that the code writes to are copied or given by :meth:`run` only.
+        """
+        if self._code is None or self._copies is None or self._overwritten:
+            return None
+        return self._code, self._copies
+
+    @property
     def starts(self) -> bool:
         """Whether :meth:`start` is possible: not before the first :meth:`run`."""
         return self._code is not None and self._copies is not None

@@ -168,8 +168,10 @@ class Part:
         ticket = self._ticket
         if ticket is None or not ticket.done():
             return False
+        entry = ""
         try:
-            _, made = claim(ticket, self.backend, self.device, self.specs)
+            answer, made = claim(ticket, self.backend, self.device, self.specs)
+            entry = answer.entry
         except NotSendable:
             native.announce()
             made = computations.get(self.backend, self.device, self.specs, self.graph, None)
@@ -193,7 +195,7 @@ class Part:
             self._stay(str(error))
             say_it_stays(error)
             return False
-        watch_pieces(self.backend, self.device, self.specs, made, self._request, self.record)
+        watch_pieces(self.backend, self.device, self.specs, made, self._request, self.record, entry)
         metrics.count("TakenOver")
         metrics.metrics.add_time("TakeOverTime", self.record.take_over())
         if config.verify_swap:

@@ -11,6 +11,7 @@ import torch
 
 from ...backend.interface import Backend, BackendData
 from ...backend.registry import BackendInfo, registry
+from ...core.collection import made_to_stay
 from ...core.errors import ConfigError, UnsupportedOp
 from ...core.frames import user_line
 from ...core.varying import mark, put_by
@@ -103,8 +104,9 @@ def use(name: str, ordinal: int = 0) -> torch.device:
 
     Raises :class:`BackendNotFound` or :class:`BackendUnavailable`; the binding is then as before.
     """
-    init()
-    rebind(registry.get(name), ordinal)
+    with made_to_stay():
+        init()
+        rebind(registry.get(name), ordinal)
     return torch.device("port", 0)
 
 

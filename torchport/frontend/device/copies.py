@@ -14,11 +14,11 @@ from ...core.frames import user_line
 from ...core.random_state import drawing_from
 from ...core.specs import TensorSpec
 from ...run import barriers
-from ...run.device_runtime import runtimes
+from ...run.device_runtime import DeviceRuntime, runtimes
 from ...run.flush import flush
 from ...run.future import has_failed
 from ...run.values import host_tensor, leaf_from_host, settle
-from ...trace.handle import DEVICE_TYPE, IndexedLazyTensor, LazyTensor, make_handle
+from ...trace.handle import DEVICE_TYPE, IndexedLazyTensor, LazyTensor, intern_spec, make_handle
 from ...trace.layouts import kind_of, refusal
 from ...trace.threads import threads
 from ...trace.trace import COPIES_UNDER_GRAD, Trace
@@ -80,9 +80,23 @@ def _host_to_device(tensor: torch.Tensor, index: int, dtype: torch.dtype | None)
             op="aten._to_copy.default",
             source=user_line(),
         )
+    if plain.shape == (0,) and plain.stride() == (1,):
+        return _empty(trace, plain, dtype or plain.dtype)
     made = leaf_from_host(trace.runtime, _private_copy(plain, dtype), private=True)
     made.fresh = tensor.numel() > 1
     return made
+
+
+def _empty(trace: Trace, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy of an empty host tensor, without one: libraries make many, all of which have one value per dtype."""
+    runtime: DeviceRuntime = trace.runtime  # type: ignore[assignment]
+    known = runtime.empties.get(dtype)
+    if known is None:
+        known = leaf_from_host(runtime, _private_copy(tensor, dtype))
+        known.spec = intern_spec(TensorSpec.of(known))
+        if not runtime.is_lost:
+            runtime.empties[dtype] = known
+    return _same_value(known)
 
 
 def _shared_copy(tensor: LazyTensor, dtype: torch.dtype | None) -> torch.Tensor:

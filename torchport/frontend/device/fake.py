@@ -29,7 +29,7 @@ from .patches import is_applied, replace, when_imported
 from .shims import TorchWithoutWrapping
 from .writes import is_conjugate_view
 
-__all__ = ["handle_handles", "install", "install_lift", "offset_in_base", "saw_conjugate_views"]
+__all__ = ["handle_handles", "install", "install_lift", "offset_in_base", "saw_conjugate_views", "stock_lift"]
 
 aten = torch.ops.aten
 
@@ -153,13 +153,19 @@ def handle_handles() -> None:
     replace(f"{_RUNTIME_WRAPPERS}.HANDLED_TYPES", (*watched.HANDLED_TYPES, LazyTensor, IndexedLazyTensor))
 
 
+@functools.cache
+def stock_lift() -> Any:
+    """PyTorch's own kernel of ``lift_fresh``. The first call must come before another is registered."""
+    return torch.library.get_kernel("aten::lift_fresh", "Functionalize")
+
+
 def install_lift(library: torch.library.Library) -> None:
     """``torch.tensor(data, device="port")`` under a dispatch mode: a constant on the host that moves to the device.
 
     PyTorch makes the tensor with modes off and then passes it to the modes by the operator ``lift_fresh``. Fake tensors
     and tracing take a host tensor for a constant, but cannot see the value of a handle.
     """
-    original: Any = torch.library.get_kernel("aten::lift_fresh", "Functionalize")
+    original = stock_lift()
 
     def lift_fresh(keys: Any, self: torch.Tensor) -> torch.Tensor:
         if not (torch._C._len_torch_dispatch_stack() and self.device.type == DEVICE_TYPE and is_ours(self)):

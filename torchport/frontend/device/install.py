@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 from torch.utils._pytree import tree_leaves
 
+from ...core.collection import made_to_stay
 from ...core.default_state import default_state
 from ...core.errors import UnsupportedOp
 from ...trace.handle import DEVICE_TYPE, IndexedLazyTensor
@@ -73,7 +74,7 @@ def install() -> None:
     """
     _drop()
     try:
-        with default_state():
+        with default_state(), made_to_stay():
             _install()
     except BaseException:
         _drop()

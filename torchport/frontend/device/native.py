@@ -24,7 +24,7 @@ from ...trace import pool, trace, trie
 from ...trace.handle import LazyTensor, make_handle, make_template
 from ...trace.kernels import Kernel, letters
 from ...trace.threads import threads
-from . import copies, routes
+from . import copies, fake, routes
 from .writes import Checked
 
 __all__ = ["install", "use_flush"]
@@ -83,14 +83,17 @@ def _counted(functions: Mapping[str, Callable[..., Any]]) -> tuple[int, frozense
 def _use_follow(
     library: ctypes.PyDLL, kernels: Sequence[Kernel], forms: Mapping[Any, Any], checked: Sequence[Checked]
 ) -> None:
-    (start,) = _functions(library, follow_start=9)
+    (start,) = _functions(library, follow_start=10)
     follow, same_value = library.torchport_follow, library.torchport_follow_same_value
     follow.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_longlong, ctypes.c_char_p]
     same_value.argtypes = [ctypes.c_char_p]
     out = library.torchport_follow_out
     out.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_longlong, ctypes.py_object]
     follow.restype = same_value.restype = out.restype = ctypes.py_object
-    start(*_OBJECTS, threads, (trie.FLOATS, trie.LIMITS), trace.COPIES_UNDER_GRAD, trie.LEAF, trie.SPAN)
+    start(
+        *_OBJECTS, threads, (trie.FLOATS, trie.LIMITS), trace.COPIES_UNDER_GRAD, trie.LEAF, trie.SPAN,
+        trace.CHECKPOINT_EVERY,
+    )  # fmt: skip
     for kernel in kernels:
         kinds = letters(kernel)
         if kinds is None or kernel.is_factory:  # factories give new tensors
@@ -107,6 +110,8 @@ def _use_follow(
     library.torchport_follow_copy(kinds.encode(), copy.serial)
     _use_direct(library, kernels)
     _use_attention(library)
+    (from_host,) = _functions(library, from_host=1)
+    from_host(fake.stock_lift())
     for op in copies.SAME_VALUE:
         same_value(op._schema.name.encode())
     for op, outs, original in checked:
