@@ -13,7 +13,8 @@ WAYS = ("ddp_views", "fsdp", "simple_fsdp", "tensor_parallel", "two_dimensional"
 MORE = ("ddp", "ddp_unused", "ddp_static", "ddp_hook", "ddp_power", "ddp_accumulated", "pipeline", "checkpointed")
 
 LAYERS = ("sync_batch_norm", "split_groups", "uneven_inputs", "sharded_optimizer", "own_number", "deferred_weights")
-LAYERS += ("default_device", "divided_gradients", "freed_views", "views_of_parts", "fused_rates", "counted_collectives")
+LAYERS += ("default_device", "divided_gradients", "freed_views", "views_of_parts", "fused_rates", "mixed_lists")
+LAYERS += ("counted_collectives",)
 
 
 def test_two_ranks_train_as_one() -> None:

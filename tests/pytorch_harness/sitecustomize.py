@@ -20,6 +20,16 @@ INTERNAL = "torch.testing._internal"
 KIND = os.environ.get("PYTORCH_OWN_DISTRIBUTED", "")
 DEVICE = os.environ.get("PYTORCH_OWN_DEVICE", "port")
 GROUPS = "gloo" if DEVICE == "cpu" else f"cpu:gloo,{DEVICE}:{DEVICE}"
+_PARTS = "_fsdp_collectives _fsdp_common _fsdp_init _fsdp_param _fsdp_param_group"
+_RULES = "common_rules=_common_rules embedding_ops=_embedding_ops matrix_ops=_matrix_ops utils view_ops=_view_ops"
+MOVED = {
+    "_composable.fsdp": ("fsdp._fully_shard", _PARTS),
+    "_tensor": ("tensor", "debug random=_random _collective_utils _op_schema _redistribute experimental ops=_ops"),
+    "_tensor.debug": ("tensor.debug", "comm_mode=_comm_mode _op_coverage"),
+    "_tensor.experimental": ("tensor.experimental", "tp_transform=_tp_transform"),
+    "_tensor.ops": ("tensor._ops", _RULES),
+}
+"""Modules of ``torch.distributed`` that older tests name: where they were, where they are, and names, new ones last."""
 _had_threads: list[bool] = []
 """Whether ranks have been threads of this process."""
 RANKS = int(os.environ.get("WORLD_SIZE", "2"))
@@ -110,6 +120,15 @@ def _for_both(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _at_old_names() -> None:
+    """Tests of an older release find modules under the names that they had then."""
+    at = "torch.distributed."
+    for old, (new, names) in MOVED.items():
+        for pair in names.split():
+            before, _, now = pair.partition("=")
+            sys.modules[f"{at}{old}.{before}"] = import_module(f"{at}{new}.{now or before}")
+
+
 def install() -> None:
     """Change the harness's modules, each before another takes names from it.
 
@@ -125,6 +144,7 @@ def install() -> None:
         torchport.use(os.environ["TORCHPORT_BACKEND"])
         torch.accelerator.device_count = torch.port.device_count = lambda: RANKS  # type: ignore[attr-defined]
         torch.port._sleep = lambda cycles: time.sleep(cycles / 1e9)  # type: ignore[attr-defined]
+        import_module(f"{INTERNAL}.common_utils").get_cycles_per_ms = lambda: 1e6  # it measures with CUDA's events
     if KIND == "c10d":  # its tests that ask for devices name CUDA
         _c10d(import_module(f"{INTERNAL}.distributed.distributed_test"))
         return
@@ -132,6 +152,7 @@ def install() -> None:
     _fully_sharded(import_module(f"{INTERNAL}.common_fsdp"))
     _tensors(import_module(f"{INTERNAL}.distributed._tensor.common_dtensor"))
     _threads(import_module(f"{INTERNAL}.distributed.multi_threaded_pg"))
+    _at_old_names()
     # For the tests alone, after the harness: one that CUDA's absence would skip has its name replaced by the device's.
     import_module(f"{INTERNAL}.common_cuda").TEST_CUDA = True
 

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
@@ -242,6 +243,25 @@ def fused_rates() -> None:
                 optimizer.step()
             found.append([one.detach().full_tensor().cpu() for one in weights])
         torch.testing.assert_close(found[0], found[1])
+
+
+def mixed_lists() -> None:
+    """An optimizer over plain parameters and ``DTensor``s, whose list operators write to both: as on the CPU."""
+    found: list[Any] = []
+    for place in ("port", "cpu"):
+        mesh = init_device_mesh(place, (dist.get_world_size(),))
+        start = torch.arange(24.0).reshape(4, 6).to(place)
+        weights = [nn.Parameter(start.clone()), nn.Parameter(distribute_tensor(start, mesh, [Shard(0)]))]
+        optimizer = torch.optim.AdamW(weights, lr=0.1, foreach=True)
+        for one in weights:
+            one.grad = one.detach() * 2 + 1
+        with implicit_replication():
+            optimizer.step()
+            optimizer.step()
+        with pytest.raises(RuntimeError, match="got mixed torch"):
+            torch._foreach_mul_([one.detach() for one in weights], 3.0)
+        found.append([one.detach().full_tensor().cpu() if isinstance(one, DTensor) else one.cpu() for one in weights])
+    torch.testing.assert_close(found[0], found[1])
 
 
 def views_of_parts() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel,
 
 import torchport
 from torchport import ConfigError, UnsupportedOp
+from torchport.backends.xla import spread
 from torchport.backends.xla.spread import collectives_in
 
 WHOLE = Replicate()
@@ -112,6 +114,27 @@ def stored_in_parts() -> None:
     refused(UnsupportedOp, "one module at a time", lambda: fully_shard([net[0], net[1]], mesh=mesh["data"]))
 
 
+def updated_in_parts() -> None:
+    """An optimizer's step takes the stored part of a parameter: no part is cut from what was gathered."""
+    all_devices = torchport.mesh((8,), ("data",))
+    layer = nn.Linear(16, 32, bias=False).to("port")
+    fully_shard(layer, mesh=all_devices)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, weight_decay=0.1)
+    on = torchport.shard(torch.rand(8, 16), all_devices, [Shard(0)])
+    texts: list[str] = []
+    noted = spread.collectives_in
+    spread.collectives_in = lambda text: (texts.append(text), noted(text))[1]
+    try:
+        layer(on).square().mean().backward()
+        optimizer.step()
+        torchport.sync()
+    finally:
+        spread.collectives_in = noted
+    (text,) = texts
+    assert text.count(" all-gather(") == 1, text
+    assert len(re.findall(r"%all-gather[),]", text)) == 1, text  # by the product alone
+
+
 def operators() -> None:
     """Results equal, whether the engine partitions an operator, or the host runs it."""
     x = torch.rand(8, 16, generator=torch.Generator().manual_seed(0))
@@ -198,6 +221,16 @@ def exchanged() -> None:
 
 
 if __name__ == "__main__":
-    for check in (placements, refusals, stored_in_parts, operators, embeddings, dropout, copies, exchanged):
+    for check in (
+        placements,
+        refusals,
+        stored_in_parts,
+        updated_in_parts,
+        operators,
+        embeddings,
+        dropout,
+        copies,
+        exchanged,
+    ):
         check()
         print(f"{check.__name__}: as it should be", flush=True)

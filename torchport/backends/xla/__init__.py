@@ -174,13 +174,14 @@ class XlaBackend(Backend):
         settings = Settings.of(specs)
         placement = Placement.of(specs, input_specs(graph))
         program = compiling.JaxFunction(graph)
-        module = compiling.export_function(program, compiling.shapes_of(graph), settings)
+        module = compiling.export_function(program, program.shapes(), settings)
         artifact = container.XlaArtifact(
             module=module,
             inputs=input_specs(graph),
             outputs=output_specs(graph),
             origins=program.origins,
-            updates=compiling.updates_of(graph, program.origins),
+            updates=program.updates(),
+            again=program.again,
             settings=settings.to_json(),
             placement=placement.to_json() if placement is not None and placement.mesh.size > 1 else None,
             made_by={"jax": jax.__version__, "platforms": compiling.platforms()},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .at_once import register
 from .coverage import decompositions, supports
 from .jax_api import export_function, platforms
-from .lowering import JaxFunction, shapes_of, updates_of
+from .lowering import JaxFunction
 
 __all__ = [
     "JaxFunction",
@@ -13,7 +13,5 @@ __all__ = [
     "export_function",
     "platforms",
     "register",
-    "shapes_of",
     "supports",
-    "updates_of",
 ]

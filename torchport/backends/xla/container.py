@@ -26,6 +26,9 @@ class XlaArtifact:
     """Where each output comes from: a position among the module's results, or ``-1 - i`` for input ``i`` itself."""
     updates: tuple[int, ...] = ()
     """Per result of the module the input whose next value it is, -1 for none: they lie on several devices alike."""
+    again: tuple[int, ...] = ()
+    """Inputs that the module takes a second time, after all others: updates are computed from these. The first ones may
+    be brought to every device before anything is computed from them."""
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """The settings compiled with, as :meth:`Settings.to_json` gives them."""
     made_by: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -44,6 +47,7 @@ def encode(artifact: XlaArtifact) -> bytes:
         "outputs": [spec_to_json(spec) for spec in artifact.outputs],
         "origins": list(artifact.origins),
         "updates": list(artifact.updates),
+        "again": list(artifact.again),
         "settings": dict(artifact.settings),
         "made_by": dict(artifact.made_by),
         "placement": artifact.placement,
@@ -61,6 +65,7 @@ def decode(data: bytes | memoryview) -> XlaArtifact:
             outputs=tuple(spec_from_json(value) for value in document["outputs"]),
             origins=tuple(document["origins"]),
             updates=tuple(document.get("updates", ())),
+            again=tuple(document.get("again", ())),
             settings=document["settings"],
             made_by=document["made_by"],
             placement=document["placement"],

@@ -80,7 +80,8 @@ def compile_module(
 
     For one JAX device; for the devices of the artifact's mesh, ``device`` first; or for inputs with the shardings
     ``places``, and results with ``out_places`` (``None``: XLA's choice). ``used``: the shardings to which inputs are
-    brought before anything is computed from them; ``None``: they stay. ``options``: further ones of XLA's.
+    brought before anything but updates of them is computed from them; ``None``: they stay. ``options``: further ones of
+    XLA's.
     """
     settings = Settings.from_json(artifact.settings)
     exported = _deserialised(artifact.module)
@@ -94,10 +95,10 @@ def compile_module(
         places = input_places(artifact, device) if places is None else places
         arguments = [
             jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=place)
-            for aval, place in zip(exported.in_avals, places, strict=True)
+            for aval, place in zip(exported.in_avals[: len(artifact.inputs)], places, strict=True)
         ]
         jitted = jax.jit(
-            _gathering(exported.call, used),
+            _called(exported.call, used, artifact.again),
             donate_argnums=tuple(sorted(donated)),
             keep_unused=True,
             out_shardings=_out_places(out_places) if several else jax.sharding.SingleDeviceSharding(device),
@@ -105,11 +106,18 @@ def compile_module(
         return jitted.lower(*arguments).compile(compiler_options={**settings.options, **(options or {})})
 
 
-def _gathering(call: Any, used: Sequence[Any]) -> Any:
-    if all(to is None for to in used):
+def _called(call: Any, used: Sequence[Any], again: Sequence[int]) -> Any:
+    """The module's function of its inputs, which are brought to where they are used but for updates of them."""
+    if not again and all(to is None for to in used):
         return call
     bring = jax.lax.with_sharding_constraint
-    return lambda *arrays: call(*(a if to is None else bring(a, to) for a, to in zip(arrays, used, strict=True)))
+    to_use = dict(enumerate(used))
+
+    def run(*arrays: Any) -> Any:
+        brought = (a if to_use.get(at) is None else bring(a, to_use[at]) for at, a in enumerate(arrays))
+        return call(*brought, *(arrays[at] for at in again))
+
+    return run
 
 
 def _out_places(places: Sequence[Any] | None) -> tuple[Any, ...] | None:

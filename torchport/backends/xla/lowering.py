@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from .dtypes import jax_dtype
 from .ops import TABLE
 from .ops.support import Array, cast, jnp
 
-__all__ = ["JaxFunction", "shapes_of", "updates_of"]
+__all__ = ["JaxFunction", "Updates", "shapes_of"]
 
 _clone: Any = torch.ops.aten.clone.default
 
@@ -30,9 +31,22 @@ class JaxLowering(LoweringContext[Array, tuple[tuple[Array, ...], tuple[int, ...
     ``-1 - i`` for argument ``i`` as it is. Values never change, so results may share them; a copy would cost time.
     """
 
-    def __init__(self, arguments: Sequence[Array], name: str = "forward") -> None:
+    def __init__(
+        self,
+        arguments: Sequence[Array],
+        name: str = "forward",
+        again: Mapping[int, Array] | None = None,
+        updating: frozenset[fx.Node] = frozenset(),
+    ) -> None:
         super().__init__(TABLE, name)
         self._arguments = arguments
+        self._again = {id(arguments[at]): array for at, array in (again or {}).items()}
+        self._updating = updating
+
+    def lower(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if node in self._updating:
+            args = [self._again.get(id(arg), arg) for arg in args]
+        return super().lower(node, args, kwargs)
 
     def parameter(self, position: int, spec: TensorSpec, name: str) -> Array:
         return self._arguments[position]
@@ -59,6 +73,7 @@ class JaxLowering(LoweringContext[Array, tuple[tuple[Array, ...], tuple[int, ...
 
     def build(self) -> tuple[tuple[Array, ...], tuple[int, ...]]:
         origin = {id(argument): -1 - position for position, argument in enumerate(self._arguments)}
+        origin |= {id(again): origin[first] for first, again in self._again.items()}
         values: list[Array] = []
         for result in self.results:
             if id(result) not in origin:
@@ -86,44 +101,96 @@ def _finished(call: Call, value: Any, val: Any) -> Array:
     return jnp.asarray(value)
 
 
+@dataclass(frozen=True, slots=True)
+class Updates:
+    """Which results are the next values of inputs: parameters and an optimizer's state, found without being told.
+
+    A result is that of the input which a chain of element-wise operators begins with, each of whose first arguments is
+    the result before: ``p - lr * step``, ``exp_avg * b + grad * (1 - b)``.
+    """
+
+    of: Mapping[fx.Node, int]
+    """Result to input."""
+    calls: frozenset[fx.Node]
+    """The calls of the chains, and the element-wise ones of the same shape that they compute from: what takes an input
+    there can take it as it lies on several devices, when everything else computes from the whole of it."""
+    inputs: tuple[int, ...]
+    """The inputs that a call among :attr:`calls` takes."""
+
+    @classmethod
+    def in_graph(cls, graph: fx.GraphModule) -> Updates:
+        inputs = {node: at for at, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
+        results: Any = graph.graph.output_node().args[0]
+        of: dict[fx.Node, int] = {}
+        calls = set[fx.Node]()
+        for result in results:
+            if not isinstance(result, fx.Node) or result in of or result in inputs:
+                continue
+            chain, spec = [result], TensorSpec.of(result.meta["val"])
+            while chain[-1] not in inputs:
+                before = next((arg for arg in chain[-1].args if isinstance(arg, fx.Node)), None)
+                if not _element_wise(chain[-1].target) or before is None or not _is_like(before, spec):
+                    break
+                chain.append(before)
+            of[result] = inputs.get(chain[-1], -1)
+            if of[result] >= 0:
+                _add_what_leads_to(chain[:-1], spec, calls)
+        taken = {inputs[arg] for call in calls for arg in call.args if isinstance(arg, fx.Node) and arg in inputs}
+        return cls(of, frozenset(calls), tuple(sorted(taken)))
+
+    def by_value(self, graph: fx.GraphModule, origins: Sequence[int]) -> tuple[int, ...]:
+        """Per value that is computed, the input whose next value it is, -1 for none."""
+        results: Any = graph.graph.output_node().args[0]
+        updates = [-1] * (1 + max(origins, default=-1))
+        for result, origin in zip(results, origins, strict=True):
+            if origin >= 0 and isinstance(result, fx.Node):
+                updates[origin] = self.of.get(result, -1)
+        return tuple(updates)
+
+
+def _is_like(node: fx.Node, spec: TensorSpec) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.shape == spec.shape and value.dtype is spec.dtype
+
+
+def _add_what_leads_to(chain: Sequence[fx.Node], spec: TensorSpec, calls: set[fx.Node]) -> None:
+    """Add a chain's calls, and the element-wise ones of the spec's shape that they compute from."""
+    ready = list(chain)
+    while ready:
+        node = ready.pop()
+        if node not in calls and node.op == "call_function" and _element_wise(node.target) and _is_like(node, spec):
+            calls.add(node)
+            ready += [arg for arg in node.args if isinstance(arg, fx.Node)]
+
+
 class JaxFunction:
-    """A graph as a function for ``jax.jit``; once it is traced, :attr:`origins` says where results come from."""
+    """A graph as a function for ``jax.jit``; once it is traced, :attr:`origins` says where results come from.
+
+    The inputs that results are the next values of, :attr:`again`, are taken a second time at the end, for the updates.
+    """
 
     def __init__(self, graph: fx.GraphModule) -> None:
         self._graph = graph
+        self._updates = Updates.in_graph(graph)
+        self.again = self._updates.inputs
         self.origins: tuple[int, ...] = ()
 
+    def shapes(self) -> list[tuple[tuple[int, ...], Any]]:
+        """Shape and dtype of every argument. Raises :class:`CompileError` for a dtype that XLA does not have."""
+        shapes = shapes_of(self._graph)
+        return [*shapes, *(shapes[at] for at in self.again)]
+
+    def updates(self) -> tuple[int, ...]:
+        """Per value that the traced function returns, the input whose next value it is, -1 for none."""
+        return self._updates.by_value(self._graph, self.origins)
+
     def __call__(self, *arguments: Array) -> tuple[Array, ...]:
-        context = JaxLowering(arguments)
+        first = len(arguments) - len(self.again)
+        again = dict(zip(self.again, arguments[first:], strict=True))
+        context = JaxLowering(arguments[:first], again=again, updating=self._updates.calls)
         context.lower_graph(self._graph)
         values, self.origins = context.build()
         return values
-
-
-def updates_of(graph: fx.GraphModule, origins: Sequence[int]) -> tuple[int, ...]:
-    """Per value that is computed, the input whose next value it is, -1 for none.
-
-    That is the input which a chain of element-wise operators begins with, each of whose first arguments is the result
-    before: ``p - lr * step``, ``exp_avg * b + grad * (1 - b)``. So parameters and an optimizer's state are found
-    without being told.
-    """
-    inputs = {node: at for at, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
-    results: Any = graph.graph.output_node().args[0]
-    updates = [-1] * (1 + max(origins, default=-1))
-    for result, origin in zip(results, origins, strict=True):
-        if origin < 0 or not isinstance(result, fx.Node):
-            continue
-        node, spec = result, TensorSpec.of(result.meta["val"])
-        while node not in inputs:
-            before = next((arg for arg in node.args if isinstance(arg, fx.Node)), None)
-            if not _element_wise(node.target) or before is None:
-                break
-            value = before.meta.get("val")
-            if not isinstance(value, torch.Tensor) or value.shape != spec.shape or value.dtype is not spec.dtype:
-                break
-            node = before
-        updates[origin] = inputs.get(node, -1)
-    return tuple(updates)
 
 
 def _element_wise(op: Any) -> bool:

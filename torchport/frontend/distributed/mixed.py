@@ -46,7 +46,7 @@ def install(module: Any) -> None:
                 continue
             base, _, overload = short.partition(".")
             op = getattr(getattr(torch.ops.aten, base), overload or "default", None)
-            if op is not None and _tensors_of(op) > 1:
+            if op is not None and _takes_several(op):
                 stock = torch.library.get_kernel(op, _KEY)
                 library.impl(short, opaque(_for_all_in_parts(module, op, stock)), _KEY, with_keyset=True)
     for name in ("_fused_adam_.tensor_lr", "_fused_adamw_.tensor_lr"):
@@ -62,12 +62,13 @@ def _gives_nothing(*_: Any, **__: Any) -> None:
     """
 
 
-def _tensors_of(op: Any) -> int:
-    return sum("Tensor" in str(argument.type) for argument in op._schema.arguments)
+def _takes_several(op: Any) -> bool:
+    types = [kind for argument in op._schema.arguments if "Tensor" in (kind := str(argument.type))]
+    return len(types) > 1 or any(kind.startswith("List") for kind in types)
 
 
 def _for_all_in_parts(module: Any, op: Any, stock: Any) -> Callable[..., Any]:
-    """The kernel: plain tensors that are only read become replicated ones of the ``DTensor``s' mesh."""
+    """The kernel: plain tensors that are read, or are in a list, become replicated ones of the ``DTensor``s' mesh."""
     cls = module.DTensor
     arguments = op._schema.arguments
     written = [bool(argument.alias_info and argument.alias_info.is_write) for argument in arguments]
@@ -88,19 +89,26 @@ def _for_all_in_parts(module: Any, op: Any, stock: Any) -> Callable[..., Any]:
             with torch._C._ExcludeDispatchKeyGuard(_PAST_FUNCTIONALIZATION):
                 return op(*args, **kwargs)
         whole = [module.Replicate()] * mesh.ndim
-        changed: list[bool] = []
+        changed, refused = list[bool](), list[bool]()
 
         def replicated(one: torch.Tensor) -> torch.Tensor:
-            if not _is_replicable(cls, one):
+            if not _is_plain(cls, one):
+                return one
+            if one.numel() != 1 and not cls._op_dispatcher._allow_implicit_replication:
+                refused.append(True)
                 return one
             changed.append(True)
             return cls.from_local(one, mesh, whole, run_check=False)
 
+        # Of a list that is written to, as an optimizer's parameters, the new ones share memory with the plain ones.
         wanted = [
-            value if writes else tree_map_only(torch.Tensor, replicated, value)
+            value if writes and isinstance(value, torch.Tensor) else tree_map_only(torch.Tensor, replicated, value)
             for value, writes in zip(args, written, strict=False)
         ]
         named = {name: tree_map_only(torch.Tensor, replicated, value) for name, value in kwargs.items()}
+        if refused:
+            with torch._C._ExcludeDispatchKeyGuard(_PAST_FUNCTIONALIZATION):  # where PyTorch says so
+                return op(*args, **kwargs)
         return op(*wanted, **named) if changed else as_it_was(keys, args, kwargs)
 
     return call
@@ -118,10 +126,8 @@ def _mesh_among(cls: Any, values: Any) -> Any:
     return mesh if plain else None
 
 
-def _is_replicable(cls: Any, tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a plain one of this device that PyTorch takes for a replicated one."""
+def _is_plain(cls: Any, tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a plain one of this device, which PyTorch may take for a replicated one."""
     if isinstance(tensor, cls) or tensor.device.type != DEVICE_TYPE or not torch._is_functional_tensor(tensor):
-        return False
-    if tensor.numel() != 1 and not cls._op_dispatcher._allow_implicit_replication:
         return False
     return isinstance(torch._from_functional_tensor(tensor), LazyTensor)
