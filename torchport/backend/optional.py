@@ -194,9 +194,9 @@ class SupportsChain(Protocol):
     """
 
     def chained(self, chain: Chain) -> ChainRun | None:
-        """What runs the chain; ``None`` where ``execute`` has to be called for each. It may be called by one thread.
+        """What runs the chain; ``None`` where ``execute`` has to be called for each.
 
-        The handles are not destroyed before what is returned is let go.
+        One thread at a time calls it. The handles are not destroyed before what is returned is let go.
         """
         ...
 

@@ -222,7 +222,7 @@ class InductorBackend(Backend):
     def preprocess(self, graph: fx.GraphModule, specs: CompileSpecs) -> Processed:
         from . import build, torch_api  # on demand: compiling needs it, running does not
 
-        torch_api.import_compiler()
+        build.import_compiler()
         options = {**torch_api.mode_options(specs.text("mode", "default")), **_options(specs)}
         try:
             made = torch_api.generate(graph, options)

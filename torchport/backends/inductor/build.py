@@ -11,24 +11,36 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import os
 import shlex
 import subprocess
 import tempfile
 import threading
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchport.core.collection import made_to_stay
 from torchport.core.compilers import run_compiler, side_by_side
 from torchport.core.errors import CompileError
 from torchport.core.forks import guarded_lock
 
 from .source import Wrapper
 
-__all__ = ["Toolchain", "build_library", "constants_assembly"]
+__all__ = ["Toolchain", "build_library", "constants_assembly", "import_compiler"]
 
 _shared_lock = guarded_lock()
+
+
+@functools.cache
+def import_compiler() -> None:
+    """Import what compiling needs of Inductor, in one go: two seconds, of which collecting garbage would be a fifth."""
+    with made_to_stay(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch's own use of what it has deprecated
+        for name in ("compile_fx", "graph", "lowering", "codegen.cpp_wrapper_cpu"):
+            importlib.import_module(f"torch._inductor.{name}")
 
 
 @dataclass(frozen=True, slots=True)

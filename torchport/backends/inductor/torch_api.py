@@ -38,7 +38,6 @@ Nothing of ``torch._inductor`` is imported before the first compilation; loading
 from __future__ import annotations
 
 import ctypes
-import functools
 import gc
 import logging
 import math
@@ -56,7 +55,6 @@ import torch
 from torch import fx
 
 from torchport.backend.normal_form import at_hint, input_specs
-from torchport.core.collection import made_to_stay
 from torchport.core.errors import ConfigError
 from torchport.core.forks import guarded_rlock
 from torchport.core.releases import takes
@@ -91,17 +89,6 @@ def _last_error() -> Any:
 
 last_error: Final[Callable[[], bytes | None] | None] = _last_error()
 """What the operator that failed last in this thread said, without a stack trace; a C function, if torch has it."""
-
-
-@functools.cache
-def import_compiler() -> None:
-    """Import what compiling needs of Inductor, in one go: two seconds, of which collecting garbage would be a fifth."""
-    with made_to_stay(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch's own use of what it has deprecated
-        from torch._inductor import compile_fx, graph, lowering
-        from torch._inductor.codegen import cpp
-
-        del compile_fx, graph, lowering, cpp
 
 
 def mode_options(mode: str) -> Mapping[str, Any]:
