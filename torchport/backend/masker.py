@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -31,6 +32,7 @@ __all__ = [
     "arguments",
     "broadcast",
     "dim_of",
+    "in_its_shape",
     "is_padded",
     "regrouped",
     "rule_for",
@@ -130,6 +132,20 @@ def arguments(node: fx.Node, *names: str) -> list[Any]:
     return found
 
 
+def in_its_shape(node: fx.Node) -> Iterator[fx.Node]:
+    """The users of a value, and of what is computed from it in its shape; nearest first."""
+    shape = node.meta["val"].shape
+    ahead, seen = deque([node]), {node}
+    while ahead:
+        for user in ahead.popleft().users:
+            if user not in seen:
+                seen.add(user)
+                yield user
+                value = user.meta.get("val")
+                if isinstance(value, torch.Tensor) and value.shape == shape:
+                    ahead.append(user)
+
+
 Rule: TypeAlias = Callable[["Masker", fx.Node, Sequence[fx.Node]], Any]
 _RULES: Final[dict[Any, Rule]] = {}
 
@@ -204,6 +220,22 @@ class Masker:
         """The layout of a tensor all whose dimensions are symbols or none."""
         shapes = [tuple(one.meta["val"].shape) for one in variants]
         return tuple(self.symbol(n, [shape[d] for shape in shapes]) for d, n in enumerate(node.meta["val"].shape))
+
+    def of_any_order(self, node: fx.Node, variants: Sequence[fx.Node]) -> Layout:
+        """The layout of a value that is right whichever sizes a dimension is taken to be a product of.
+
+        Of a size such as that of ``[B * T, 8]`` only what the value is put together with tells.
+        """
+        try:
+            return self.from_shapes(node, variants)
+        except Inexact:
+            shape = node.meta["val"].shape
+            for user in in_its_shape(node):
+                for other in user.all_input_nodes:
+                    known = self.layouts.get(other)
+                    if known.__class__ is tuple and other.meta["val"].shape == shape:
+                        return known
+            raise
 
     def check(self, layout: Any, value: Any, variants: Sequence[Any]) -> None:
         """Whether a layout explains the shapes that every graph has."""
@@ -365,7 +397,7 @@ class Masker:
             else:
                 self.call(node, variants)
         masked = fx.GraphModule(root, self.builder.graph)
-        masked.meta["random_ops"] = 0
+        masked.meta["random_ops"] = graphs[0].meta.get("random_ops", 0)
         return Masked(masked, results)
 
 

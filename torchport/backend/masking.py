@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
-from . import masking_training  # noqa: F401  # its rules
+from . import masking_counted, masking_training  # noqa: F401  # their rules
 from .builder import Capture, Refused
 from .masker import (
     Inexact,
@@ -79,7 +79,7 @@ def _filled(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     ]
     if len(set(values)) > 1:
         raise Inexact("a number is computed from a size that changes")
-    return m.copy(node), m.from_shapes(node, variants)
+    return m.copy(node), m.of_any_order(node, variants)
 
 
 @rule_for(aten.div.Tensor_mode, aten.floor_divide.default, aten.remainder.Tensor, aten.remainder.Scalar_Tensor,
@@ -93,21 +93,6 @@ def _divided(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     return m.copy(node, instead), broadcast([m.layout(n) for n in node.all_input_nodes])
 
 
-@rule_for(aten.arange.default, aten.arange.start, aten.arange.start_step)
-def _counted(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
-    layout = m.from_shapes(node, variants)
-    named = {argument.name for argument in node.target._schema.arguments}  # type: ignore[union-attr]
-    start, step = (
-        (arguments(node, "start")[0] if "start" in named else 0),
-        (arguments(node, "step")[0] if "step" in named else 1),
-    )
-    if not is_padded(layout[0]):
-        m.same_constants(node, variants)  # where it starts may change, although its length does not
-    elif (start, step) != (0, 1) or any(arguments(n, "end")[0] != n.meta["val"].shape[0] for n in (node, *variants)):
-        raise Inexact("a range that does not count from 0 up to a size")
-    return m.copy(node), layout
-
-
 @rule_for(aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints,
           aten.unflatten.int)  # fmt: skip
 def _view(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
@@ -116,13 +101,11 @@ def _view(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
 
 @rule_for(aten.expand.default)
 def _expand(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
-    before, shapes = m.layout(node.args[0]), [one.meta["val"].shape for one in variants]
-    shape = node.meta["val"].shape
+    before, shape = m.layout(node.args[0]), node.meta["val"].shape
     new = len(shape) - len(before)
-    return m.copy(node), tuple(
-        before[d - new] if d >= new and (before[d - new] or n == 1) else m.symbol(n, [s[d] for s in shapes])
-        for d, n in enumerate(shape)
-    )
+    kept = [d >= new and bool(before[d - new] or n == 1) for d, n in enumerate(shape)]
+    after = before if all(kept) else m.of_any_order(node, variants)
+    return m.copy(node), tuple(before[d - new] if kept[d] else after[d] for d in range(len(shape)))
 
 
 @rule_for(aten.permute.default, aten.t.default, aten.transpose.int)

@@ -36,8 +36,6 @@ _EXACT: Final = 1 << 24
 """The largest size that can be masked: float32 has all whole numbers up to it."""
 _APART: Final = {**BATCH_NORM, **BATCH_NORM_BACKWARD}
 """Operators that sum over what is padded: taken apart, each sum can be masked."""
-_RANDOM: Final = "keys"
-"""The input of a graph from a trace that random operators are drawn from, by where an element stands."""
 
 
 def padding_to_json(padding: Padding) -> list[Any]:
@@ -109,8 +107,6 @@ def padded_graph(
     bucket: tuple[int, ...],
 ) -> tuple[fx.GraphModule, Padding]:
     """The graph for a bucket that its sizes fit, with masks: it takes the true sizes, too. Raises :class:`Inexact`."""
-    if any(node.name == _RANDOM for node in graph.graph.find_nodes(op="placeholder")):
-        raise Inexact("random numbers depend on where they stand in a tensor")
     if any(node.name.startswith(TRUE_SIZE) for node in graph.graph.find_nodes(op="placeholder")):
         raise Inexact("it is padded already")
     require_products(symbolic.module, [symbol.node.expr for symbol in symbolic.symbols])
