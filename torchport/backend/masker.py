@@ -57,10 +57,14 @@ class Inexact(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Masked:
-    """``module`` takes the true size of each symbol, too (0-dim); ``results`` are the outputs' layouts."""
+    """``module`` takes the true size of each symbol, too (0-dim); ``results`` are the outputs' layouts.
+
+    ``sums``: symbols beyond the given ones, each another symbol and a constant.
+    """
 
     module: fx.GraphModule
     results: tuple[Layout | None, ...]
+    sums: tuple[tuple[int, int], ...] = ()
 
 
 def dim_of(factors: Sequence[Factor]) -> Dim:
@@ -176,11 +180,15 @@ class Masker:
         strict: bool = True,
         number: torch.dtype = torch.int64,
         constants: Collection[str] = (),
+        sums: bool = False,
     ) -> None:
         self.constants = constants
         self.known: dict[fx.Node, torch.Tensor] = {}
-        self.sizes = sizes
-        self.others = others
+        self.sizes = list(sizes)
+        self.others = list(others)
+        self.sums: list[tuple[int, int]] = []
+        """Symbols after the given ones, each of these and a constant: ``T - 1`` is as good a size as ``T``."""
+        self.may_sum = sums
         self.smallest = smallest
         self.strict = strict
         self.number = number
@@ -197,24 +205,54 @@ class Masker:
         if not moved:
             return dim_of([(size, None)])
         (at, *more) = moved
-        if more or size != self.sizes[at] or variants[at] != self.others[at]:
-            raise Inexact(f"a size is computed from one that changes ({size})")
-        return ((size, at),)
+        if not more and size - self.sizes[at] == variants[at] - self.others[at]:
+            if size == self.sizes[at]:
+                return ((size, at),)
+            if self.may_sum and self.true and size > 0:
+                return ((size, self._sum(at, size - self.sizes[at])),)
+        raise Inexact(f"a size is computed from one that changes ({size})")
+
+    def _sum(self, at: int, constant: int) -> int:
+        """The symbol that is a given one and a constant."""
+        given = len(self.sizes) - len(self.sums)
+        if (at, constant) in self.sums:
+            return given + self.sums.index((at, constant))
+        self.sums.append((at, constant))
+        self.sizes.append(self.sizes[at] + constant)
+        self.true.append(self.builder(aten.add.Tensor, self.true[at], constant))
+        return len(self.sizes) - 1
+
+    def in_variant(self, symbol: int | None, size: int, at: int) -> int:
+        """A factor's size in the graph that has another size for symbol ``at``."""
+        given = len(self.others)
+        base, constant = self.sums[symbol - given] if symbol is not None and symbol >= given else (symbol, 0)
+        return self.others[at] + constant if base == at else size
 
     def true_number(self, number: Any, variants: Sequence[Any], dtype: torch.dtype) -> fx.Node:
         """A number that is a constant times symbols, of the true sizes, in this dtype. Raises :class:`Inexact` for any
         other."""
         moved = [at for at, other in enumerate(variants) if other != number]
-        rest, b = number, self.builder
+        rest, b, factors = number, self.builder, list[int]()
         for at in moved:
-            fits = number.__class__ is int and variants[at] * self.sizes[at] == number * self.others[at]
-            if not fits or rest % self.sizes[at]:
+            symbol = self._factor(number, variants[at], at) if number.__class__ is int else None
+            if symbol is None or rest % self.sizes[symbol]:
                 raise Inexact("a number is computed from a size that changes")
-            rest //= self.sizes[at]
+            rest //= self.sizes[symbol]
+            factors.append(symbol)
         made = b(aten.full.default, [], rest, dtype=dtype, device=torch.device("cpu"))
-        for at in moved:
-            made = b(aten.mul.Tensor, made, b.cast(self.true[at], dtype))
+        for symbol in factors:
+            made = b(aten.mul.Tensor, made, b.cast(self.true[symbol], dtype))
         return made
+
+    def _factor(self, number: int, other: int, at: int) -> int | None:
+        """Which symbol a number is a multiple of that changes with symbol ``at``: this one, or a sum of it."""
+        size, instead = self.sizes[at], self.others[at]
+        if other * size == number * instead:
+            return at
+        times, left = divmod(number - other, size - instead)
+        if not self.may_sum or left or not times or number % times or number // times <= 0:
+            return None
+        return self._sum(at, number // times - size)
 
     def from_shapes(self, node: fx.Node, variants: Sequence[fx.Node]) -> Layout:
         """The layout of a tensor all whose dimensions are symbols or none."""
@@ -241,7 +279,7 @@ class Masker:
         """Whether a layout explains the shapes that every graph has."""
         if isinstance(value, torch.Tensor):
             for at, other in enumerate(variants):
-                sizes = [math.prod(self.others[at] if s == at else n for n, s in dim) for dim in layout]
+                sizes = [math.prod(self.in_variant(s, n, at) for n, s in dim) for dim in layout]
                 if sizes != list(other.shape):
                     raise Inexact("a shape that the masks do not explain")
         elif isinstance(value, (list, tuple)):
@@ -398,7 +436,7 @@ class Masker:
                 self.call(node, variants)
         masked = fx.GraphModule(root, self.builder.graph)
         masked.meta["random_ops"] = graphs[0].meta.get("random_ops", 0)
-        return Masked(masked, results)
+        return Masked(masked, results, tuple(self.sums))
 
 
 def whole(value: Any) -> Any:
