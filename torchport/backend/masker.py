@@ -275,6 +275,13 @@ class Masker:
                         return known
             raise
 
+    def is_there(self, count: int) -> bool:
+        """Whether a dimension has so many places whatever its true size is, so that the last of these may be taken.
+
+        Where sizes may be sums, conditions on the sizes come with the graph, that each place is there among them.
+        """
+        return count > 0 and (self.may_sum or count <= self.smallest)
+
     def check(self, layout: Any, value: Any, variants: Sequence[Any]) -> None:
         """Whether a layout explains the shapes that every graph has."""
         if isinstance(value, torch.Tensor):

@@ -34,7 +34,7 @@ def _select(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     before = m.layout(source)
     m.same_constants(node, variants)
     after = tuple(one for d, one in enumerate(before) if d != dim % len(before))
-    if not is_padded(before[dim]) or 0 <= index < m.smallest:
+    if not is_padded(before[dim]) or m.is_there(index + 1):
         return m.copy(node), after
     if index >= 0 or not _is_plain(before[dim]):
         raise Inexact("one place of the padded dimension is taken, which need not be there")
@@ -58,7 +58,7 @@ def _select_backward(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> A
     rank = node.meta["val"].dim()
     dim %= rank
     layout = _with(m, node, variants, m.layout(grad), dim)
-    if not is_padded(layout[dim]) or 0 <= index < m.smallest:
+    if not is_padded(layout[dim]) or m.is_there(index + 1):
         return m.copy(node), layout
     if index >= 0 or not _is_plain(layout[dim]):
         raise Inexact("one place of the padded dimension is taken, which need not be there")
@@ -93,7 +93,8 @@ def _slice(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     made[dim] = m.symbol(length, [one.meta["val"].shape[dim] for one in variants])
     if is_padded(before):
         # Both have the size of one symbol and constants, so what is left out at the end is left out at the true end.
-        if not (is_padded(made[dim]) and _is_plain(before) and _begins_at_fixed_place(start, step)):
+        there = is_padded(made[dim]) or m.is_there((start or 0) + length)
+        if not (there and _is_plain(before) and _begins_at_fixed_place(start, step)):
             raise Inexact("a part of the padded dimension is taken")
         _same(node, variants, "start")
     elif not is_padded(made[dim]):
@@ -127,7 +128,7 @@ def _one_written(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     layout, of_written = m.layout(source), m.layout(written)
     dim %= len(layout)
     m.same_constants(node, variants)
-    if is_padded(layout[dim]) and not 0 <= index < m.smallest:
+    if is_padded(layout[dim]) and not m.is_there(index + 1):
         raise Inexact("one place of the padded dimension is written, which need not be there")
     broadcast([(*of_written[:dim], (), *of_written[dim:]), (*layout[:dim], (), *layout[dim + 1 :])])
     return m.copy(node), layout
