@@ -73,8 +73,38 @@ def product(expression: Any, symbols: Sequence[Any]) -> tuple[Factor, ...] | Non
     return tuple(found)
 
 
-def require_products(graph: fx.GraphModule, symbols: Sequence[Any]) -> None:
+def _is_product_of_sums(expression: Any, symbols: Sequence[Any]) -> bool:
+    """Whether an expression is a product of whole numbers, symbols, and symbols and constants (``2 * (T - 1)``)."""
+    if product(expression, symbols) is not None:
+        return True
+    import sympy  # on demand: padding needs it where a part of what varies is taken
+
+    expression = expression.replace(lambda one: one.func.__name__ == "FloorDiv", _divided_exactly)
+    if not expression.is_polynomial(*symbols):
+        return False
+    constant, factors = sympy.factor_list(expression, *(one for one in symbols if expression.has(one)))
+    return bool(constant.is_Integer) and all(
+        one in symbols or (one.is_Add and len(one.args) == 2 and one.args[0].is_Integer and one.args[1] in symbols)
+        for one, _ in factors
+    )
+
+
+def _divided_exactly(quotient: Any) -> Any:
+    """The polynomial that a quotient of PyTorch's is, such as ``T`` for ``T * T // T``; the same where it is none."""
+    import sympy  # on demand, as above
+
+    base, divisor = quotient.args
+    exact = sympy.cancel(base / divisor)
+    whole = exact.is_polynomial(*exact.free_symbols) and all(
+        c.is_Integer for c in exact.as_coefficients_dict().values()
+    )
+    return exact if whole else quotient
+
+
+def require_products(graph: fx.GraphModule, symbols: Sequence[Any], sums: bool = False) -> None:
     """Raises :class:`Inexact` where an operator gets or makes a size or number that is no product of symbols.
+
+    ``sums``: a symbol and a constant counts as a symbol.
 
     Padding compares graphs for two values of a symbol, which tells products from constants. Anything else may be equal
     for both and another one for a third: ``(s + 1) // 2`` for 15 and 16. What is computed from sizes counts where an
@@ -84,7 +114,9 @@ def require_products(graph: fx.GraphModule, symbols: Sequence[Any]) -> None:
     def otherwise(value: Any) -> bool:
         expression = _expression(value)
         free = getattr(expression, "free_symbols", set())
-        return not free.isdisjoint(symbols) and product(expression, symbols) is None
+        if free.isdisjoint(symbols):
+            return False
+        return not _is_product_of_sums(expression, symbols) if sums else product(expression, symbols) is None
 
     for node in graph.graph.nodes:
         # Arithmetic on sizes is functions of Python, and what only checks sizes has no users.

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
-from . import masking_training  # noqa: F401  # its rules
+from . import masking_counted, masking_parts, masking_training  # noqa: F401  # their rules
 from .builder import Capture, Refused
 from .masker import (
     Inexact,
@@ -49,16 +49,18 @@ def mask_padding(
     strict: bool = True,
     number: torch.dtype = torch.int64,
     constants: Collection[str] = (),
+    sums: bool = False,
 ) -> Masked:
     """Mask ``graphs[0]``, which is for ``sizes``; ``graphs[1 + i]`` is the same with ``others[i]`` for symbol ``i``.
 
     ``smallest``: the smallest true size that a call may have. ``strict``: the backend must take all operators, those of
     masks included; else what it does not take stays. ``number``: the dtype of true sizes. ``constants``: inputs whose
-    value is in ``meta["constant"]`` and does not change. Padded inputs must have zeros beyond their true size.
+    value is in ``meta["constant"]`` and does not change. ``sums``: a size may be a symbol and a constant, such as
+    ``T - 1`` (:attr:`Masked.sums`). Padded inputs must have zeros beyond their true size.
     Raises :class:`Inexact` with the reason where padding would change a result.
     """
     try:
-        return Masker(sizes, others, capture, smallest, strict, number, constants).run(graphs)
+        return Masker(sizes, others, capture, smallest, strict, number, constants, sums).run(graphs)
     except Refused as error:
         raise Inexact(f"the backend takes no masks: {error.reason}") from error
 
@@ -72,14 +74,15 @@ def _elementwise(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     return m.copy(node), broadcast([m.layout(n) for n in node.all_input_nodes])
 
 
-@rule_for(aten.full.default, aten.zeros.default, aten.ones.default)
+_FULL: Final = (aten.full.default, aten.new_full.default)
+
+
+@rule_for(*_FULL, aten.zeros.default, aten.ones.default, aten.new_zeros.default, aten.new_ones.default)
 def _filled(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
-    values = [
-        repr(arguments(one, "fill_value")) if one.target is aten.full.default else "" for one in (node, *variants)
-    ]
+    values = [repr(arguments(one, "fill_value")) if one.target in _FULL else "" for one in (node, *variants)]
     if len(set(values)) > 1:
         raise Inexact("a number is computed from a size that changes")
-    return m.copy(node), m.from_shapes(node, variants)
+    return m.copy(node), m.of_any_order(node, variants)
 
 
 @rule_for(aten.div.Tensor_mode, aten.floor_divide.default, aten.remainder.Tensor, aten.remainder.Scalar_Tensor,
@@ -93,21 +96,6 @@ def _divided(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     return m.copy(node, instead), broadcast([m.layout(n) for n in node.all_input_nodes])
 
 
-@rule_for(aten.arange.default, aten.arange.start, aten.arange.start_step)
-def _counted(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
-    layout = m.from_shapes(node, variants)
-    named = {argument.name for argument in node.target._schema.arguments}  # type: ignore[union-attr]
-    start, step = (
-        (arguments(node, "start")[0] if "start" in named else 0),
-        (arguments(node, "step")[0] if "step" in named else 1),
-    )
-    if not is_padded(layout[0]):
-        m.same_constants(node, variants)  # where it starts may change, although its length does not
-    elif (start, step) != (0, 1) or any(arguments(n, "end")[0] != n.meta["val"].shape[0] for n in (node, *variants)):
-        raise Inexact("a range that does not count from 0 up to a size")
-    return m.copy(node), layout
-
-
 @rule_for(aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints,
           aten.unflatten.int)  # fmt: skip
 def _view(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
@@ -116,13 +104,11 @@ def _view(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
 
 @rule_for(aten.expand.default)
 def _expand(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
-    before, shapes = m.layout(node.args[0]), [one.meta["val"].shape for one in variants]
-    shape = node.meta["val"].shape
+    before, shape = m.layout(node.args[0]), node.meta["val"].shape
     new = len(shape) - len(before)
-    return m.copy(node), tuple(
-        before[d - new] if d >= new and (before[d - new] or n == 1) else m.symbol(n, [s[d] for s in shapes])
-        for d, n in enumerate(shape)
-    )
+    kept = [d >= new and bool(before[d - new] or n == 1) for d, n in enumerate(shape)]
+    after = before if all(kept) else m.of_any_order(node, variants)
+    return m.copy(node), tuple(before[d - new] if kept[d] else after[d] for d in range(len(shape)))
 
 
 @rule_for(aten.permute.default, aten.t.default, aten.transpose.int)
@@ -145,57 +131,12 @@ def _unsqueeze(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     return m.copy(node), tuple(made)
 
 
-@rule_for(aten.squeeze.dim, aten.squeeze.dims)
+@rule_for(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 def _squeeze(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
-    before, dims = m.layout(node.args[0]), tree_leaves(node.args[1])
+    before = m.layout(node.args[0])
+    dims = range(len(before)) if node.target is aten.squeeze.default else tree_leaves(node.args[1])
     gone = {d % len(before) for d in dims if not before[d]}
     return m.copy(node), tuple(dim for d, dim in enumerate(before) if d not in gone)
-
-
-@rule_for(aten.select.int)
-def _select(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
-    source, dim, index = arguments(node, "self", "dim", "index")
-    before = m.layout(source)
-    if is_padded(before[dim]) and not 0 <= index < m.smallest:
-        raise Inexact("one place of the padded dimension is taken, which need not be there")
-    m.same_constants(node, variants)
-    return m.copy(node), tuple(one for d, one in enumerate(before) if d != dim % len(before))
-
-
-@rule_for(aten.slice.Tensor)
-def _slice(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
-    source, dim, start, step = arguments(node, "self", "dim", "start", "step")
-    made = list(m.layout(source))
-    dim %= len(made)
-    length = node.meta["val"].shape[dim]
-    if is_padded(made[dim]):
-        if length != size_of(made[dim]):
-            raise Inexact("a part of the padded dimension is taken")
-    else:
-        made[dim] = m.symbol(length, [one.meta["val"].shape[dim] for one in variants])
-        if not is_padded(made[dim]):
-            m.same_constants(node, variants)  # it may begin elsewhere, and be as long
-        elif start not in (None, 0) or step != 1:
-            raise Inexact("a slice of a size that changes does not begin at 0")
-    return m.copy(node), tuple(made)
-
-
-@rule_for(aten.cat.default)
-def _cat(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
-    tensors, dim = arguments(node, "tensors", "dim")
-    rank = node.meta["val"].dim()
-    dim %= rank
-    # What is empty adds nothing, also where it has another number of dimensions.
-    layouts = [
-        m.layout(n) for n in tensors if n.meta["val"].dim() == rank and (n.meta["val"].shape[dim] or len(tensors) == 1)
-    ]
-    if len(layouts) == 1:
-        return m.copy(node), layouts[0]
-    if any(is_padded(layout[dim]) for layout in layouts):
-        raise Inexact("the padded dimension is joined to another")
-    made = list(broadcast([(*layout[:dim], (), *layout[dim + 1 :]) for layout in layouts]))
-    made[dim] = dim_of([(node.meta["val"].shape[dim], None)])
-    return m.copy(node), tuple(made)
 
 
 def _taken_apart(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> tuple[Layout, int]:
