@@ -129,7 +129,7 @@ def _at_old_names() -> None:
             before, _, now = pair.partition("=")
             module = import_module(f"{at}{new}.{now or before}")
             sys.modules[f"{at}{old}.{before}"] = module
-            with contextlib.suppress(ImportError):  # ``import torch.distributed._tensor.random as random`` asks packages
+            with contextlib.suppress(ImportError):  # ``import a.b.c as c`` asks the package
                 setattr(import_module(f"{at}{old}"), before, module)
 
 
