@@ -123,13 +123,15 @@ def require_products(graph: fx.GraphModule, symbols: Sequence[Any], sums: bool =
         if node.op != "call_function" or not isinstance(node.target, _OPERATORS) or not node.users:
             continue
         made = [leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
-        if any(otherwise(size) for tensor in made for size in tensor.shape):
-            raise Inexact("a size is computed from one that changes")
+        wrong = next((size for tensor in made for size in tensor.shape if otherwise(size)), None)
+        if wrong is not None:
+            raise Inexact(f"a size is computed from one that changes: {wrong}, of {node.target}")
         given = [
             arg.meta.get("val") if isinstance(arg, fx.Node) else arg for arg in tree_leaves((node.args, node.kwargs))
         ]
-        if any(otherwise(number) for number in given if isinstance(number, _NUMBERS)):
-            raise Inexact("a number is computed from a size that changes")
+        wrong = next((number for number in given if isinstance(number, _NUMBERS) and otherwise(number)), None)
+        if wrong is not None:
+            raise Inexact(f"a number is computed from a size that changes: {wrong}, for {node.target}")
 
 
 class Symbols:

@@ -302,7 +302,7 @@ class Masker:
             return tree_map(lambda v: None if isinstance(v, fx.Node) else v, (list(one.args), dict(one.kwargs)))
 
         if any(repr(constants(one)) != repr(constants(node)) for one in variants):
-            raise Inexact("a number is computed from a size that changes")
+            raise Inexact(f"a number is computed from a size that changes, for {node.target}")
 
     def mask_of(self, dim: Dim) -> fx.Node:
         """Which places of a dimension are true ones: bool, 1-D."""

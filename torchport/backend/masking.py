@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
-from . import masking_counted, masking_parts, masking_training  # noqa: F401  # their rules
+from . import masking_attention, masking_counted, masking_parts, masking_training  # noqa: F401  # their rules
 from .builder import Capture, Refused
 from .masker import (
     Inexact,
@@ -67,8 +67,9 @@ def mask_padding(
 
 # -- rules ------------------------------------------------------------------------------------------------------------
 @rule_for(aten.where.self, aten.clone.default, aten._to_copy.default, aten.full_like.default, aten.zeros_like.default,
-       aten.ones_like.default, aten.gelu.default, aten.gelu_backward.default, aten.masked_fill.Scalar,
-       aten.threshold_backward.default, aten.tanh_backward.default, aten.sigmoid_backward.default)  # fmt: skip
+          aten.ones_like.default, aten.fill.Scalar, aten.fill.Tensor, aten.masked_fill.Scalar, aten.gelu.default,
+          aten.gelu_backward.default, aten.threshold_backward.default, aten.tanh_backward.default,
+          aten.sigmoid_backward.default)  # fmt: skip
 def _elementwise(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     m.same_constants(node, variants)
     return m.copy(node), broadcast([m.layout(n) for n in node.all_input_nodes])
@@ -258,48 +259,6 @@ def _product(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     if node.target in (aten.addmm.default, aten.baddbmm.default):
         after = broadcast([after, m.layout(arguments(node, "self")[0])])
     return m.copy(node, instead), after
-
-
-@rule_for(aten._scaled_dot_product_flash_attention_for_cpu.default, aten.scaled_dot_product_attention.default)
-def _attention(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
-    """Keys beyond the true size get no weight; where each query sees keys up to its own place only, none sees them."""
-    query, key, value, causal, given = arguments(node, "query", "key", "value", "is_causal", "attn_mask")
-    asked, kept, layout = m.layout(query), m.layout(key), m.layout(value)
-    if asked[-1] != kept[-1] or is_padded(kept[-1]) or kept[-2] != layout[-2] or (causal and asked[-2] != kept[-2]):
-        raise Inexact("attention over dimensions that are padded in different ways")
-    m.same_constants(node, variants)
-    whole_op = node.target is aten.scaled_dot_product_attention.default
-    rows = (*broadcast([asked[:-2], kept[:-2], layout[:-2]]), asked[-2])
-    if given is not None:
-        broadcast([(*rows, kept[-2]), m.layout(given)])
-    after: Any = (*rows, layout[-1]) if whole_op else [(*rows, layout[-1]), rows]
-    if arguments(node, "dropout_p") != [0.0] or (whole_op and arguments(node, "enable_gqa") != [False]):
-        raise Inexact("attention with dropout or grouped heads")
-    if not is_padded(kept[-2]):
-        return m.copy(node), after
-    if len({query, key, value}) < 3:
-        raise Inexact("attention of a tensor with itself")
-    instead = {one: m.masked(one, 0, [-2]) for one in (key, value)}
-    if causal and len(kept[-2]) > 1:
-        raise Inexact("attention over a dimension of several")
-    if causal:
-        return m.copy(node, instead), after
-    b, dtype = m.builder, query.meta["val"].dtype
-    true = b(aten.view.default, m.mask_of(kept[-2]), [1] * (len(kept) - 1) + [size_of(kept[-2])])
-    if given is None:
-        zero = b(aten.full.default, [], 0.0, dtype=dtype, device=torch.device("cpu"))
-        weight = b.cast(b(aten.where.ScalarOther, true, zero, -math.inf), dtype)
-    elif given.meta["val"].dtype is torch.bool:
-        weight = b(aten.logical_and.default, m.values[given], true)
-    else:
-        weight = b.cast(b(aten.where.ScalarOther, true, m.values[given], -math.inf), given.meta["val"].dtype)
-    made = m.copy(node, instead)
-    at = [argument.name for argument in node.target._schema.arguments].index("attn_mask")  # type: ignore[union-attr]
-    if at < len(made.args):
-        made.update_arg(at, weight)
-    else:
-        made.update_kwarg("attn_mask", weight)
-    return made, after
 
 
 @rule_for(aten.embedding.default)

@@ -121,6 +121,45 @@ def _slice_backward(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> An
     return m.copy(node, {grad: m.masked(grad, 0, [dim])}), layout
 
 
+@rule_for(aten.select_scatter.default)
+def _one_written(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
+    source, written, dim, index = arguments(node, "self", "src", "dim", "index")
+    layout, of_written = m.layout(source), m.layout(written)
+    dim %= len(layout)
+    m.same_constants(node, variants)
+    if is_padded(layout[dim]) and not 0 <= index < m.smallest:
+        raise Inexact("one place of the padded dimension is written, which need not be there")
+    broadcast([(*of_written[:dim], (), *of_written[dim:]), (*layout[:dim], (), *layout[dim + 1 :])])
+    return m.copy(node), layout
+
+
+@rule_for(aten.slice_scatter.default)
+def _part_written(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
+    """What is written has garbage beyond its true size, and that may not come where the tensor keeps what it has."""
+    source, written, dim, start, step = arguments(node, "self", "src", "dim", "start", "step")
+    layout, of_written = m.layout(source), m.layout(written)
+    dim %= len(layout)
+    broadcast([(*of_written[:dim], (), *of_written[dim + 1 :]), (*layout[:dim], (), *layout[dim + 1 :])])
+    if not is_padded(layout[dim]) and not is_padded(of_written[dim]):
+        m.same_constants(node, variants)
+        return m.copy(node), layout
+    if not (_begins_at_fixed_place(start, step) and _is_plain(layout[dim]) and _is_plain(of_written[dim])):
+        raise Inexact("a part of the padded dimension is written")
+    _same(node, variants, "start")
+    made, b = m.copy(node), m.builder
+    size, end = size_of(layout[dim]), (start or 0) + size_of(of_written[dim])
+    if not is_padded(of_written[dim]) or (is_padded(layout[dim]) and end == size):
+        return made, layout
+    made.meta.update(node.meta)
+    places = b(aten.arange.start_step, 0, size, 1, dtype=torch.int64, device=torch.device("cpu"))
+    symbol = of_written[dim][0][1]
+    assert symbol is not None
+    last = b(aten.add.Tensor, m.true[symbol], start or 0)
+    there = b(aten.lt.Tensor, b.cast(places, m.number), last)
+    there = b(aten.view.default, there, [size if d == dim else 1 for d in range(len(layout))])
+    return b(aten.where.self, there, made, m.values[source]), layout
+
+
 @rule_for(aten.constant_pad_nd.default)
 def _put_around(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     source, pads, value = arguments(node, "self", "pad", "value")
