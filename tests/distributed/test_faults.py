@@ -46,6 +46,12 @@ def test_ranks_that_disagree_are_told_who_is_where(kind: str, said: str) -> None
         assert "came through" not in ended.text
 
 
+def test_a_rank_ends_well_while_it_waits_for_a_message() -> None:
+    """Of another rank that lives, and after a third one has ended: its end was that of the process, by a signal."""
+    ended = run_ranks("fault_program.py", "left", ranks=3)
+    assert [one.status for one in ended] == [0, 0, 0], [one.text for one in ended]
+
+
 @pytest.mark.slow
 def test_a_message_of_another_shape_is_refused() -> None:
     receiver, _ = _run("message")

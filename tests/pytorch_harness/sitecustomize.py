@@ -8,6 +8,7 @@ imports PyTorch again.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -126,7 +127,10 @@ def _at_old_names() -> None:
     for old, (new, names) in MOVED.items():
         for pair in names.split():
             before, _, now = pair.partition("=")
-            sys.modules[f"{at}{old}.{before}"] = import_module(f"{at}{new}.{now or before}")
+            module = import_module(f"{at}{new}.{now or before}")
+            sys.modules[f"{at}{old}.{before}"] = module
+            with contextlib.suppress(ImportError):  # ``import a.b.c as c`` asks the package
+                setattr(import_module(f"{at}{old}"), before, module)
 
 
 def install() -> None:

@@ -25,6 +25,8 @@ __all__ = [
 KEPT: Final = 10_000
 """So many of the newest records are kept."""
 _ROWS: Final = 10
+_FEW: Final = 100_000
+"""Where no step has so many bytes, the table counts in KB."""
 
 
 @dataclass(slots=True)
@@ -132,16 +134,18 @@ def table(records: Iterable[Collective]) -> str:
     steps: dict[int, list[Collective]] = {}
     for one in records:
         steps.setdefault(one.step, []).append(one)
+    most = max((sum(one.nbytes for one in found) for found in steps.values()), default=0)
+    unit, size = ("MB", 1e6) if most >= _FEW else ("KB", 1e3)
     rows = [
-        f"{'step':>6} {'collectives':>12} {'MB given':>10} {'MB sent':>10} {'agreeing':>10} {'in flight':>10} "
-        f"{'waited':>10} {'overlap':>8}"
+        f"{'step':>6} {'collectives':>12} {unit + ' given':>10} {unit + ' sent':>10} {'agreeing':>10} "
+        f"{'in flight':>10} {'waited':>10} {'overlap':>8}"
     ]
     for step, found in steps.items():
         flight, waited = sum(one.in_flight for one in found), sum(one.waited for one in found)
         overlap = f"{1 - waited / flight:.0%}" if flight else "-"
         rows.append(
-            f"{step:>6} {len(found):>12,} {sum(one.nbytes for one in found) / 1e6:>10.3f} "
-            f"{sum(one.sent for one in found) / 1e6:>10.3f} {sum(one.agreeing for one in found) * 1e3:>7.1f} ms "
+            f"{step:>6} {len(found):>12,} {sum(one.nbytes for one in found) / size:>10.3f} "
+            f"{sum(one.sent for one in found) / size:>10.3f} {sum(one.agreeing for one in found) * 1e3:>7.1f} ms "
             f"{flight * 1e3:>7.1f} ms {waited * 1e3:>7.1f} ms {overlap:>8}"
         )
     return "\n".join(rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import time
@@ -9,6 +10,22 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+
+def leave_a_message_behind() -> None:
+    """Rank 1 ends while it waits for a message of rank 0, which lives, and after rank 2 has ended."""
+    rank, folder = dist.get_rank(), Path(os.environ["TEST_FOLDER"])
+    if rank == 2:
+        os._exit(0)
+    if rank == 1:
+        atexit.register((folder / "awake").touch)  # runs after what torchport registers from here on
+        dist.irecv(torch.ones(4, device="port"), 0)
+        time.sleep(1)  # gloo has lost rank 2
+        return
+    until = time.monotonic() + 30
+    while not (folder / "awake").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    time.sleep(1)
 
 
 def main(kind: str) -> None:
@@ -19,6 +36,9 @@ def main(kind: str) -> None:
     for _ in range(3):
         dist.all_reduce(x)
     Path(os.environ["TEST_FOLDER"], f"ready{rank}").touch()
+    if kind == "left":
+        leave_a_message_behind()
+        return
     if rank == 1:
         if kind == "raises":
             raise ValueError("a bad batch")

@@ -84,6 +84,25 @@ def uneven_inputs() -> None:
     _as_on_cpu(lambda parameters: torch.optim.SGD(parameters, lr=0.1), join=True)
 
 
+def uneven_parts() -> None:
+    """One tensor per rank has to be of one size, though their sum fits: refused before anything is exchanged."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = torch.full((3,), float(rank), device="port")
+    parts = [torch.zeros(2 if not n else 4 if n == 1 else 3, device="port") for n in range(size)]
+    calls = (
+        lambda: dist.all_gather(parts, x),
+        lambda: dist.reduce_scatter(x, parts),
+        lambda: dist.gather(x, parts if not rank else None, dst=0),
+        lambda: dist.scatter(x, parts if not rank else None, src=0),
+    )
+    for n, call in enumerate(calls):
+        if n < 2 or not rank:  # the others would wait for rank 0
+            with pytest.raises(ValueError, match=r"all of one size.*float32\[2\], float32\[4\].*all_to_all"):
+                call()
+    dist.all_reduce(x)
+    assert x.tolist() == [size * (size - 1) / 2] * 3
+
+
 def sharded_optimizer() -> None:
     _as_on_cpu(lambda parameters: ZeroRedundancyOptimizer(parameters, torch.optim.Adam, lr=0.01))
 

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import torchport
+from torchport.core import traffic
 
 
 def step(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -63,6 +64,15 @@ def main() -> None:
     explained = torchport.explain(lambda: dist.all_reduce(x))
     assert [one.nbytes for one in explained.collectives] == [20], explained
     assert "all_reduce(SUM) of float32[5]" in str(explained), explained
+    # A step of next to nothing is counted in KB, and a barrier is over once it has been agreed on.
+    torchport.sync()
+    dist.barrier()
+    (barrier,) = torchport.collectives(-1)
+    assert barrier.name == "barrier"
+    assert barrier.arrived
+    assert "in flight" not in str(barrier), barrier
+    assert "MB given" in torchport.collective_report()
+    assert "KB given" in traffic.table([barrier, *explained.collectives])
     dist.destroy_process_group()
 
 

@@ -176,7 +176,9 @@ def reduce_scatter(
     size = communicator.size
     reduction = reduction_of(reduce_op, outputs[0].dtype, size)
     flat = [_flat(_values(communicator, name, parts, private=len(parts) == 1)) for parts in inputs]
-    for output, whole in zip(outputs, flat, strict=True):
+    for output, parts, whole in zip(outputs, inputs, flat, strict=True):
+        if len(parts) > 1:
+            _of_one_size(name, parts, output)
         if whole.numel() != output.numel() * size or whole.dtype != output.dtype:
             raise ValueError(
                 f"{name} over {size} ranks gives {whole.numel() / size:g} elements of {whole.dtype}, but the output is "
@@ -210,6 +212,15 @@ def _flat(hosts: Sequence[torch.Tensor]) -> torch.Tensor:
     return hosts[0].reshape(-1) if len(hosts) == 1 else torch.cat([host.reshape(-1) for host in hosts])
 
 
+def _of_one_size(name: str, parts: Handles, one: torch.Tensor) -> None:
+    """Raise :class:`ValueError` where one tensor per rank is not as large as what this rank gives, or gets."""
+    if any(part.numel() != one.numel() or part.dtype != one.dtype for part in parts):
+        raise ValueError(
+            f"{name} has a tensor for each rank, and all of one size: here it is {describe([one])}, but they are "
+            f"{describe(parts)}; pad them to one size, or use all_to_all, which takes parts of several sizes"
+        )
+
+
 # -- what only moves -------------------------------------------------------------------------------------------------
 def broadcast(communicator: Communicator, tensors: Handles, root: int) -> Launched:
     """Every tensor becomes that of rank ``root``."""
@@ -235,6 +246,8 @@ def all_gather(
     """Each output, one tensor or one per rank, becomes the inputs of all ranks one behind the other."""
     size = communicator.size
     for parts, given in zip(outputs, inputs, strict=True):
+        if len(parts) > 1:
+            _of_one_size(name, parts, given)
         if sum(part.numel() for part in parts) != given.numel() * size or parts[0].dtype != given.dtype:
             raise ValueError(
                 f"{name} of {describe([given])} over {size} ranks gives {given.numel() * size} elements, but the "
@@ -273,6 +286,7 @@ def _part(whole: torch.Tensor, like: torch.Tensor, at: int | None) -> Callable[[
 def gather(communicator: Communicator, outputs: Handles, given: LazyTensor, root: int) -> Launched:
     """Output *n* of rank ``root`` becomes the input of rank *n*; other ranks have no outputs."""
     mine = communicator.rank == root
+    _of_one_size("gather", outputs, given)
     (host,) = _values(communicator, "gather", [given])
     what = f"gather to rank {communicator.ranks[root]} of {describe([given])}"
     communicator.agree(what)
@@ -292,6 +306,7 @@ def gather(communicator: Communicator, outputs: Handles, given: LazyTensor, root
 def scatter(communicator: Communicator, output: LazyTensor, given: Handles, root: int) -> Launched:
     """The output becomes the input that rank ``root`` has for this one; other ranks have no inputs."""
     mine = communicator.rank == root
+    _of_one_size("scatter", given if mine else (), output)
     hosts = _values(communicator, "scatter", given) if mine else []
     what = f"scatter from rank {communicator.ranks[root]} of {describe([output])}"
     communicator.agree(what)

@@ -10,6 +10,7 @@ Private torch APIs used here: ``torch.ops.c10d``, ``ProcessGroup.unbox``, ``Work
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
@@ -244,6 +245,8 @@ def _cpu_barrier(stock: Any) -> Callable[..., Any]:
             communicator = communicator_of(group)
             communicator.agree("barrier")
             collectives.begin(communicator, ())
+            assert communicator.latest is not None
+            communicator.latest.arrive(time.perf_counter())  # all have come; what follows brings nothing
         return stock.call_boxed(keys, tensor, boxed, *args)
 
     return barrier

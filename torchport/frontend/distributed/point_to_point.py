@@ -73,14 +73,17 @@ def _wake_at_exit() -> None:
 def _wake() -> None:
     """Have gloo give up before Python ends: a thread that came back from it later would end the process badly.
 
-    gloo has no other way than a time limit that is over, which ends every wait of its group.
+    gloo has no other way than a time limit that is over, which ends every wait of its group. It refuses to receive from
+    a rank that it has lost, at once and without an end to the waits for others; so each is tried.
     """
     threads = dict(_waiting)
     for communicator in set(threads.values()):
         communicator.leave()
-        other = (communicator.rank + 1) % communicator.size
-        with contextlib.suppress(RuntimeError):
-            communicator.gloo.recv([torch.zeros(1, device="cpu")], other, _NOBODYS).wait(timedelta(milliseconds=1))
+        for other in range(communicator.size):
+            with contextlib.suppress(RuntimeError):
+                if other != communicator.rank:
+                    nothing = communicator.gloo.recv([torch.zeros(1, device="cpu")], other, _NOBODYS)
+                    nothing.wait(timedelta(milliseconds=1))
     for thread in threads:
         thread.join(5)
 
