@@ -420,6 +420,11 @@ WHILE_COMPILING: Final[dict[str, tuple[str, str, str]]] = {
         "gradients of inputs that share memory would be those of their base",
         _COMPILING,
     ),
+    f"{_BASES}.runtime_wrappers.make_output_handler": (
+        "before 2.13: what makes such results holds on to the function of the row below",
+        "it would look the function up when it is called",
+        _COMPILING,
+    ),
     f"{_BASES}.runtime_wrappers.gen_alias_from_base": (
         "a result that shows an input is made by the graph's own views",
         "PyTorch makes it by as_strided, which the device has no memory for",
