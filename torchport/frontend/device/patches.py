@@ -50,7 +50,11 @@ PATCHES: Final[dict[str, tuple[str, str, str]]] = {
         "Dynamo asks for it in every function",
         _IMPORT,
     ),
-    "torch._dynamo.utils.get_current_stream": ("the same", "functions that Dynamo has compiled ask for it", "its import"),
+    "torch._dynamo.utils.get_current_stream": (
+        "the same",
+        "functions that Dynamo has compiled ask for it",
+        "its import",
+    ),
     "torch.accelerator.set_device_idx": ("sets the device module's", _ALLOCATOR, _IMPORT),
     "torch.accelerator.set_device_index": ("sets the device module's", _ALLOCATOR, _IMPORT),
     "torch.accelerator.synchronize": ("waits for the device, if it is in use", _ALLOCATOR, _IMPORT),

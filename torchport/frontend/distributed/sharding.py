@@ -58,9 +58,7 @@ def _chunk_cat(tensors: Sequence[torch.Tensor], dim: int, num_chunks: int, *, ou
     out.copy_(torch._chunk_cat(list(tensors), dim, num_chunks))
 
 
-def _chunk_cat_mixed_dtype(
-    tensors: Sequence[torch.Tensor], dim: int, num_chunks: int, *, out: torch.Tensor
-) -> None:
+def _chunk_cat_mixed_dtype(tensors: Sequence[torch.Tensor], dim: int, num_chunks: int, *, out: torch.Tensor) -> None:
     _chunk_cat([tensor.to(out.dtype) for tensor in tensors], dim, num_chunks, out=out)
 
 
