@@ -133,7 +133,7 @@ def _with_own_aliases(handler: Any, taken: Callable[..., torch.Tensor]) -> Any:
     """What makes a result that is an alias, of PyTorch 2.11: the same with another function that takes the alias."""
     if not hasattr(handler, "view_meta_sequence"):  # no alias
         return handler
-    of_result = getattr(handler, "_unwrap_aliased_base_tensor", None)
+    of_result = vars(handler).get("_unwrap_aliased_base_tensor")  # an attribute of objects alone
 
     def made(inputs: Sequence[Any], results: Sequence[Any], result: Any) -> torch.Tensor:
         base = inputs[handler.base_idx] if of_result is None else of_result(results[handler.base_idx])
