@@ -69,6 +69,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.slow_seed = _commit()
     if IN_WORKER:
         torch.set_num_threads(1)
+    if torch.__version__.startswith("2.11."):
+        # That release says so of its own reading of exported programs, once in a process.
+        config.addinivalue_line("filterwarnings", "ignore:The given buffer is not writable:UserWarning")
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:

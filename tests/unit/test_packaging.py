@@ -167,6 +167,7 @@ def test_names_that_releases_brought_or_dropped_are_there_when_it_is_said() -> N
     assert releases.has("torch.Tensor.data")
     for name in (*releases.SINCE, *releases.UNTIL):
         *path, last = name.split(".")[1:]
+        importlib.import_module("torch._dynamo")  # which the module below needs to be imported first
         importlib.import_module("torch._functorch._aot_autograd.runtime_wrappers")
         owner = functools.reduce(getattr, path, torch)
         assert hasattr(owner, last) == releases.has(name), name

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,13 @@ from torch import nn
 import torchport
 from torchport import aot, runtime
 from torchport.backend.interface import BackendDevice, FreeableBuffer, InitContext
+from torchport.backends.executorch import ExecuTorchBackend
 from torchport.backends.executorch.portable import DTYPES, OF_EACH
 from torchport.core.errors import CompileError, ConfigError, DelegateError, ErrorCode
 from torchport.core.specs import CompileSpecs
 
 aten = torch.ops.aten
-pytestmark = pytest.mark.skipif(find_spec("executorch") is None, reason="executorch is not installed")
+pytestmark = pytest.mark.skipif(not ExecuTorchBackend().is_available(), reason=ExecuTorchBackend().unavailable_reason())
 
 
 class Net(nn.Module):
@@ -267,3 +267,9 @@ def test_a_negative_index_is_one_from_the_end() -> None:
         device = torchport.device("executorch")
         ours = torch.take_along_dim(x.to(device), places.to(device), 1)
         assert torch.equal(ours.cpu(), torch.take_along_dim(x, places, 1))
+
+
+def test_a_pytorch_whose_tensors_it_reads_wrongly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cpu")
+    assert "2.13 or newer, not of 2.11.0" in ExecuTorchBackend().unavailable_reason()
+    assert not ExecuTorchBackend().is_available()

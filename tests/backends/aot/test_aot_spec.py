@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
+from torch.utils._pytree import register_pytree_node
 
 import torchport
 from torchport import aot, runtime
@@ -393,13 +394,20 @@ def test_what_neither_a_backend_nor_the_file_takes_is_said() -> None:
     assert "test_aot_spec.py" in str(caught.value)
 
 
-def test_what_torch_cannot_save_is_said(tmp_path: Path) -> None:
-    class Named(nn.Module):
-        def forward(self, x: torch.Tensor) -> Any:
-            return x.max(0)
+class Found:
+    def __init__(self, value: torch.Tensor, index: torch.Tensor) -> None:
+        self.value, self.index = value, index
 
-    lowered = aot.lower(Named(), (X,), backend="reference")
-    assert lowered(X).indices == 1
+
+def test_what_torch_cannot_save_is_said(tmp_path: Path) -> None:
+    class Finding(nn.Module):
+        def forward(self, x: torch.Tensor) -> Found:
+            return Found(*x.max(0))
+
+    # Registered without the name that a file would have it under. (Up to 2.14 ``x.max(0)`` itself could not be saved.)
+    register_pytree_node(Found, lambda found: ([found.value, found.index], None), lambda parts, _: Found(*parts))
+    lowered = aot.lower(Finding(), (X,), backend="reference")
+    assert lowered(X).index == 1
     with pytest.raises(ProgramError, match="plain tuples, lists and dicts") as caught:
         lowered.save(tmp_path / "m.pt2")
     assert caught.value.code == ErrorCode.NOT_SUPPORTED

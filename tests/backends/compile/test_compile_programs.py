@@ -268,7 +268,7 @@ def _exported() -> torch.fx.GraphModule:
 def test_graphs_inside_graphs_are_in_normal_form_and_go_through_bytes() -> None:
     graph = normalise(_exported(), Branching.install())
     graph.graph.erase_node(graph.graph.output_node())
-    graph.graph.output((next(reversed(graph.graph.nodes)),))
+    graph.graph.output((list(graph.graph.nodes)[-1],))
     verify_graph(graph)
     again = decode(encode(graph))
     for x in (rand(3).abs(), -rand(3).abs()):

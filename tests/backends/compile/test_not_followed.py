@@ -9,6 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import torchport
+from torchport.core import releases
 
 pytestmark = [
     pytest.mark.usefixtures("reference"),
@@ -201,7 +202,9 @@ def test_a_part_of_an_expanded_input_is_written(device: str) -> None:
 
     compiled = torch.compile(fn, backend="torchport", options={"backend": "reference"})
     x, want = (torch.arange(4.0, device=at) for at in (device, "cpu"))
-    with pytest.warns(UserWarning, match="one of them is expanded, and a part of it is written"):
+    # From 2.15 on PyTorch refuses such a graph itself.
+    old, new = "one of them is expanded, and a part of it is written", "more than one element of the written-to tensor"
+    with pytest.warns(UserWarning, match=old if releases.version() < (2, 15) else new):
         got = compiled(x, x.expand(2, 4))
     assert torch.equal(got.cpu(), fn(want, want.expand(2, 4)))
     assert torch.equal(x.cpu(), want)

@@ -13,6 +13,7 @@ from torchport.backends.xla import XlaBackend
 pytestmark = pytest.mark.skipif(not XlaBackend().is_available(), reason=XlaBackend().unavailable_reason())
 
 INFINITE = torch.tensor([1.0, float("inf"), float("nan"), 2.0])
+SMALL = torch.tensor([1e-45, -1e-40, 1e-38, 2.0**-126, 0.0, -0.0, 3.0, float("-inf")])
 MASK = torch.tensor([True, False, False, False])
 NUMBERS = {
     "a mask times infinity": lambda x, m: (m.float() * x, m * x, x * (x > 5).to(x.dtype), m.half() * x.half()),
@@ -26,6 +27,10 @@ NUMBERS = {
     "bounds of a logit that are the wrong way round": lambda x, m: (torch.logit(x, 0.6), torch.logit(x / 2, 0.6)),
     "the spread of nothing": lambda x, m: torch.std_mean(x.reshape(4, 1)[:0], [0], correction=-200),
     "a number beyond half precision": lambda x, m: (torch.xlogy(m.half(), 70_000),),
+    "the parts of numbers below the smallest normal one": lambda x, m: (
+        *torch.frexp(SMALL.to(x.device)), *torch.frexp(SMALL.bfloat16().to(x.device)),
+        *torch.frexp(torch.tensor([5e-324, -1e-310, 7.0], dtype=torch.float64).to(x.device)),
+    ),
 }  # fmt: skip
 
 

@@ -34,6 +34,7 @@ from torchport.backend.interface import (
     Support,
     TensorData,
 )
+from torchport.core import releases
 from torchport.core.errors import CompileError, ConfigError, DelegateError, ErrorCode
 from torchport.core.specs import CompileSpecs, TensorSpec
 
@@ -64,6 +65,8 @@ _SHAPES: Final = {
 """Those of them for which alone XNNPACK is not worth its partitioner, which takes most of the time of lowering."""
 _RUNTIME: Final = "executorch.extension.pybindings._C"
 """The runtime itself. ``executorch.runtime`` is some classes around it, and imports the exporter: seconds."""
+_FIRST_TORCH: Final = (2, 13)
+"""ExecuTorch 1.5 reads PyTorch's tensors where 2.13 to 2.15 have their parts. Those of 2.11 seem to have no device."""
 _POOLS: Final = {aten.avg_pool2d.default, aten.max_pool2d.default, aten.adaptive_avg_pool2d.default}
 _FIRST_RESULT: Final = {aten._native_batch_norm_legit_no_training.default}
 _CODE: Final = re.compile(r"error:? (?:code )?(0x[0-9a-fA-F]+)")
@@ -78,10 +81,15 @@ class ExecuTorchBackend(Backend):
     capabilities = Capabilities(binds_constants=True, embeds_constants=True, slow_to_compile=True)
 
     def is_available(self) -> bool:
-        return importlib.util.find_spec("executorch") is not None
+        return not self.unavailable_reason()
 
     def unavailable_reason(self) -> str:
-        return "" if self.is_available() else "executorch is not installed: pip install torchport[executorch]"
+        if importlib.util.find_spec("executorch") is None:
+            return "executorch is not installed: pip install torchport[executorch]"
+        if releases.version() < _FIRST_TORCH:
+            needed = ".".join(map(str, _FIRST_TORCH))
+            return f"executorch's library is built for tensors of PyTorch {needed} or newer, not of {torch.__version__}"
+        return ""
 
     def supports(self, node: fx.Node) -> Support:
         if getattr(node.target, "__name__", "") == "getitem":

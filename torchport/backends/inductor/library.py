@@ -34,7 +34,10 @@ _capsule_of.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 def _message(dll: ctypes.CDLL) -> str:
     """Why the last call into the library failed: an operator's own words if it was an operator, else the library's."""
     text = ctypes.c_char_p()
-    dll.AOTInductorGetLastError(ctypes.byref(text))
+    last_error = getattr(dll, "AOTInductorGetLastError", None)
+    if last_error is None:
+        return "PyTorch before 2.13 does not say why; it may have printed it"
+    last_error(ctypes.byref(text))
     message = (text.value or b"no message").decode(errors="replace")
     if "API call failed at" in message and torch_api.last_error is not None:
         message = (torch_api.last_error() or b"").decode(errors="replace") or message
@@ -105,7 +108,7 @@ class Library:
         self._output_array = ctypes.c_void_p * len(self.outputs)
         layouts = caller.layouts((*self.inputs, *self.outputs))
         self._caller = caller.load()
-        if layouts is None or self._caller is None:
+        if layouts is None or self._caller is None or not hasattr(self._dll, "AOTInductorGetLastError"):
             return
         close, last_error = self._dll.AOTInductorModelContainerDelete, self._dll.AOTInductorGetLastError
         functions: tuple[Any, ...] = (self._run, close, last_error, torch_api.last_error)

@@ -18,7 +18,8 @@ An input that Dynamo met first as the base of another one has the sizes that it 
 AOTAutograd would give it symbols that nothing guards; here it gets the numbers, too.
 
 Private torch APIs used here: ``torch._guards.TracingContext.tensor_to_context`` (which sizes vary),
-``torch._functorch._aot_autograd.runtime_wrappers.create_synthetic_base_metadata`` and ``gen_alias_from_base``,
+``torch._functorch._aot_autograd.runtime_wrappers.create_synthetic_base_metadata``, ``gen_alias_from_base`` and
+``make_output_handler``,
 ``torch._functorch._aot_autograd.input_output_analysis.compute_overlapping_tensors``,
 ``torch._functorch._aot_autograd.graph_capture.create_functionalized_fn``.
 """
@@ -28,8 +29,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import combinations
 from typing import Any, Final
 
@@ -38,6 +39,7 @@ from torch import fx
 from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
+from ...core import releases
 from ...core.errors import UnsupportedOp
 from ...trace.handle import DEVICE_TYPE
 from ..device.fake import saw_conjugate_views
@@ -105,16 +107,40 @@ def mended_bases() -> Iterator[None]:
             raise UnsupportedOp("inputs whose sizes vary share rows of one matrix, and PyTorch takes them for separate")
         return {*known, *found}
 
+    make_handler = runtime_wrappers.make_output_handler
+
+    def handler(*args: Any) -> Any:
+        return _with_own_aliases(make_handler(*args), taken)
+
     with (
         replaced(f"{_AUTOGRAD}.input_output_analysis.compute_overlapping_tensors", all_overlapping),
         replaced(f"{_AUTOGRAD}.graph_capture.create_functionalized_fn", functional),
         replaced(f"{_AUTOGRAD}.runtime_wrappers.create_synthetic_base_metadata", create),
         replaced(f"{_AUTOGRAD}.runtime_wrappers.gen_alias_from_base", taken),
+        # From 2.13 on the code that makes results holds on to the function above; before, handlers look it up when they
+        # are called, and by then it is PyTorch's again.
+        nullcontext()
+        if releases.version() >= (2, 13)
+        else replaced(f"{_AUTOGRAD}.runtime_wrappers.make_output_handler", handler),
     ):
         try:
             yield
         finally:
             compiling = False
+
+
+def _with_own_aliases(handler: Any, taken: Callable[..., torch.Tensor]) -> Any:
+    """What makes a result that is an alias, of PyTorch 2.11: the same with another function that takes the alias."""
+    if not hasattr(handler, "view_meta_sequence"):  # no alias
+        return handler
+    of_result = vars(handler).get("_unwrap_aliased_base_tensor")  # an attribute of objects alone
+
+    def made(inputs: Sequence[Any], results: Sequence[Any], result: Any) -> torch.Tensor:
+        base = inputs[handler.base_idx] if of_result is None else of_result(results[handler.base_idx])
+        views, how = handler.view_meta_sequence, {"replay_views": handler.replay_views}
+        return taken(base, handler.unwrap_out(result), handler.requires_grad, views, **how)
+
+    return made
 
 
 def _rows_overlap(one: Any, other: Any) -> bool:

@@ -19,7 +19,7 @@ from ...core.releases import has
 from . import module, storages
 from .names import NAME, device_of, unheard
 from .opaque import opaque
-from .patches import PATCHES, replace
+from .patches import PATCHES, replace, when_imported
 
 __all__ = ["install"]
 
@@ -90,6 +90,7 @@ def install() -> None:
         replace(f"torch.accelerator.{name}", wrapped)
         if (target := f"torch.accelerator.memory.{name}") in PATCHES:
             replace(target, wrapped)
+    when_imported("torch._dynamo.utils", _streams_of_compiled_code)
     switch: Any = torch.accelerator.device_index
     enter, leave = switch.__enter__, switch.__exit__
     target = "torch.accelerator.device_index"
@@ -97,6 +98,12 @@ def install() -> None:
     replace(f"{target}.__exit__", _where_ours(leave, lambda self, *exc: None))
     replace("torch.Tensor.pin_memory", _pin_memory(torch.Tensor.pin_memory))
     replace("torch.Tensor.is_pinned", _is_pinned(torch.Tensor.is_pinned))
+
+
+def _streams_of_compiled_code(module: Any) -> None:
+    """From 2.15 on, functions that Dynamo has compiled ask C++ for the stream, which makes the device ready."""
+    current_stream = _where_ours(module.get_current_stream, _FUNCTIONS["current_stream"])
+    replace("torch._dynamo.utils.get_current_stream", current_stream)
 
 
 def _where_ours(original: Callable[..., Any], fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -50,6 +50,11 @@ PATCHES: Final[dict[str, tuple[str, str, str]]] = {
         "Dynamo asks for it in every function",
         _IMPORT,
     ),
+    "torch._dynamo.utils.get_current_stream": (
+        "the same",
+        "functions that Dynamo has compiled ask for it",
+        "its import",
+    ),
     "torch.accelerator.set_device_idx": ("sets the device module's", _ALLOCATOR, _IMPORT),
     "torch.accelerator.set_device_index": ("sets the device module's", _ALLOCATOR, _IMPORT),
     "torch.accelerator.synchronize": ("waits for the device, if it is in use", _ALLOCATOR, _IMPORT),
@@ -417,6 +422,11 @@ WHILE_COMPILING: Final[dict[str, tuple[str, str, str]]] = {
     f"{_BASES}.runtime_wrappers.create_synthetic_base_metadata": (
         "inputs with one base keep their own tangents; conjugate views of one base are refused",
         "gradients of inputs that share memory would be those of their base",
+        _COMPILING,
+    ),
+    f"{_BASES}.runtime_wrappers.make_output_handler": (
+        "before 2.13: what makes such results holds on to the function of the row below",
+        "it would look the function up when it is called",
         _COMPILING,
     ),
     f"{_BASES}.runtime_wrappers.gen_alias_from_base": (

@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 
 from ...core.errors import StorageAccess
+from ...core.releases import operators
 from ...trace.handle import LazyTensor, make_handle
 from ..device.inplace import unwrapped
 from ..device.opaque import opaque
@@ -37,8 +38,11 @@ def install(module: Any) -> None:
         "all_gather_copy_in": module.all_gather_copy_in_cuda,
         "split_with_sizes_copy": _split_with_sizes_copy,
         "chunk_cat": _chunk_cat,
+        "chunk_cat_mixed_dtype": _chunk_cat_mixed_dtype,  # since 2.15, which gradients go through
     }
     for name, body in bodies.items():
+        if not operators(torch.ops.fsdp, name):
+            continue
         stock = torch.library.get_kernel(f"fsdp::{name}", "Functionalize")
         library.impl(name, opaque(for_ours(body, stock)), "Functionalize", with_keyset=True)
 
@@ -52,6 +56,10 @@ def _split_with_sizes_copy(
 
 def _chunk_cat(tensors: Sequence[torch.Tensor], dim: int, num_chunks: int, *, out: torch.Tensor) -> None:
     out.copy_(torch._chunk_cat(list(tensors), dim, num_chunks))
+
+
+def _chunk_cat_mixed_dtype(tensors: Sequence[torch.Tensor], dim: int, num_chunks: int, *, out: torch.Tensor) -> None:
+    _chunk_cat([tensor.to(out.dtype) for tensor in tensors], dim, num_chunks, out=out)
 
 
 def _is_freed(tensor: torch.Tensor) -> bool:

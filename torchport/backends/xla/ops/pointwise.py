@@ -267,8 +267,22 @@ def real_imag(call: Call, x: Array) -> Array:
 @lowers(aten.frexp.Tensor)
 def frexp(call: Call, x: Array) -> tuple[Array, Array]:
     """Mantissas from 1/2 to 1 and exponents (int32); what is not finite is its own mantissa, with exponent 0."""
-    mantissa, exponent = jnp.frexp(wide(x))
-    return mantissa, jnp.where(jnp.isfinite(x), exponent, 0)
+    # By bits: arithmetic takes numbers below the smallest normal one for zero.
+    value = wide(x)
+    info = np.finfo(value.dtype)
+    word = np.dtype(f"uint{info.bits}")
+    bits = lax.bitcast_convert_type(value, word)
+    fraction_mask, field_mask = word.type((1 << info.nmant) - 1), word.type((1 << info.nexp) - 1)
+    fraction, field = bits & fraction_mask, (bits >> word.type(info.nmant)) & field_mask
+    small = lax.eq(field, lax.full_like(field, 0))
+    shift = lax.sub(lax.clz(fraction), lax.full_like(fraction, info.nexp))  # brings a small number's first bit in place
+    exponent = jnp.where(small, 1 - shift.astype(np.int32), field.astype(np.int32)) + np.int32(info.minexp)
+    fraction = jnp.where(small, fraction << shift, fraction) & fraction_mask
+    half = word.type((-info.minexp) << info.nmant)  # the exponent's field of numbers from 1/2 to 1
+    sign = bits & word.type(1 << (info.bits - 1))
+    mantissa = lax.bitcast_convert_type(sign | half | fraction, value.dtype)
+    plain = lax.bitwise_or(lax.eq(field, lax.full_like(field, field_mask)), lax.eq(bits, sign))
+    return jnp.where(plain, value, mantissa), jnp.where(plain, 0, exponent)
 
 
 @lowers(aten.frac.default)
