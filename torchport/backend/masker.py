@@ -102,7 +102,9 @@ def regrouped(layout: Layout, shape: Sequence[int]) -> Layout:
             if not left:
                 raise Inexact("a view that does not keep the padded dimension together")
             size, symbol = left.pop(0)
-            need = wanted // size_of(taken)
+            need, odd = divmod(wanted, size_of(taken))
+            if odd:
+                raise Inexact("a view cuts the padded dimension")
             if size > need:
                 if symbol is not None or size % need:
                     raise Inexact("a view cuts the padded dimension")

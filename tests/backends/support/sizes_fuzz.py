@@ -282,7 +282,7 @@ def draw_program(seed: int) -> Program:
         name = f"v{len(made.lines)}"
         try:
             values = [eval(expression, dict(scope)) for scope in scopes]
-        except (RuntimeError, IndexError, ValueError, TypeError):
+        except (RuntimeError, IndexError, ValueError, TypeError, ZeroDivisionError):
             return False
         if any(not 0 < value.numel() <= 20000 or value.abs().amax() > 1e4 or value.isnan().any() for value in values):
             return False
@@ -390,7 +390,7 @@ def check(program: Program, counts: Counter[str] | None = None, say: Callable[[s
         inputs = _inputs(batch, length, 1000 * program.seed + at)
         try:
             want = _run(program, inputs, "cpu")
-        except (RuntimeError, IndexError, ValueError, TypeError):
+        except (RuntimeError, IndexError, ValueError, TypeError, ZeroDivisionError):
             counts["raises on the CPU"] += 1
             continue
         counts["runs"] += 1
