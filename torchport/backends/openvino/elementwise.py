@@ -9,7 +9,10 @@ import numpy
 import torch
 from torch import fx
 
-from .writer import KINDS, WORDS, Writer, arg_of, both, float_result, rule, val
+from torchport.backend.sizes.guards import NotSymbolic
+
+from .sizes import is_symbolic, known
+from .writer import KINDS, WORDS, Writer, arg_of, both, float_result, held_shape, rule, val
 
 aten = torch.ops.aten
 
@@ -150,7 +153,7 @@ def _only_equality(node: fx.Node) -> str:
     if node.target not in (aten.eq.Tensor, aten.eq.Scalar, aten.ne.Tensor, aten.ne.Scalar):
         return "of an order of int64"
     others = [arg for arg in node.args[:2] if arg not in wide]
-    return "" if all(isinstance(arg, int) for arg in others) else "of int64 and another dtype"
+    return "" if all(isinstance(arg, (int, torch.SymInt)) for arg in others) else "of int64 and another dtype"
 
 
 _TURNED: Final = {aten.gt.Tensor, aten.gt.Scalar, aten.ge.Tensor, aten.ge.Scalar}
@@ -160,7 +163,10 @@ _TURNED: Final = {aten.gt.Tensor, aten.gt.Scalar, aten.ge.Tensor, aten.ge.Scalar
 def _as_words(w: Writer, node: fx.Node) -> list[Any]:
     made: list[Any] = []
     for arg in node.args[:2]:
-        made.append(w.value(arg) if isinstance(arg, fx.Node) else w.array(numpy.array(arg, numpy.int64)))
+        if is_symbolic(arg):
+            made.append(w.wide(w.word_of(arg)))
+        else:
+            made.append(w.value(arg) if isinstance(arg, fx.Node) else w.array(numpy.array(known(arg), numpy.int64)))
     return made
 
 
@@ -486,12 +492,26 @@ def _whole_words(w: Writer, value: Any) -> Any:
 
 
 def _filled(w: Writer, node: fx.Node, number: Any) -> Any:
-    """A tensor of one number, made when the graph is compiled."""
-    return w.array(numpy.full(tuple(val(node).shape), number, KINDS[val(node).dtype]))
+    """A tensor of one number, made when the graph is compiled, if it has always as many elements."""
+    if is_symbolic(number):
+        one = _of_size(w, node, number)
+        return w.ops.broadcast(one, w.ints(held_shape(val(node)))) if val(node).dim() else one
+    return w.filled(val(node).shape, numpy.array(known(number), KINDS[val(node).dtype]))
+
+
+def _of_size(w: Writer, node: fx.Node, number: Any) -> Any:
+    """A size as a tensor of as many dimensions as a result has, each of one, and of its dtype."""
+    shape, dtype = [1] * val(node).dim(), val(node).dtype
+    if dtype is torch.int64:
+        return w.reshape(w.wide(w.word_of(number)), [*shape, 2])
+    if dtype is not torch.float32:
+        raise NotSymbolic(f"a size is a number of {dtype}")
+    return w.reshape(w.value(number), shape)
 
 
 def _small(node: fx.Node) -> str:
-    return "of so many elements: the constant would be stored" if val(node).numel() > 1 << 20 else ""
+    count = known(val(node).numel())
+    return "" if is_symbolic(count) or count <= 1 << 20 else "of so many elements: the constant would be stored"
 
 
 @rule(
@@ -537,16 +557,62 @@ def _range_check(node: fx.Node) -> str:
     check=_range_check, moves=True, empty=True,
 )  # fmt: skip
 def _sequence(w: Writer, node: fx.Node) -> Any:
-    """Made by PyTorch when the graph is compiled."""
+    """Made by PyTorch when the graph is compiled, if sizes are known."""
     target: Any = node.target
-    return w.array(target(*node.args, **{**node.kwargs, "device": "cpu"}).numpy())
+    if is_symbolic(list(node.args)):
+        return _range_of_sizes(w, node)
+    return w.array(target(*map(known, node.args), **{**node.kwargs, "device": "cpu"}).numpy())
+
+
+def _range_of_sizes(w: Writer, node: fx.Node) -> Any:
+    """Numbers from one size to another, or a unit matrix."""
+    count, dtype = val(node).shape[0], val(node).dtype
+    if node.target in (aten.eye.default, aten.eye.m):
+        down, across = w.counted(count), w.counted(val(node).shape[1])
+        ones = w.ops.equal(w.ops.unsqueeze(down, w.ints(1)), w.ops.unsqueeze(across, w.ints(0)))
+        return _counted_as(w, ones.output(0), dtype)
+    if node.target is aten.linspace.default and dtype is torch.float32:
+        return _linspace(w, node)
+    if node.target not in (aten.arange.default, aten.arange.start, aten.arange.start_step):
+        raise NotSymbolic("its elements are made when the graph is compiled")
+    args: list[Any] = list(node.args)
+    start, step = (0 if len(args) == 1 else args[0]), (args[2] if len(args) == 3 else 1)
+    if not all(isinstance(known(one), (int, torch.SymInt)) for one in (start, step)) or is_symbolic(step):
+        raise NotSymbolic("its elements are no whole numbers")
+    return _counted_as(w, w.counted(count, "i32", start, known(step)), dtype)
+
+
+def _counted_as(w: Writer, value: Any, dtype: Any) -> Any:
+    """Small whole numbers, or bools, as a dtype."""
+    if dtype is torch.int64:
+        return w.wide(value)
+    if dtype not in (torch.float32, torch.int32, torch.bool):
+        raise NotSymbolic(f"numbers of {dtype} are made when the graph is compiled")
+    kinds = {torch.float32: "f32", torch.int32: "i32", torch.bool: "boolean"}
+    return w.ops.convert(value, kinds[dtype])
+
+
+def _linspace(w: Writer, node: fx.Node) -> Any:
+    """From both ends, as PyTorch does it."""
+    start, end, count = (w.value(number) for number in node.args[:3])
+    last = w.ops.subtract(count, w.value(1.0))
+    step = w.ops.divide(w.ops.subtract(end, start), last)
+    places = w.counted(node.args[2])
+    near = w.ops.add(start, w.ops.multiply(step, places))
+    far = w.ops.subtract(end, w.ops.multiply(step, w.ops.subtract(last, places)))
+    half = w.ops.floor(w.ops.multiply(count, w.value(0.5)))
+    return w.ops.select(w.ops.less(places, half), near, far)
 
 
 @rule(aten.tril.default, aten.triu.default)
 def _triangle(w: Writer, node: fx.Node) -> Any:
     diagonal = int(arg_of(node, 1, "diagonal", 0))
-    kept = (numpy.tril if node.target is aten.tril.default else numpy.triu)(
-        numpy.ones(tuple(val(node).shape[-2:]), bool), diagonal
-    )
-    value, mask = w.value(node.args[0]), w.ops.constant(kept)
+    value, sides = w.value(node.args[0]), val(node).shape[-2:]
+    if is_symbolic(sides):
+        down, across = w.ops.unsqueeze(w.counted(sides[0]), w.ints(1)), w.counted(sides[1])
+        reach = w.ops.add(down, w.value(float(diagonal)))
+        mask = (w.ops.less_equal if node.target is aten.tril.default else w.ops.greater_equal)(across, reach)
+    else:
+        kept = numpy.tril if node.target is aten.tril.default else numpy.triu
+        mask = w.ops.constant(kept(numpy.ones(tuple(map(known, sides)), bool), diagonal))
     return w.ops.logical_and(value, mask) if val(node).dtype is torch.bool else w.ops.select(mask, value, w.value(0.0))
