@@ -133,9 +133,9 @@ def _with_sizes(graph: fx.Graph) -> fx.Graph:
             raise NotSymbolic(f"the graph holds {node.op}")
         if computes and not _is_of_tensors(node.meta.get("val")):
             continue  # a size, or a check of one
-        args, kwargs = fx.map_arg(node.args, at), fx.map_arg(node.kwargs, at)
-        copies[node] = made.create_node(node.op, node.target, args, kwargs, node.name)  # type: ignore[arg-type]
-        copies[node].meta.update(node.meta)
+        copy = copies[node] = made.create_node(node.op, node.target, name=node.name)
+        copy.args, copy.kwargs = fx.map_arg(node.args, at), fx.map_arg(node.kwargs, at)  # type: ignore[assignment]
+        copy.meta.update(node.meta)
     return made
 
 
