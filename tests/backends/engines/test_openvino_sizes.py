@@ -65,12 +65,14 @@ ONE = {
     "view": lambda x, **_: x.view(x.shape[0] * x.shape[1], 4).t().reshape(4, x.shape[0], -1),
     "heads": lambda x, **_: x.view(*x.shape[:2], 2, 2).transpose(1, 2).reshape(-1, x.shape[1], 2) * 2,
     "expand": lambda x, **_: x[:, :1].expand(-1, x.shape[1], -1) * x,
-    "slice": lambda x, **_: (x[:, 1:-1] * 2, x[:, -2:] + 1, x[1:, : x.shape[1] // 2].sin()),
+    "slice": lambda x, **_: (x[:, 1:-1] * 2, x[:, -2:] + 1, x[1:, : x.shape[1] - 2].sin()),
     "select": lambda x, **_: (x[:, -1] + 1, x[0] * 2),
     "cat": lambda x, y, **_: (torch.cat([x, y], 1), torch.stack([x, y], 2), torch.cat([x.flatten(), y.flatten()])),
     "flip": lambda x, **_: x.flip(1) + x.roll(2, 1) + x.roll(-3, 1),
     "roll flat": lambda x, **_: x.roll(1) * 2,
-    "filled": lambda x, **_: (torch.zeros_like(x) + x, x.new_full(x.shape[1:], 3.0), torch.ones_like(x, dtype=torch.int64)),
+    "filled": lambda x, **_: (
+        torch.zeros_like(x) + x, x.new_full(x.shape[1:], 3.0), torch.ones_like(x, dtype=torch.int64)
+    ),
     "size as a number": lambda x, **_: (x * x.shape[1] - x.shape[0], torch.full_like(x, x.shape[1])),
     "arange": lambda x, ids, **_: (
         torch.arange(x.shape[1], device=x.device).float() + ids, torch.arange(1, x.shape[1] + 1, device=x.device)
@@ -83,7 +85,7 @@ ONE = {
     "repeat": lambda x, **_: x.repeat(2, 1, 3),
     "softmax": lambda x, **_: (x.softmax(1), x.log_softmax(0), x.logsumexp(1)),
     "sums": lambda x, **_: (x.sum(1), x.mean(), x.amax(0), x.var(1), x.std((0, 1)), x.norm(dim=1), x.prod(1)),
-    "places": lambda x, **_: (x.argmax(1), x.max(0), x.argmin(), x.sort(1), x.median(1)),
+    "places": lambda x, **_: (x.argmax(1), *x.max(0), x.argmin(), *x.sort(1), *x.median(1)),
     "scans": lambda x, **_: (x.cumsum(1), x[:, :5].cumprod(1)),
     "norm": lambda x, **_: functional.layer_norm(x, (4,)),
     "embedding": lambda ids, table, **_: functional.embedding(ids, table) * 2,
@@ -115,7 +117,7 @@ def test_one_model_computes_every_size(name: str) -> None:
 
 
 def test_what_has_no_symbols_is_padded_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
-    """Reflections pick places that are found out when the graph is compiled."""
+    """What averages are divided by is found out when the graph is compiled."""
     with caplog.at_level(logging.INFO, "torchport.compile"):
         _compare(lambda x, **_: functional.avg_pool2d(x[:, None], (2, 2), ceil_mode=True).sum() + x.sin())
     said = [record.getMessage() for record in caplog.records]

@@ -239,7 +239,7 @@ def compiled_for_several(
 def _bucket(
     values: tuple[int, ...], seen: Sequence[tuple[int, ...]], count: int, most: Sequence[int | None]
 ) -> tuple[int, ...] | None:
-    """What sizes are to be padded to; ``None`` where that would cost too much. ``count``: how many buckets there are."""
+    """What sizes are to be padded to; ``None`` where that costs too much. ``count``: how many buckets there are."""
     found = bucket_for(values, seen, count, most)
     if not is_padded_little(values, found, count):
         found = bucket_for(values, [], 0)

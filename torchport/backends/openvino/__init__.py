@@ -292,7 +292,7 @@ def _check_shapes(request: Any, results: Sequence[Any]) -> None:
         found, wanted = tuple(request.get_output_tensor(position).shape), _held(made).shape
         if found != wanted:
             raise DelegateError(
-                f"OpenVINO made a result of shape {found} instead of {wanted}: set config.sizes to 'off', and report it",
+                f"OpenVINO made a result of shape {found} instead of {wanted}: set config.sizes to 'off'",
                 code=ErrorCode.INTERNAL,
             )
 

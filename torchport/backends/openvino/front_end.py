@@ -187,7 +187,7 @@ def _fits(shape: Any, wanted: list[int]) -> bool:
     if shape.rank.is_dynamic or len(shape) != len(wanted):
         return False
     return all(
-        size < 0 or not found.is_dynamic and found.get_length() == size
+        size < 0 or (not found.is_dynamic and found.get_length() == size)
         for found, size in zip(shape, wanted, strict=True)
     )
 
