@@ -135,7 +135,7 @@ class OpenVinoBackend(Backend):
     """OpenVINO on CPU (or the device of compile spec ``openvino.device``)."""
 
     name = "openvino"
-    version = "3"
+    version = "4"
     capabilities = Capabilities(torch_free=True, binds_constants=True, slow_to_compile=True)
 
     def is_available(self) -> bool:

@@ -23,6 +23,7 @@ from torchport.core.errors import CompileError
 
 from . import (  # noqa: F401 - their rules
     elementwise,
+    factories,
     images,
     indices,
     losses,
