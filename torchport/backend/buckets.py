@@ -73,8 +73,38 @@ def product(expression: Any, symbols: Sequence[Any]) -> tuple[Factor, ...] | Non
     return tuple(found)
 
 
-def require_products(graph: fx.GraphModule, symbols: Sequence[Any]) -> None:
+def _is_product_of_sums(expression: Any, symbols: Sequence[Any]) -> bool:
+    """Whether an expression is a product of whole numbers, symbols, and symbols and constants (``2 * (T - 1)``)."""
+    if product(expression, symbols) is not None:
+        return True
+    import sympy  # on demand: padding needs it where a part of what varies is taken
+
+    expression = expression.replace(lambda one: one.func.__name__ == "FloorDiv", _divided_exactly)
+    if not expression.is_polynomial(*symbols):
+        return False
+    constant, factors = sympy.factor_list(expression, *(one for one in symbols if expression.has(one)))
+    return bool(constant.is_Integer) and all(
+        one in symbols or (one.is_Add and len(one.args) == 2 and one.args[0].is_Integer and one.args[1] in symbols)
+        for one, _ in factors
+    )
+
+
+def _divided_exactly(quotient: Any) -> Any:
+    """The polynomial that a quotient of PyTorch's is, such as ``T`` for ``T * T // T``; the same where it is none."""
+    import sympy  # on demand, as above
+
+    base, divisor = quotient.args
+    exact = sympy.cancel(base / divisor)
+    whole = exact.is_polynomial(*exact.free_symbols) and all(
+        c.is_Integer for c in exact.as_coefficients_dict().values()
+    )
+    return exact if whole else quotient
+
+
+def require_products(graph: fx.GraphModule, symbols: Sequence[Any], sums: bool = False) -> None:
     """Raises :class:`Inexact` where an operator gets or makes a size or number that is no product of symbols.
+
+    ``sums``: a symbol and a constant counts as a symbol.
 
     Padding compares graphs for two values of a symbol, which tells products from constants. Anything else may be equal
     for both and another one for a third: ``(s + 1) // 2`` for 15 and 16. What is computed from sizes counts where an
@@ -84,20 +114,24 @@ def require_products(graph: fx.GraphModule, symbols: Sequence[Any]) -> None:
     def otherwise(value: Any) -> bool:
         expression = _expression(value)
         free = getattr(expression, "free_symbols", set())
-        return not free.isdisjoint(symbols) and product(expression, symbols) is None
+        if free.isdisjoint(symbols):
+            return False
+        return not _is_product_of_sums(expression, symbols) if sums else product(expression, symbols) is None
 
     for node in graph.graph.nodes:
         # Arithmetic on sizes is functions of Python, and what only checks sizes has no users.
         if node.op != "call_function" or not isinstance(node.target, _OPERATORS) or not node.users:
             continue
         made = [leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
-        if any(otherwise(size) for tensor in made for size in tensor.shape):
-            raise Inexact("a size is computed from one that changes")
+        wrong = next((size for tensor in made for size in tensor.shape if otherwise(size)), None)
+        if wrong is not None:
+            raise Inexact(f"a size is computed from one that changes: {wrong}, of {node.target}")
         given = [
             arg.meta.get("val") if isinstance(arg, fx.Node) else arg for arg in tree_leaves((node.args, node.kwargs))
         ]
-        if any(otherwise(number) for number in given if isinstance(number, _NUMBERS)):
-            raise Inexact("a number is computed from a size that changes")
+        wrong = next((number for number in given if isinstance(number, _NUMBERS) and otherwise(number)), None)
+        if wrong is not None:
+            raise Inexact(f"a number is computed from a size that changes: {wrong}, for {node.target}")
 
 
 class Symbols:

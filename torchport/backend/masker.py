@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -31,6 +32,7 @@ __all__ = [
     "arguments",
     "broadcast",
     "dim_of",
+    "in_its_shape",
     "is_padded",
     "regrouped",
     "rule_for",
@@ -55,10 +57,14 @@ class Inexact(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Masked:
-    """``module`` takes the true size of each symbol, too (0-dim); ``results`` are the outputs' layouts."""
+    """``module`` takes the true size of each symbol, too (0-dim); ``results`` are the outputs' layouts.
+
+    ``sums``: symbols beyond the given ones, each another symbol and a constant.
+    """
 
     module: fx.GraphModule
     results: tuple[Layout | None, ...]
+    sums: tuple[tuple[int, int], ...] = ()
 
 
 def dim_of(factors: Sequence[Factor]) -> Dim:
@@ -130,6 +136,20 @@ def arguments(node: fx.Node, *names: str) -> list[Any]:
     return found
 
 
+def in_its_shape(node: fx.Node) -> Iterator[fx.Node]:
+    """The users of a value, and of what is computed from it in its shape; nearest first."""
+    shape = node.meta["val"].shape
+    ahead, seen = deque([node]), {node}
+    while ahead:
+        for user in ahead.popleft().users:
+            if user not in seen:
+                seen.add(user)
+                yield user
+                value = user.meta.get("val")
+                if isinstance(value, torch.Tensor) and value.shape == shape:
+                    ahead.append(user)
+
+
 Rule: TypeAlias = Callable[["Masker", fx.Node, Sequence[fx.Node]], Any]
 _RULES: Final[dict[Any, Rule]] = {}
 
@@ -160,11 +180,15 @@ class Masker:
         strict: bool = True,
         number: torch.dtype = torch.int64,
         constants: Collection[str] = (),
+        sums: bool = False,
     ) -> None:
         self.constants = constants
         self.known: dict[fx.Node, torch.Tensor] = {}
-        self.sizes = sizes
-        self.others = others
+        self.sizes = list(sizes)
+        self.others = list(others)
+        self.sums: list[tuple[int, int]] = []
+        """Symbols after the given ones, each of these and a constant: ``T - 1`` is as good a size as ``T``."""
+        self.may_sum = sums
         self.smallest = smallest
         self.strict = strict
         self.number = number
@@ -181,35 +205,81 @@ class Masker:
         if not moved:
             return dim_of([(size, None)])
         (at, *more) = moved
-        if more or size != self.sizes[at] or variants[at] != self.others[at]:
-            raise Inexact(f"a size is computed from one that changes ({size})")
-        return ((size, at),)
+        if not more and size - self.sizes[at] == variants[at] - self.others[at]:
+            if size == self.sizes[at]:
+                return ((size, at),)
+            if self.may_sum and self.true and size > 0:
+                return ((size, self._sum(at, size - self.sizes[at])),)
+        raise Inexact(f"a size is computed from one that changes ({size})")
+
+    def _sum(self, at: int, constant: int) -> int:
+        """The symbol that is a given one and a constant."""
+        given = len(self.sizes) - len(self.sums)
+        if (at, constant) in self.sums:
+            return given + self.sums.index((at, constant))
+        self.sums.append((at, constant))
+        self.sizes.append(self.sizes[at] + constant)
+        self.true.append(self.builder(aten.add.Tensor, self.true[at], constant))
+        return len(self.sizes) - 1
+
+    def in_variant(self, symbol: int | None, size: int, at: int) -> int:
+        """A factor's size in the graph that has another size for symbol ``at``."""
+        given = len(self.others)
+        base, constant = self.sums[symbol - given] if symbol is not None and symbol >= given else (symbol, 0)
+        return self.others[at] + constant if base == at else size
 
     def true_number(self, number: Any, variants: Sequence[Any], dtype: torch.dtype) -> fx.Node:
         """A number that is a constant times symbols, of the true sizes, in this dtype. Raises :class:`Inexact` for any
         other."""
         moved = [at for at, other in enumerate(variants) if other != number]
-        rest, b = number, self.builder
+        rest, b, factors = number, self.builder, list[int]()
         for at in moved:
-            fits = number.__class__ is int and variants[at] * self.sizes[at] == number * self.others[at]
-            if not fits or rest % self.sizes[at]:
+            symbol = self._factor(number, variants[at], at) if number.__class__ is int else None
+            if symbol is None or rest % self.sizes[symbol]:
                 raise Inexact("a number is computed from a size that changes")
-            rest //= self.sizes[at]
+            rest //= self.sizes[symbol]
+            factors.append(symbol)
         made = b(aten.full.default, [], rest, dtype=dtype, device=torch.device("cpu"))
-        for at in moved:
-            made = b(aten.mul.Tensor, made, b.cast(self.true[at], dtype))
+        for symbol in factors:
+            made = b(aten.mul.Tensor, made, b.cast(self.true[symbol], dtype))
         return made
+
+    def _factor(self, number: int, other: int, at: int) -> int | None:
+        """Which symbol a number is a multiple of that changes with symbol ``at``: this one, or a sum of it."""
+        size, instead = self.sizes[at], self.others[at]
+        if other * size == number * instead:
+            return at
+        times, left = divmod(number - other, size - instead)
+        if not self.may_sum or left or not times or number % times or number // times <= 0:
+            return None
+        return self._sum(at, number // times - size)
 
     def from_shapes(self, node: fx.Node, variants: Sequence[fx.Node]) -> Layout:
         """The layout of a tensor all whose dimensions are symbols or none."""
         shapes = [tuple(one.meta["val"].shape) for one in variants]
         return tuple(self.symbol(n, [shape[d] for shape in shapes]) for d, n in enumerate(node.meta["val"].shape))
 
+    def of_any_order(self, node: fx.Node, variants: Sequence[fx.Node]) -> Layout:
+        """The layout of a value that is right whichever sizes a dimension is taken to be a product of.
+
+        Of a size such as that of ``[B * T, 8]`` only what the value is put together with tells.
+        """
+        try:
+            return self.from_shapes(node, variants)
+        except Inexact:
+            shape = node.meta["val"].shape
+            for user in in_its_shape(node):
+                for other in user.all_input_nodes:
+                    known = self.layouts.get(other)
+                    if known.__class__ is tuple and other.meta["val"].shape == shape:
+                        return known
+            raise
+
     def check(self, layout: Any, value: Any, variants: Sequence[Any]) -> None:
         """Whether a layout explains the shapes that every graph has."""
         if isinstance(value, torch.Tensor):
             for at, other in enumerate(variants):
-                sizes = [math.prod(self.others[at] if s == at else n for n, s in dim) for dim in layout]
+                sizes = [math.prod(self.in_variant(s, n, at) for n, s in dim) for dim in layout]
                 if sizes != list(other.shape):
                     raise Inexact("a shape that the masks do not explain")
         elif isinstance(value, (list, tuple)):
@@ -232,7 +302,7 @@ class Masker:
             return tree_map(lambda v: None if isinstance(v, fx.Node) else v, (list(one.args), dict(one.kwargs)))
 
         if any(repr(constants(one)) != repr(constants(node)) for one in variants):
-            raise Inexact("a number is computed from a size that changes")
+            raise Inexact(f"a number is computed from a size that changes, for {node.target}")
 
     def mask_of(self, dim: Dim) -> fx.Node:
         """Which places of a dimension are true ones: bool, 1-D."""
@@ -365,8 +435,8 @@ class Masker:
             else:
                 self.call(node, variants)
         masked = fx.GraphModule(root, self.builder.graph)
-        masked.meta["random_ops"] = 0
-        return Masked(masked, results)
+        masked.meta["random_ops"] = graphs[0].meta.get("random_ops", 0)
+        return Masked(masked, results, tuple(self.sums))
 
 
 def whole(value: Any) -> Any:

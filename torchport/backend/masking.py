@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
-from . import masking_training  # noqa: F401  # its rules
+from . import masking_attention, masking_counted, masking_parts, masking_training  # noqa: F401  # their rules
 from .builder import Capture, Refused
 from .masker import (
     Inexact,
@@ -49,37 +49,41 @@ def mask_padding(
     strict: bool = True,
     number: torch.dtype = torch.int64,
     constants: Collection[str] = (),
+    sums: bool = False,
 ) -> Masked:
     """Mask ``graphs[0]``, which is for ``sizes``; ``graphs[1 + i]`` is the same with ``others[i]`` for symbol ``i``.
 
     ``smallest``: the smallest true size that a call may have. ``strict``: the backend must take all operators, those of
     masks included; else what it does not take stays. ``number``: the dtype of true sizes. ``constants``: inputs whose
-    value is in ``meta["constant"]`` and does not change. Padded inputs must have zeros beyond their true size.
+    value is in ``meta["constant"]`` and does not change. ``sums``: a size may be a symbol and a constant, such as
+    ``T - 1`` (:attr:`Masked.sums`). Padded inputs must have zeros beyond their true size.
     Raises :class:`Inexact` with the reason where padding would change a result.
     """
     try:
-        return Masker(sizes, others, capture, smallest, strict, number, constants).run(graphs)
+        return Masker(sizes, others, capture, smallest, strict, number, constants, sums).run(graphs)
     except Refused as error:
         raise Inexact(f"the backend takes no masks: {error.reason}") from error
 
 
 # -- rules ------------------------------------------------------------------------------------------------------------
 @rule_for(aten.where.self, aten.clone.default, aten._to_copy.default, aten.full_like.default, aten.zeros_like.default,
-       aten.ones_like.default, aten.gelu.default, aten.gelu_backward.default, aten.masked_fill.Scalar,
-       aten.threshold_backward.default, aten.tanh_backward.default, aten.sigmoid_backward.default)  # fmt: skip
+          aten.ones_like.default, aten.fill.Scalar, aten.fill.Tensor, aten.masked_fill.Scalar, aten.gelu.default,
+          aten.gelu_backward.default, aten.threshold_backward.default, aten.tanh_backward.default,
+          aten.sigmoid_backward.default)  # fmt: skip
 def _elementwise(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     m.same_constants(node, variants)
     return m.copy(node), broadcast([m.layout(n) for n in node.all_input_nodes])
 
 
-@rule_for(aten.full.default, aten.zeros.default, aten.ones.default)
+_FULL: Final = (aten.full.default, aten.new_full.default)
+
+
+@rule_for(*_FULL, aten.zeros.default, aten.ones.default, aten.new_zeros.default, aten.new_ones.default)
 def _filled(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
-    values = [
-        repr(arguments(one, "fill_value")) if one.target is aten.full.default else "" for one in (node, *variants)
-    ]
+    values = [repr(arguments(one, "fill_value")) if one.target in _FULL else "" for one in (node, *variants)]
     if len(set(values)) > 1:
         raise Inexact("a number is computed from a size that changes")
-    return m.copy(node), m.from_shapes(node, variants)
+    return m.copy(node), m.of_any_order(node, variants)
 
 
 @rule_for(aten.div.Tensor_mode, aten.floor_divide.default, aten.remainder.Tensor, aten.remainder.Scalar_Tensor,
@@ -93,21 +97,6 @@ def _divided(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     return m.copy(node, instead), broadcast([m.layout(n) for n in node.all_input_nodes])
 
 
-@rule_for(aten.arange.default, aten.arange.start, aten.arange.start_step)
-def _counted(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
-    layout = m.from_shapes(node, variants)
-    named = {argument.name for argument in node.target._schema.arguments}  # type: ignore[union-attr]
-    start, step = (
-        (arguments(node, "start")[0] if "start" in named else 0),
-        (arguments(node, "step")[0] if "step" in named else 1),
-    )
-    if not is_padded(layout[0]):
-        m.same_constants(node, variants)  # where it starts may change, although its length does not
-    elif (start, step) != (0, 1) or any(arguments(n, "end")[0] != n.meta["val"].shape[0] for n in (node, *variants)):
-        raise Inexact("a range that does not count from 0 up to a size")
-    return m.copy(node), layout
-
-
 @rule_for(aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints,
           aten.unflatten.int)  # fmt: skip
 def _view(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
@@ -116,13 +105,11 @@ def _view(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
 
 @rule_for(aten.expand.default)
 def _expand(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
-    before, shapes = m.layout(node.args[0]), [one.meta["val"].shape for one in variants]
-    shape = node.meta["val"].shape
+    before, shape = m.layout(node.args[0]), node.meta["val"].shape
     new = len(shape) - len(before)
-    return m.copy(node), tuple(
-        before[d - new] if d >= new and (before[d - new] or n == 1) else m.symbol(n, [s[d] for s in shapes])
-        for d, n in enumerate(shape)
-    )
+    kept = [d >= new and bool(before[d - new] or n == 1) for d, n in enumerate(shape)]
+    after = before if all(kept) else m.of_any_order(node, variants)
+    return m.copy(node), tuple(before[d - new] if kept[d] else after[d] for d in range(len(shape)))
 
 
 @rule_for(aten.permute.default, aten.t.default, aten.transpose.int)
@@ -145,57 +132,12 @@ def _unsqueeze(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     return m.copy(node), tuple(made)
 
 
-@rule_for(aten.squeeze.dim, aten.squeeze.dims)
+@rule_for(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 def _squeeze(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
-    before, dims = m.layout(node.args[0]), tree_leaves(node.args[1])
+    before = m.layout(node.args[0])
+    dims = range(len(before)) if node.target is aten.squeeze.default else tree_leaves(node.args[1])
     gone = {d % len(before) for d in dims if not before[d]}
     return m.copy(node), tuple(dim for d, dim in enumerate(before) if d not in gone)
-
-
-@rule_for(aten.select.int)
-def _select(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
-    source, dim, index = arguments(node, "self", "dim", "index")
-    before = m.layout(source)
-    if is_padded(before[dim]) and not 0 <= index < m.smallest:
-        raise Inexact("one place of the padded dimension is taken, which need not be there")
-    m.same_constants(node, variants)
-    return m.copy(node), tuple(one for d, one in enumerate(before) if d != dim % len(before))
-
-
-@rule_for(aten.slice.Tensor)
-def _slice(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
-    source, dim, start, step = arguments(node, "self", "dim", "start", "step")
-    made = list(m.layout(source))
-    dim %= len(made)
-    length = node.meta["val"].shape[dim]
-    if is_padded(made[dim]):
-        if length != size_of(made[dim]):
-            raise Inexact("a part of the padded dimension is taken")
-    else:
-        made[dim] = m.symbol(length, [one.meta["val"].shape[dim] for one in variants])
-        if not is_padded(made[dim]):
-            m.same_constants(node, variants)  # it may begin elsewhere, and be as long
-        elif start not in (None, 0) or step != 1:
-            raise Inexact("a slice of a size that changes does not begin at 0")
-    return m.copy(node), tuple(made)
-
-
-@rule_for(aten.cat.default)
-def _cat(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
-    tensors, dim = arguments(node, "tensors", "dim")
-    rank = node.meta["val"].dim()
-    dim %= rank
-    # What is empty adds nothing, also where it has another number of dimensions.
-    layouts = [
-        m.layout(n) for n in tensors if n.meta["val"].dim() == rank and (n.meta["val"].shape[dim] or len(tensors) == 1)
-    ]
-    if len(layouts) == 1:
-        return m.copy(node), layouts[0]
-    if any(is_padded(layout[dim]) for layout in layouts):
-        raise Inexact("the padded dimension is joined to another")
-    made = list(broadcast([(*layout[:dim], (), *layout[dim + 1 :]) for layout in layouts]))
-    made[dim] = dim_of([(node.meta["val"].shape[dim], None)])
-    return m.copy(node), tuple(made)
 
 
 def _taken_apart(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> tuple[Layout, int]:
@@ -317,48 +259,6 @@ def _product(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     if node.target in (aten.addmm.default, aten.baddbmm.default):
         after = broadcast([after, m.layout(arguments(node, "self")[0])])
     return m.copy(node, instead), after
-
-
-@rule_for(aten._scaled_dot_product_flash_attention_for_cpu.default, aten.scaled_dot_product_attention.default)
-def _attention(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
-    """Keys beyond the true size get no weight; where each query sees keys up to its own place only, none sees them."""
-    query, key, value, causal, given = arguments(node, "query", "key", "value", "is_causal", "attn_mask")
-    asked, kept, layout = m.layout(query), m.layout(key), m.layout(value)
-    if asked[-1] != kept[-1] or is_padded(kept[-1]) or kept[-2] != layout[-2] or (causal and asked[-2] != kept[-2]):
-        raise Inexact("attention over dimensions that are padded in different ways")
-    m.same_constants(node, variants)
-    whole_op = node.target is aten.scaled_dot_product_attention.default
-    rows = (*broadcast([asked[:-2], kept[:-2], layout[:-2]]), asked[-2])
-    if given is not None:
-        broadcast([(*rows, kept[-2]), m.layout(given)])
-    after: Any = (*rows, layout[-1]) if whole_op else [(*rows, layout[-1]), rows]
-    if arguments(node, "dropout_p") != [0.0] or (whole_op and arguments(node, "enable_gqa") != [False]):
-        raise Inexact("attention with dropout or grouped heads")
-    if not is_padded(kept[-2]):
-        return m.copy(node), after
-    if len({query, key, value}) < 3:
-        raise Inexact("attention of a tensor with itself")
-    instead = {one: m.masked(one, 0, [-2]) for one in (key, value)}
-    if causal and len(kept[-2]) > 1:
-        raise Inexact("attention over a dimension of several")
-    if causal:
-        return m.copy(node, instead), after
-    b, dtype = m.builder, query.meta["val"].dtype
-    true = b(aten.view.default, m.mask_of(kept[-2]), [1] * (len(kept) - 1) + [size_of(kept[-2])])
-    if given is None:
-        zero = b(aten.full.default, [], 0.0, dtype=dtype, device=torch.device("cpu"))
-        weight = b.cast(b(aten.where.ScalarOther, true, zero, -math.inf), dtype)
-    elif given.meta["val"].dtype is torch.bool:
-        weight = b(aten.logical_and.default, m.values[given], true)
-    else:
-        weight = b.cast(b(aten.where.ScalarOther, true, m.values[given], -math.inf), given.meta["val"].dtype)
-    made = m.copy(node, instead)
-    at = [argument.name for argument in node.target._schema.arguments].index("attn_mask")  # type: ignore[union-attr]
-    if at < len(made.args):
-        made.update_arg(at, weight)
-    else:
-        made.update_kwarg("attn_mask", weight)
-    return made, after
 
 
 @rule_for(aten.embedding.default)

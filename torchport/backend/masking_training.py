@@ -65,6 +65,27 @@ def _scaled(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     return b.cast(b(by_tensor, value, m.true_number(number, others, wide)), dtype), after
 
 
+_COMPARED = {
+    getattr(aten, name).Scalar: getattr(aten, name).Tensor for name in ("eq", "ne", "lt", "le", "gt", "ge")
+} | {aten.add.Tensor: aten.add.Tensor, aten.sub.Tensor: aten.sub.Tensor}
+
+
+@rule_for(*_COMPARED)
+def _compared(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
+    """Elementwise; a number that is a multiple of sizes (``mask.sum() == mask.shape[1]``) becomes that of the true ones."""
+    number, others = node.args[1], [one.args[1] for one in variants]
+    after = broadcast([m.layout(one) for one in node.all_input_nodes])
+    if isinstance(number, fx.Node) or all(other == number for other in others):
+        m.same_constants(node, variants)
+        return m.copy(node), after
+    dtype = node.args[0].meta["val"].dtype  # type: ignore[union-attr]
+    summed = node.target in (aten.add.Tensor, aten.sub.Tensor)
+    if dtype is torch.bool or number.__class__ is not int or (summed and arguments(node, "alpha") != [1]):
+        raise Inexact(f"a number is computed from a size that changes, for {node.target}")
+    other = m.true_number(number, others, dtype)
+    return m.builder(_COMPARED[node.target], m.values[node.args[0]], other), after  # type: ignore[index]
+
+
 @rule_for(aten.native_layer_norm_backward.default)
 def _layer_norm_backward(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     grad, source, shape, mean, rstd = arguments(node, "grad_out", "input", "normalized_shape", "mean", "rstd")

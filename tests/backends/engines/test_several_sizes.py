@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from padding_engine import Padding
 from symbolic_engine import Symbolic
 from torch import nn
 
@@ -181,6 +182,49 @@ def test_what_is_padded_to_buckets_is_not_padded_again(fresh: None) -> None:
             torch.testing.assert_close(made(x), host(x), rtol=1e-4, atol=1e-5)
     found = {name: after - before[name] for name, after in _counted().items()}
     assert (found["UncachedCompile"], found["ForSeveralSizes"], found["OtherSizes"]) == (3, 0, 0)
+
+
+# -- random numbers of padded tensors ---------------------------------------------------------------------------------
+SHAPES = ((2, 5), (2, 6), (3, 7), (4, 9), (5, 8), (3, 11), (4, 10), (2, 15), (7, 12), (5, 16), (6, 9))
+
+
+def _drawn(batch: int, length: int) -> list[torch.Tensor]:
+    """A step of training whose random numbers stand in tensors of one, two and three sizes, in both orders."""
+    torch.manual_seed(batch * 100 + length)
+    x = torch.linspace(-2, 2, batch * length * 6).reshape(batch, length, 6).to("port")
+    weight = torch.linspace(-1, 1, 36).reshape(6, 6).to("port").requires_grad_()
+    hidden = nn.functional.dropout(torch.tanh(x @ weight), 0.3)
+    noisy = hidden + torch.randn_like(hidden) * 0.1 + torch.rand_like(hidden, dtype=torch.float64).float()
+    kept = noisy * torch.bernoulli(torch.full_like(noisy, 0.5))
+    rows = nn.functional.dropout(kept.transpose(0, 1).reshape(length * batch, 6), 0.2)  # sizes multiplied, reversed
+    whole = torch.randint(0, 5, (batch, length), device="port")
+    places = torch.empty_like(x[0, :, 0]).uniform_(-1, 1)
+    loss = (rows * rows).sum() / (batch * length) + (whole * kept.sum(-1) * places).mean()
+    loss.backward()
+    assert weight.grad is not None
+    return [value.detach().cpu() for value in (loss, weight.grad, kept, rows, whole, places)]
+
+
+@pytest.mark.parametrize("engine", ["padding", "xla"])
+def test_random_numbers_of_padded_tensors_are_those_of_the_true_sizes(engine: str, fresh: None) -> None:
+    if engine == "padding":
+        torchport.register(Padding)
+    elif not registry.get(engine).is_available():
+        pytest.skip(f"{engine} is not installed")
+    torchport.use("reference")
+    wanted = [_drawn(*shape) for shape in SHAPES]
+    torchport.use(engine)
+    before = _counted()
+    for shape, of_reference in zip(SHAPES, wanted, strict=True):
+        for value, expected in zip(_drawn(*shape), of_reference, strict=True):
+            torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
+    found = {name: after - before[name] for name, after in _counted().items()}
+    assert found["NotSymbolic"] == 0
+    assert found["ForSeveralSizes"] <= 4
+    assert found["OtherSizes"] >= len(SHAPES) - 5
+    torchport.use("reference")
+    if engine == "padding":
+        registry.unregister("padding")
 
 
 def test_with_the_setting_off_each_size_is_compiled(symbolic: type[Symbolic]) -> None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
+from padding_engine import Padding
 from torch.nn import functional
 
 import torchport
@@ -407,7 +408,7 @@ def check(program: Program, counts: Counter[str] | None = None, say: Callable[[s
 def main() -> int:
     """Run as a program."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--engine", default="xla")
+    parser.add_argument("--engine", default="xla", help="or padding, which computes as the CPU does")
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=1e9)
@@ -415,6 +416,8 @@ def main() -> int:
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
     counts: Counter[str] = Counter()
+    if asked.engine == Padding.name:
+        torchport.register(Padding)
     torchport.use(asked.engine)
     end, failed = time.monotonic() + asked.seconds, 0
     with torchport.config.override(tiers="off", cache="off"):

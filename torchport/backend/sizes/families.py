@@ -57,7 +57,7 @@ TRIES: Final = 4
 """Computations with symbols for sizes of one digest, and failures to make one."""
 BUCKETS: Final = 8
 """The same for computations of which each is for one bucket."""
-_MAGIC: Final = b"TPFORMS1"
+_MAGIC: Final = b"TPFORMS2"
 
 
 @dataclass(frozen=True, slots=True)

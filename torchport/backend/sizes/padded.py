@@ -36,21 +36,21 @@ _EXACT: Final = 1 << 24
 """The largest size that can be masked: float32 has all whole numbers up to it."""
 _APART: Final = {**BATCH_NORM, **BATCH_NORM_BACKWARD}
 """Operators that sum over what is padded: taken apart, each sum can be masked."""
-_RANDOM: Final = "keys"
-"""The input of a graph from a trace that random operators are drawn from, by where an element stands."""
 
 
 def padding_to_json(padding: Padding) -> list[Any]:
     """A padding as plain data."""
     inputs = [[at, spec_to_json(spec)] for at, spec in padding.inputs.items()]
-    return [list(padding.bucket), inputs, [[list(map(list, dim)) for dim in layout] for layout in padding.results]]
+    results = [[list(map(list, dim)) for dim in layout] for layout in padding.results]
+    return [list(padding.bucket), inputs, results, list(map(list, padding.sums))]
 
 
 def padding_from_json(known: Any) -> Padding:
     """What :func:`padding_to_json` was given. Raises what unfit data causes."""
-    bucket, inputs, results = known
+    bucket, inputs, results, sums = known
     layouts = tuple(tuple(tuple((size, symbol) for size, symbol in dim) for dim in layout) for layout in results)
-    return Padding(tuple(bucket), {at: spec_from_json(spec) for at, spec in inputs}, layouts)
+    of_sums = tuple((at, constant) for at, constant in sums)
+    return Padding(tuple(bucket), {at: spec_from_json(spec) for at, spec in inputs}, layouts, of_sums)
 
 
 # -- the graph ---------------------------------------------------------------------------------------------------------
@@ -92,12 +92,13 @@ def _resized(graph: fx.GraphModule, form: Form, sketch: Sketch, values: Sequence
 class Padding:
     """How inputs are padded and results cut: specs by the input's number, and each result's layout.
 
-    ``bucket``: the sizes that are padded to.
+    ``bucket``: the sizes that are padded to. ``sums``: the symbols of results beyond these (:attr:`.Masked.sums`).
     """
 
     bucket: tuple[int, ...]
     inputs: Mapping[int, TensorSpec]
     results: tuple[Layout, ...]
+    sums: tuple[tuple[int, int], ...] = ()
 
 
 def padded_graph(
@@ -109,11 +110,9 @@ def padded_graph(
     bucket: tuple[int, ...],
 ) -> tuple[fx.GraphModule, Padding]:
     """The graph for a bucket that its sizes fit, with masks: it takes the true sizes, too. Raises :class:`Inexact`."""
-    if any(node.name == _RANDOM for node in graph.graph.find_nodes(op="placeholder")):
-        raise Inexact("random numbers depend on where they stand in a tensor")
     if any(node.name.startswith(TRUE_SIZE) for node in graph.graph.find_nodes(op="placeholder")):
         raise Inexact("it is padded already")
-    require_products(symbolic.module, [symbol.node.expr for symbol in symbolic.symbols])
+    require_products(symbolic.module, [symbol.node.expr for symbol in symbolic.symbols], sums=True)
     if max(bucket) > _EXACT:
         raise Inexact(f"a size of more than {_EXACT} is no exact number in the comparisons of masks")
     others = [other_size(size) for size in bucket]
@@ -123,7 +122,7 @@ def padded_graph(
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise Inexact(f"the graph is not for every size: {error}") from error
     # Compared as float32: some engines have no order of integers, and sizes are exact in it up to this one.
-    masked = mask_padding(graphs, bucket, others, capture_of(backend), number=torch.float32)
+    masked = mask_padding(graphs, bucket, others, capture_of(backend), number=torch.float32, sums=True)
     module = masked.module
     output: Any = module.graph.output_node()
     separate = GraphBuilder(capture_of(backend))
@@ -138,7 +137,7 @@ def padded_graph(
         if any(number in form.varying for number in _numbers(sketch, at))
     }
     layouts = [layout for layout in masked.results if layout is not None]
-    return module, Padding(bucket, inputs, tuple(layouts))
+    return module, Padding(bucket, inputs, tuple(layouts), masked.sums)
 
 
 def _numbers(sketch: Sketch, at: int) -> range:
@@ -203,8 +202,9 @@ def make_padded(
     backend: Backend, device: BackendDevice, about: Prepared, base: Computation, padding: Padding, values: Sequence[int]
 ) -> Computation:
     """The computation of a graph, of which ``about`` is known, by that for its bucket; ``values``: the symbols'."""
+    of_results = [*values, *(values[at] + constant for at, constant in padding.sums)]
     cuts = [
-        None if spec == base.results[at] else _cutting(layout, values, spec)
+        None if spec == base.results[at] else _cutting(layout, of_results, spec)
         for at, (layout, spec) in enumerate(zip(padding.results, about.outputs, strict=True))
     ]
     sizes = [torch.tensor(value, dtype=torch.float32) for value in values]

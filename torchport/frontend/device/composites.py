@@ -15,6 +15,7 @@ import torch
 from ...trace.handle import LazyTensor
 from .layouts import COMPRESSED
 from .opaque import opaque
+from .registered import aten_operator, names_with_kernel
 from .routes import call_autograd_kernel
 
 __all__ = ["install"]
@@ -29,19 +30,13 @@ def _record_stream(self: torch.Tensor, s: torch.Stream) -> None:
 
 def install(library: torch.library.Library) -> None:
     """Register every composite of ATen that has no kernel of its own at functionalization."""
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    for name in torch._C._dispatch_get_all_op_names():
-        if (
-            name.startswith("aten::")
-            and has_kernel(name, "CompositeImplicitAutograd")
-            and not has_kernel(name, "Functionalize")
-        ):
-            short = name.removeprefix("aten::")
-            base, _, overload = short.partition(".")
-            op = getattr(getattr(torch.ops.aten, base), overload or "default", None)
-            if op is not None and op not in COMPRESSED:
-                whole = torch.library.get_kernel(op, "Functionalize")
-                library.impl(short, opaque(_apart(op, whole)), "Functionalize", with_keyset=True)
+    known = names_with_kernel("Functionalize")
+    for name in names_with_kernel("CompositeImplicitAutograd"):
+        op = None if name in known else aten_operator(name)
+        if op is not None and op not in COMPRESSED:
+            whole = torch.library.get_kernel(op, "Functionalize")
+            fn = opaque(_apart(op, whole))
+            library.impl(name.removeprefix("aten::"), fn, "Functionalize", with_keyset=True)
     library.impl("record_stream", opaque(_record_stream), "AutogradPrivateUse1")
     # The lengths and one of the results are on the host, whatever device the sequence is on.
     op = torch.ops.aten._pack_padded_sequence.default

@@ -31,6 +31,7 @@ from ...trace.threads import threads
 from . import sparse
 from .expanded import ExactWrites, call_exactly, is_of_expanded, write_back
 from .opaque import opaque
+from .registered import names_with_kernel
 from .writes import boxable, refuse_as_cpu, share_memory
 
 __all__ = [
@@ -77,7 +78,7 @@ def install(library: torch.library.Library, functional: Mapping[Any, Kernels]) -
     """Register the in-place operators whose functional forms have kernels here; returns them by functional operator."""
     in_place: dict[Any, Any] = {}
     with overriding():
-        for name in torch._C._dispatch_get_all_op_names():
+        for name in names_with_kernel("Functionalize"):
             found = _pair(name, functional)
             short = name.removeprefix("aten::")
             if found is not None:
@@ -104,9 +105,7 @@ def install(library: torch.library.Library, functional: Mapping[Any, Kernels]) -
 def _pair(name: str, functional: Mapping[Any, Kernels]) -> tuple[Any, Any, Kernels] | None:
     """An in-place operator, its functional form and the form's kernels; ``None`` if more than the write differs."""
     base, _, overload = name.removeprefix("aten::").partition(".")
-    if not name.startswith("aten::") or not base.endswith("_") or base.endswith("__") or base == "copy_":
-        return None
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "Functionalize"):
+    if not base.endswith("_") or base.endswith("__") or base == "copy_":
         return None
     op = _operator(name)
     form = _OTHER_NAMES.get(op) or getattr(getattr(torch.ops.aten, base[:-1], None), overload or "default", None)

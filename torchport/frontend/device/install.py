@@ -42,6 +42,7 @@ from . import (
     writes,
 )
 from .opaque import opaque
+from .registered import aten_operator, names_with_kernel
 
 __all__ = ["install", "kernels"]
 
@@ -54,14 +55,12 @@ _OURS: Final = torch._C.DispatchKey.PrivateUse1
 
 def _operators() -> list[torch._ops.OpOverload]:
     """Every functional ATen overload that is not a composite PyTorch takes apart above the device."""
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    composites = names_with_kernel("CompositeImplicitAutograd")
     found: list[torch._ops.OpOverload] = []
     for name in torch._C._dispatch_get_all_op_names():
-        if not name.startswith("aten::") or has_kernel(name, "CompositeImplicitAutograd"):
+        if not name.startswith("aten::") or name in composites:
             continue
-        base, _, overload = name.removeprefix("aten::").partition(".")
-        packet = getattr(torch.ops.aten, base)
-        op = getattr(packet, overload or "default", None)
+        op = aten_operator(name)
         if op is not None and not any(a.alias_info is not None for a in op._schema.arguments):
             found.append(op)
     return found

@@ -27,6 +27,7 @@ from ...trace.handle import LazyTensor
 from .expanded import call_exactly, is_of_expanded, write_back
 from .opaque import opaque
 from .places import place
+from .registered import names_with_kernel
 
 __all__ = ["Checked", "boxable", "install", "is_conjugate_view", "refuse_as_cpu", "share_memory"]
 
@@ -139,9 +140,7 @@ def install(library: torch.library.Library) -> list[Checked]:
     """
     library.impl("resolve_conj", opaque(_resolve_conj), "AutogradPrivateUse1")
     installed: list[Checked] = []
-    for name in torch._C._dispatch_get_all_op_names():
-        if not name.startswith("aten::") or not torch._C._dispatch_has_kernel_for_dispatch_key(name, "Functionalize"):
-            continue
+    for name in names_with_kernel("Functionalize"):
         short, _, overload = name.partition(".")
         # A schema of its own: ``torch.ops`` would keep an object for each of two thousand operators.
         outs = [argument for argument in torch._C._get_schema(short, overload).arguments if argument.is_out]
