@@ -72,7 +72,7 @@ _COMPARED = {
 
 @rule_for(*_COMPARED)
 def _compared(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
-    """Elementwise; a number that is a multiple of sizes (``mask.sum() == mask.shape[1]``) becomes that of the true ones."""
+    """Elementwise; a number that is a multiple of sizes (``x.sum() == x.shape[1]``) becomes a true one."""
     number, others = node.args[1], [one.args[1] for one in variants]
     after = broadcast([m.layout(one) for one in node.all_input_nodes])
     if isinstance(number, fx.Node) or all(other == number for other in others):

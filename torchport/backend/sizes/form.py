@@ -83,7 +83,10 @@ def _order(spec: TensorSpec) -> Any:
     if spec.is_contiguous:
         return "contiguous"
     order = memory_order(spec)
-    return order if strides_in(order, spec.shape) == spec.strides else None
+    dense = strides_in(order, spec.shape)
+    # Along a dimension of one element there is no step: a row of a table has the table's.
+    same = all(one == other or size == 1 for one, other, size in zip(dense, spec.strides, spec.shape, strict=True))
+    return order if same else None
 
 
 def strides_in(order: Sequence[int], shape: Sequence[Any]) -> tuple[Any, ...]:
