@@ -96,8 +96,6 @@ def _range_of_sizes(w: Writer, node: fx.Node) -> Any:
         down, across = w.counted(count), w.counted(val(node).shape[1])
         ones = w.ops.equal(w.ops.unsqueeze(down, w.ints(1)), w.ops.unsqueeze(across, w.ints(0)))
         return _counted_as(w, ones.output(0), dtype)
-    if node.target is aten.linspace.default and dtype is torch.float32:
-        return _linspace(w, node)
     if node.target not in (aten.arange.default, aten.arange.start, aten.arange.start_step):
         raise NotSymbolic("its elements are made when the graph is compiled")
     args: list[Any] = list(node.args)
@@ -115,18 +113,6 @@ def _counted_as(w: Writer, value: Any, dtype: Any) -> Any:
         raise NotSymbolic(f"numbers of {dtype} are made when the graph is compiled")
     kinds = {torch.float32: "f32", torch.int32: "i32", torch.bool: "boolean"}
     return w.ops.convert(value, kinds[dtype])
-
-
-def _linspace(w: Writer, node: fx.Node) -> Any:
-    """From both ends, as PyTorch does it."""
-    start, end, count = (w.value(number) for number in node.args[:3])
-    last = w.ops.subtract(count, w.value(1.0))
-    step = w.ops.divide(w.ops.subtract(end, start), last)
-    places = w.counted(node.args[2])
-    near = w.ops.add(start, w.ops.multiply(step, places))
-    far = w.ops.subtract(end, w.ops.multiply(step, w.ops.subtract(last, places)))
-    half = w.ops.floor(w.ops.multiply(count, w.value(0.5)))
-    return w.ops.select(w.ops.less(places, half), near, far)
 
 
 @rule(aten.tril.default, aten.triu.default)

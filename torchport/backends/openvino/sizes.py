@@ -54,6 +54,8 @@ class Sizes:
         for dim, size in enumerate(value.shape):
             if not isinstance(size, torch.SymInt):
                 continue
+            if size.node.expr.is_number:
+                raise NotSymbolic(f"PyTorch's shapes of an operator need the number that a size is ({size})")
             self._environment = size.node.shape_env
             self._conditions = len(self._environment.guards)
             expression = size.node.expr
