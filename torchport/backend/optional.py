@@ -242,7 +242,9 @@ class SupportsSymbolicSizes(Protocol):
 
         ``meta["val"]`` has fake tensors whose sizes may be ``torch.SymInt``; what computes sizes are nodes
         (``aten.sym_size.int``, Python's arithmetic). Every symbol is a dimension of an input. What is asked of the
-        symbols' values, be it by comparing them, becomes a condition for the use of what is returned.
+        symbols' values, be it by comparing them, becomes a condition for the use of what is returned. Raises
+        :class:`.NotSymbolic` for a graph that it has no code for with symbols: then sizes are padded, where values are
+        in memory of the host.
         """
         ...
 

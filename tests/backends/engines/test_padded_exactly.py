@@ -16,17 +16,25 @@ from torchport.backend.compiler import computations
 from torchport.backend.registry import registry
 from torchport.backend.sizes import families as known
 from torchport.backend.sizes import padded
+from torchport.backend.sizes.guards import NotSymbolic
 from torchport.core.config import config
+
+
+def _refused(*_: Any) -> Any:
+    raise NotSymbolic("not today")
+
 
 Inputs = Callable[[int, int], Sequence[torch.Tensor]]
 
 
 @pytest.fixture(params=["xla", "openvino"])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
-    """An engine that pads, to which no sizes are known."""
+    """An engine that pads, to which no sizes are known; ``openvino`` as if it took no graph with symbols."""
     if not registry.get(request.param).is_available():
         pytest.skip(f"{request.param} is not installed")
     monkeypatch.setattr(known, "families", type(known.families)())
+    if request.param == "openvino":
+        monkeypatch.setattr(type(registry.get("openvino")), "preprocess_symbolic", _refused)
     with config.override(cache="off", tiers="off"):
         computations.clear()
         torchport.use(request.param)

@@ -13,7 +13,7 @@ import hashlib
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, Final
@@ -36,11 +36,11 @@ from ..answers import checked_processed
 from ..compile_key import Uncacheable, manifest_of
 from ..container import pack, unpack
 from ..interface import Backend
-from ..optional import optional_of
+from ..optional import SupportsSymbolicSizes, optional_of
 from ..prepare import Prepared, describe, failure_of, with_bytes
 from .chosen import bucket_for, is_padded_little, padding_of
 from .form import Form, Size, Sketch, form_of, sketch_of
-from .guards import hold, within
+from .guards import NotSymbolic, hold, within
 from .marked import bounds_of, marked_form
 from .padded import Padding, padded_graph, padding_from_json, padding_to_json
 from .sized import base_from, base_to, sized
@@ -72,7 +72,7 @@ class _ForSeveral:
 
     def serves(self, sketch: Sketch, made: int) -> float:
         """How many times as large sizes become where it computes what a graph with the form's digest does; else
-        infinite. ``made``: how many such computations there are."""
+        infinite. ``made``: how many computations for buckets there are."""
         if not self.form.describes(sketch):
             return math.inf
         values, padding = self.form.values(sketch), 1.0
@@ -99,10 +99,17 @@ class _Family:
     """Graphs with the same operators, whichever of their values are results."""
     made: list[_ForSeveral] = field(default_factory=list[_ForSeveral])
     tries: int = 0
+    refused: set[frozenset[int]] = field(default_factory=set[frozenset[int]])
+    """What varied where the backend had no code with symbols."""
+
+    @property
+    def padded(self) -> int:
+        """How many of what was made are for a bucket."""
+        return sum(one.padding is not None for one in self.made)
 
     def best(self, sketch: Sketch) -> _ForSeveral | None:
         """The computation that serves a graph of this digest with least padding."""
-        padding = [one.serves(sketch, len(self.made)) for one in self.made]
+        padding = [one.serves(sketch, self.padded) for one in self.made]
         least = min(padding, default=math.inf)
         return None if math.isinf(least) else self.made[padding.index(least)]
 
@@ -181,35 +188,42 @@ def compiled_for_several(
     family = _family(backend, specs, sketch)
     family.sketches[:] = [*(one for one in family.sketches if one.integers != sketch.integers), sketch][-SKETCHES:]
     alike = [one for one in family.sketches if one.varies_from(sketch)]
-    tries = BUCKETS if optional_of(backend).symbolic_sizes is None else TRIES
-    if family.tries >= tries:
-        return None
     if alike:
         form = form_of([*alike, sketch])
     else:
         form = marked_form(graph, sketch) if marks() and not family.made else None
     if form is None:
         return None
+    padded, varying = family.padded, frozenset(form.varying)
+    able = None if varying in family.refused else optional_of(backend).symbolic_sizes
+    if family.tries >= (BUCKETS if able is None or padded else TRIES):
+        return None
+    asked = _Asked(backend, specs, graph, about, form, sketch)
     bounds = bounds_of(sketch, form)
-    bucket: tuple[int, ...] | None = None
-    if optional_of(backend).symbolic_sizes is None:
-        values, count = form.values(sketch), len(family.made)
-        bucket = bucket_for(values, [form.values(one) for one in alike], count, [high for _, high in bounds])
-        if not is_padded_little(values, bucket, count):
-            bucket = bucket_for(values, [], 0)
-        if not is_padded_little(values, bucket, count):
-            return None
+
+    def bucket() -> tuple[int, ...] | None:
+        return _bucket(form.values(sketch), [form.values(one) for one in alike], padded, [high for _, high in bounds])
+
+    if able is None and (not _is_padded(backend) or bucket() is None):
+        return None
     family.tries += 1
     start = perf_counter()
     try:
-        made = _compiled(backend, specs, graph, about, form, sketch, bucket)
+        try:
+            made = _compiled(asked, able, bucket)
+        except _Refused as error:
+            family.refused.add(varying)
+            if not _is_padded(backend) or bucket() is None:
+                raise
+            log.info("sizes are padded, since there is no code with symbols for them: %s", error)
+            made = _compiled(asked, None, bucket)
     except Exception as error:  # whatever it is: the graph itself, for its own sizes, may compile all the same
         metrics.count("NotSymbolic")
         log.info("compiled for one set of sizes, since there is no code for several: %s", error)
         return None
     guards = within(made.guards, bounds)
     made = replace(made, guards=guards, base=replace(made.base, seconds=perf_counter() - start))
-    if math.isinf(made.serves(sketch, len(family.made))):
+    if math.isinf(made.serves(sketch, padded)):
         metrics.count("NotSymbolic")
         log.info("compiled for one set of sizes, since code for several would need %s", made.guards)
         return None
@@ -222,33 +236,61 @@ def compiled_for_several(
     return made.prepared(about, sketch, new=True)
 
 
+def _bucket(
+    values: tuple[int, ...], seen: Sequence[tuple[int, ...]], count: int, most: Sequence[int | None]
+) -> tuple[int, ...] | None:
+    """What sizes are to be padded to; ``None`` where that costs too much. ``count``: how many buckets there are."""
+    found = bucket_for(values, seen, count, most)
+    if not is_padded_little(values, found, count):
+        found = bucket_for(values, [], 0)
+    return found if is_padded_little(values, found, count) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A graph to be compiled for several sizes."""
+
+    backend: Backend
+    specs: CompileSpecs
+    graph: fx.GraphModule
+    about: Prepared
+    form: Form
+    sketch: Sketch
+
+    def mark(self, values: tuple[int, ...]) -> str:
+        """The fingerprint of a computation that is made for these sizes, or like them."""
+        form = self.form
+        # Two forms may describe one graph, such as one whose batch is as large as its length is: they are told apart.
+        said = repr((form.sources, sorted((at, size.terms) for at, size in form.varying.items()))).encode()
+        of = hashlib.blake2b(said).hexdigest()[:16]
+        return f"{self.about.mark} for several sizes, as {','.join(map(str, values))} {of}"
+
+
+class _Refused(NotSymbolic):
+    """A backend has no code with symbols for a graph."""
+
+
 def _compiled(
-    backend: Backend,
-    specs: CompileSpecs,
-    graph: fx.GraphModule,
-    about: Prepared,
-    form: Form,
-    sketch: Sketch,
-    bucket: tuple[int, ...] | None,
+    asked: _Asked, able: SupportsSymbolicSizes | None, bucket: Callable[[], tuple[int, ...] | None]
 ) -> _ForSeveral:
+    """With symbols, by a backend that has them, else for a bucket. Raises :class:`_Refused`."""
     from .symbolic import symbolic_graph  # on demand: compiling needs it and sympy, running does not
 
-    symbolic = symbolic_graph(graph, form, sketch)
-    able = optional_of(backend).symbolic_sizes
-    # Two forms may describe one graph, such as one whose batch is as large as its length is: they are told apart.
-    of = hashlib.blake2b(repr((form.sources, sorted((at, size.terms) for at, size in form.varying.items()))).encode())
-    like = form.values(sketch) if bucket is None else bucket
-    mark = f"{about.mark} for several sizes, as {','.join(map(str, like))} {of.hexdigest()[:16]}"
-    if able is None:
-        assert bucket is not None
-        module, padding = padded_graph(backend, graph, form, sketch, symbolic, bucket)
-        base = with_bytes(backend, specs, module, replace(describe(module, mark, about.source), label=about.label))
-        return _ForSeveral(form, symbolic.guards(), base, padding)
-    try:
-        data = checked_processed(backend, able.preprocess_symbolic(symbolic.module, specs)).data
-    except Exception as error:
-        raise failure_of(backend, error, about.label, about.source) from error
-    return _ForSeveral(form, symbolic.guards(), replace(about, data=data, mark=mark))
+    backend, about, form, sketch = asked.backend, asked.about, asked.form, asked.sketch
+    symbolic = symbolic_graph(asked.graph, form, sketch)
+    if able is not None:
+        try:
+            data = checked_processed(backend, able.preprocess_symbolic(symbolic.module, asked.specs)).data
+        except NotSymbolic as error:
+            raise _Refused(str(error)) from error
+        except Exception as error:
+            raise failure_of(backend, error, about.label, about.source) from error
+        return _ForSeveral(form, symbolic.guards(), replace(about, data=data, mark=asked.mark(form.values(sketch))))
+    to = bucket()
+    assert to is not None
+    module, padding = padded_graph(backend, asked.graph, form, sketch, symbolic, to)
+    known = replace(describe(module, asked.mark(to), about.source), label=about.label)
+    return _ForSeveral(form, symbolic.guards(), with_bytes(backend, asked.specs, module, known), padding)
 
 
 # -- the disk cache ----------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ is bfloat16 on CPUs that have it.
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import importlib.util
@@ -85,10 +86,12 @@ _every_compiled: Final[weakref.WeakSet[_Compiled]] = weakref.WeakSet()
 
 
 class _Compiled:
-    """A compiled model with one request."""
+    """A compiled model with one request, for some sizes."""
 
     steady: SteadyArguments | None = None
     """Finds arguments that are worth being constants."""
+    is_seen = True
+    """Whether the shapes of its results need not be looked at."""
 
     def __init__(self, compiled: Any, outputs: Sequence[TensorSpec], passed: Mapping[int, int], held: Any) -> None:
         self.request = compiled.create_infer_request()
@@ -96,13 +99,23 @@ class _Compiled:
         """Outputs that are inputs as they came. Given memory for both, OpenVINO reads the output's."""
         self.held = held
         """Memory of constants: OpenVINO does not keep alive what it is given to share."""
-        dtypes = [output.get_element_type().to_dtype() for output in compiled.outputs]
+        self._dtypes = [output.get_element_type().to_dtype() for output in compiled.outputs]
+        self._give(outputs)
+        _every_compiled.add(self)
+
+    def _give(self, outputs: Sequence[TensorSpec]) -> None:
         self.outputs = [
             (spec, spec.dtype_name if spec.dtype_name in _WORDS else dtype)
-            for spec, dtype in zip(outputs, dtypes, strict=True)
+            for spec, dtype in zip(outputs, self._dtypes, strict=True)
         ]
-        _every_compiled.add(self)
         self.copied = [at for at, spec in enumerate(outputs) if not spec.is_contiguous]
+
+    def resized(self, outputs: Sequence[TensorSpec]) -> _Compiled:
+        """The same model and request for other sizes."""
+        made = copy.copy(self)
+        made._give(outputs)
+        made.is_seen = False
+        return made
 
 
 class _Lent(ArrayData):
@@ -122,7 +135,7 @@ class OpenVinoBackend(Backend):
     """OpenVINO on CPU (or the device of compile spec ``openvino.device``)."""
 
     name = "openvino"
-    version = "3"
+    version = "4"
     capabilities = Capabilities(torch_free=True, binds_constants=True, slow_to_compile=True)
 
     def is_available(self) -> bool:
@@ -156,8 +169,13 @@ class OpenVinoBackend(Backend):
         unknown = sorted(set(specs) - {"openvino.device"})
         if unknown:
             raise ConfigError(f"openvino has no compile spec {unknown[0]!r}; it has: openvino.device")
-        xml, weights = _translation().to_ir(graph)
-        return Processed(_HEADER.pack(_MAGIC, len(xml), len(weights), zlib.crc32(xml + weights)) + xml + weights)
+        return _packed(*_translation().to_ir(graph))
+
+    def preprocess_symbolic(self, graph: fx.GraphModule, specs: CompileSpecs) -> Processed:
+        return _packed(*_translation().to_symbolic_ir(graph))
+
+    def resized(self, handle: _Compiled, context: InitContext) -> _Compiled:
+        return handle.resized(context.outputs)
 
     def init(self, processed: FreeableBuffer, specs: CompileSpecs, context: InitContext) -> _Compiled:
         model = _read(processed)
@@ -195,18 +213,21 @@ class OpenVinoBackend(Backend):
     ) -> Sequence[BackendData]:
         steady = handle.steady
         if steady is None or any(arg.__class__ is _Lent for arg in args):
-            return self._run(handle, args, context)
+            return self._run(handle, handle, args, context)
         bound = steady.bound(args)
         if bound is not None:
-            return self._run(*bound, context)
+            return self._run(handle, *bound, context)
         start = perf_counter()
-        results = self._run(handle, args, context)
+        results = self._run(handle, handle, args, context)
         steady.ran(args, perf_counter() - start)
         return results
 
-    def _run(self, handle: _Compiled, args: Sequence[BackendData], context: ExecutionContext) -> Sequence[BackendData]:
+    def _run(
+        self, handle: _Compiled, by: _Compiled, args: Sequence[BackendData], context: ExecutionContext
+    ) -> Sequence[BackendData]:
+        """The results of ``handle`` by the model of ``by``."""
         numpy, ov = _modules()
-        request = handle.request
+        request = by.request
         results: list[Any] = []
         copies: list[Any] = []  # OpenVINO does not keep alive what it is given to share
         try:
@@ -218,7 +239,7 @@ class OpenVinoBackend(Backend):
                     copies.append(array)
                 request.set_input_tensor(position, ov.Tensor(_held(array), shared_memory=True))
             for position, (spec, dtype) in enumerate(handle.outputs):
-                source = handle.passed.get(position)
+                source = by.passed.get(position)
                 if source is None:
                     made = numpy.empty(spec.shape, dtype)
                     request.set_output_tensor(position, ov.Tensor(_held(made), shared_memory=True))
@@ -227,6 +248,9 @@ class OpenVinoBackend(Backend):
                 results.append(made)
             request.start_async()
             request.wait()
+            if not handle.is_seen:
+                _check_shapes(request, results)
+                handle.is_seen = True
         except RuntimeError as error:
             raise DelegateError(f"OpenVINO failed: {error}", code=ErrorCode.INTERNAL) from error
         if handle.copied:
@@ -244,6 +268,10 @@ class OpenVinoBackend(Backend):
         return bytes(processed.data[_HEADER.size : _HEADER.size + length]).decode()
 
 
+def _packed(xml: bytes, weights: bytes) -> Processed:
+    return Processed(_HEADER.pack(_MAGIC, len(xml), len(weights), zlib.crc32(xml + weights)) + xml + weights)
+
+
 def _read(processed: FreeableBuffer) -> Any:
     """The model of compiled bytes. Raises :class:`CompileError` for anything else."""
     data = memoryview(processed.data)
@@ -258,19 +286,41 @@ def _read(processed: FreeableBuffer) -> Any:
         raise CompileError(f"these bytes were not made by the openvino backend: {error}; lower again") from error
 
 
+def _check_shapes(request: Any, results: Sequence[Any]) -> None:
+    """Raise :class:`DelegateError` where a model for several sizes gave other shapes than it should have."""
+    for position, made in enumerate(results):
+        found, wanted = tuple(request.get_output_tensor(position).shape), _held(made).shape
+        if found != wanted:
+            raise DelegateError(
+                f"OpenVINO made a result of shape {found} instead of {wanted}: set config.sizes to 'off'",
+                code=ErrorCode.INTERNAL,
+            )
+
+
 def _check_types(compiled: Any, context: InitContext) -> None:
     """Raise :class:`CompileError` where a compiled model is for other inputs or outputs than the program says."""
     rest = [spec for position, spec in enumerate(context.inputs) if position not in context.constants]
     for side, own, said in (("inputs", compiled.inputs, rest), ("outputs", compiled.outputs, context.outputs)):
-        found = [(tuple(port.shape), port.get_element_type().to_dtype().name) for port in own]
+        found = [(port.get_partial_shape(), port.get_element_type().to_dtype().name) for port in own]
         wanted = [
             ((*spec.shape, 2), "int32")
             if spec.dtype_name in _WORDS
             else (tuple(spec.shape), AS_INTEGERS.get(spec.dtype_name, spec.dtype_name))
             for spec in said
         ]
-        if found != wanted:
-            raise CompileError(f"these bytes of openvino have the {side} {found}, and not {wanted}; lower again")
+        fit = len(found) == len(wanted) and all(
+            kind == one and _fits(shape, sizes) for (shape, kind), (sizes, one) in zip(found, wanted, strict=True)
+        )
+        if not fit:
+            shown = [(str(shape), kind) for shape, kind in found]
+            raise CompileError(f"these bytes of openvino have the {side} {shown}, and not {wanted}; lower again")
+
+
+def _fits(shape: Any, sizes: Sequence[int]) -> bool:
+    """Whether a model's shape, where dimensions may be of any size, is this one."""
+    return len(shape) == len(sizes) and all(
+        dim.is_dynamic or dim.get_length() == size for dim, size in zip(shape, sizes, strict=True)
+    )
 
 
 def _bind(model: Any, constants: Mapping[int, BackendData]) -> list[Any]:

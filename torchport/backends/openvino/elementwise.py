@@ -1,4 +1,4 @@
-"""Operators on each element: arithmetic, comparisons, functions, choices, and tensors made of a number."""
+"""Operators on each element: arithmetic, comparisons, functions and choices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpy
 import torch
 from torch import fx
 
-from .writer import KINDS, WORDS, Writer, arg_of, both, float_result, rule, val
+from .sizes import is_symbolic, known
+from .writer import WORDS, Writer, arg_of, both, float_result, rule, val
 
 aten = torch.ops.aten
 
@@ -150,7 +151,7 @@ def _only_equality(node: fx.Node) -> str:
     if node.target not in (aten.eq.Tensor, aten.eq.Scalar, aten.ne.Tensor, aten.ne.Scalar):
         return "of an order of int64"
     others = [arg for arg in node.args[:2] if arg not in wide]
-    return "" if all(isinstance(arg, int) for arg in others) else "of int64 and another dtype"
+    return "" if all(isinstance(arg, (int, torch.SymInt)) for arg in others) else "of int64 and another dtype"
 
 
 _TURNED: Final = {aten.gt.Tensor, aten.gt.Scalar, aten.ge.Tensor, aten.ge.Scalar}
@@ -160,7 +161,10 @@ _TURNED: Final = {aten.gt.Tensor, aten.gt.Scalar, aten.ge.Tensor, aten.ge.Scalar
 def _as_words(w: Writer, node: fx.Node) -> list[Any]:
     made: list[Any] = []
     for arg in node.args[:2]:
-        made.append(w.value(arg) if isinstance(arg, fx.Node) else w.array(numpy.array(arg, numpy.int64)))
+        if is_symbolic(arg):
+            made.append(w.wide(w.word_of(arg)))
+        else:
+            made.append(w.value(arg) if isinstance(arg, fx.Node) else w.array(numpy.array(known(arg), numpy.int64)))
     return made
 
 
@@ -483,70 +487,3 @@ def _whole_words(w: Writer, value: Any) -> Any:
     low = w.ops.select(inside, low, w.word_of(0))
     high = w.ops.select(inside, high, w.word_of(-(1 << 31)))
     return w.ops.concat([w.ops.unsqueeze(one, w.ints(-1)).output(0) for one in (low, high)], -1).output(0)
-
-
-def _filled(w: Writer, node: fx.Node, number: Any) -> Any:
-    """A tensor of one number, made when the graph is compiled."""
-    return w.array(numpy.full(tuple(val(node).shape), number, KINDS[val(node).dtype]))
-
-
-def _small(node: fx.Node) -> str:
-    return "of so many elements: the constant would be stored" if val(node).numel() > 1 << 20 else ""
-
-
-@rule(
-    aten.full.default,
-    aten.full_like.default,
-    aten.new_full.default,
-    aten.fill.Scalar,
-    check=_small,
-    moves=True,
-    empty=True,
-)
-def _full(w: Writer, node: fx.Node) -> Any:
-    at = 2 if node.target is aten.new_full.default else 1
-    return _filled(w, node, node.args[at])
-
-
-@rule(aten.scalar_tensor.default, moves=True, empty=True)
-def _scalar_tensor(w: Writer, node: fx.Node) -> Any:
-    return _filled(w, node, node.args[0])
-
-
-@rule(
-    aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default, aten.empty.memory_format,
-    aten.empty_like.default, aten.new_empty.default, aten.zero.default, aten._efficientzerotensor.default,
-    aten.empty_strided.default, aten.new_empty_strided.default, check=_small, moves=True, empty=True,
-)  # fmt: skip
-def _zeros(w: Writer, node: fx.Node) -> Any:
-    return _filled(w, node, 0)
-
-
-@rule(aten.ones.default, aten.ones_like.default, aten.new_ones.default, check=_small, moves=True, empty=True)
-def _ones(w: Writer, node: fx.Node) -> Any:
-    return _filled(w, node, 1)
-
-
-def _range_check(node: fx.Node) -> str:
-    return _small(node) if val(node).dtype in KINDS else f"to {val(node).dtype}"
-
-
-@rule(
-    aten.arange.default, aten.arange.start, aten.arange.start_step, aten.linspace.default, aten.logspace.default,
-    aten.eye.default, aten.eye.m, aten.tril_indices.default, aten.triu_indices.default,
-    check=_range_check, moves=True, empty=True,
-)  # fmt: skip
-def _sequence(w: Writer, node: fx.Node) -> Any:
-    """Made by PyTorch when the graph is compiled."""
-    target: Any = node.target
-    return w.array(target(*node.args, **{**node.kwargs, "device": "cpu"}).numpy())
-
-
-@rule(aten.tril.default, aten.triu.default)
-def _triangle(w: Writer, node: fx.Node) -> Any:
-    diagonal = int(arg_of(node, 1, "diagonal", 0))
-    kept = (numpy.tril if node.target is aten.tril.default else numpy.triu)(
-        numpy.ones(tuple(val(node).shape[-2:]), bool), diagonal
-    )
-    value, mask = w.value(node.args[0]), w.ops.constant(kept)
-    return w.ops.logical_and(value, mask) if val(node).dtype is torch.bool else w.ops.select(mask, value, w.value(0.0))

@@ -13,12 +13,12 @@ import operator
 from collections.abc import Iterator
 from typing import Any, Final
 
-import numpy
 import torch
 from torch import fx
 
 from .modules import openvino_module
-from .writer import WORDS, Takes, Writer, val
+from .sizes import is_symbolic, known
+from .writer import WORDS, Takes, Writer, same_shape, val
 
 __all__ = ["FRONT_END", "converted", "why_not"]
 
@@ -88,11 +88,16 @@ def _model(node: fx.Node) -> tuple[Any, list[fx.Node]]:
     # The decoder is what the front end calls while it converts, and it does not keep it.
     decoder = decoders.TorchFXPythonDecoder(
         fx.GraphModule(torch.nn.Module(), graph),
-        input_shapes=[list(val(source).shape) for source in inputs],
+        input_shapes=[_open(val(source).shape) for source in inputs],
         input_types=[val(source).dtype for source in inputs],
     )
     loaded = _front_end().load(decoder)
     return _front_end().convert(loaded), inputs
+
+
+def _open(shape: Any) -> list[int]:
+    """A shape as the front end takes it: -1 where a size is symbolic."""
+    return [-1 if is_symbolic(size) else known(size) for size in shape]
 
 
 def converted(w: Writer, node: fx.Node) -> Any:
@@ -104,10 +109,9 @@ def converted(w: Writer, node: fx.Node) -> Any:
         if val(source).dtype in (torch.int64, torch.int32):
             kind = "i64" if val(source).dtype is torch.int64 else "i32"
             value = w.ops.convert(w.index(source), kind).output(0)
-            if size := _counted_in(node, source):
-                value = w.ops.floor_mod(
-                    value, w.ops.constant(numpy.array(size, numpy.int64 if kind == "i64" else numpy.int32))
-                ).output(0)
+            if (size := _counted_in(node, source)) is not None:
+                count = w.ints(size) if kind == "i64" else w.word_of(size)
+                value = w.ops.floor_mod(value, count).output(0)
         for target in list(parameter.output(0).get_target_inputs()):
             target.replace_source_output(value)
     made = [
@@ -120,18 +124,18 @@ def converted(w: Writer, node: fx.Node) -> Any:
     return [places.get(at) for at in range(len(node.meta["val"]))]
 
 
-def _counted_in(node: fx.Node, source: fx.Node) -> int:
-    """The size of the dimension in which an index of ``aten.index`` picks, or 0.
+def _counted_in(node: fx.Node, source: fx.Node) -> Any:
+    """The size of the dimension in which an index of ``aten.index`` picks, or ``None``.
 
     The front end joins several indices to one, in which a negative one would be a place in another row.
     """
     if node.target is not aten.index.Tensor or source is node.args[0]:
-        return 0
+        return None
     indices: Any = node.args[1]
     if any(one is not None and val(one).dtype is torch.bool for one in indices):
-        return 0
-    sizes = {val(node.args[0]).shape[at] for at, one in enumerate(indices) if one is source}  # type: ignore[arg-type]
-    return sizes.pop() if len(sizes) == 1 else 0
+        return None
+    sizes = [val(node.args[0]).shape[at] for at, one in enumerate(indices) if one is source]  # type: ignore[arg-type]
+    return sizes[0] if sizes and all(same_shape([size], sizes[:1]) for size in sizes) else None
 
 
 _tried: Final[dict[Any, str]] = {}
@@ -150,13 +154,15 @@ class _Spec:
     """What a key says of an input."""
 
     def __init__(self, node: fx.Node) -> None:
-        self.said = f"{val(node).dtype}{list(val(node).shape)}"
+        self.said = f"{val(node).dtype}{_open(val(node).shape)}"
 
     def __repr__(self) -> str:
         return self.said
 
 
 def _try(node: fx.Node) -> str:
+    if any(is_symbolic(arg) for arg in (*node.args, *node.kwargs.values())):
+        return "by OpenVINO's front end: an argument is a size that varies"
     try:
         model, inputs = _model(node)
     except Exception as error:
@@ -169,11 +175,21 @@ def _try(node: fx.Node) -> str:
         return f"by OpenVINO's front end: it makes {len(model.outputs)} results of {len(wanted)}"
     for output, one in zip(model.outputs, wanted, strict=True):
         shape, kind = output.get_partial_shape(), output.get_element_type().get_type_name()
-        if shape.is_dynamic or list(shape.to_shape()) != list(one.shape):
+        if not _fits(shape, _open(one.shape)):
             return f"by OpenVINO's front end: it makes the shape {shape} of {list(one.shape)}"
         if kind not in _NAMES.get(one.dtype, ()):
             return f"by OpenVINO's front end: it makes {kind} of {one.dtype}"
     return ""
+
+
+def _fits(shape: Any, wanted: list[int]) -> bool:
+    """Whether a shape that the front end made is the one that it should be, as far as that is known."""
+    if shape.rank.is_dynamic or len(shape) != len(wanted):
+        return False
+    return all(
+        size < 0 or (not found.is_dynamic and found.get_length() == size)
+        for found, size in zip(shape, wanted, strict=True)
+    )
 
 
 _NAMES: Final = {torch.float32: ("f32",), torch.bool: ("boolean",), torch.int64: ("i64", "i32"), torch.int32: ("i32",)}

@@ -78,7 +78,7 @@ def _max_unpool(w: Writer, node: fx.Node) -> Any:
         math.prod(source.shape[-rank:]),
         math.prod(shape[-rank:]),
     )
-    into = w.ops.constant(numpy.zeros((rows, outside), numpy.float32)).output(0)
+    into = w.filled([rows, outside], numpy.array(0, numpy.float32))
     places = w.reshape(w.index(node.args[1]), [rows, inside])  # type: ignore[arg-type]
     values = w.reshape(w.value(node.args[0]), [rows, inside])
     return w.reshape(w.ops.scatter_elements_update(into, places, values, w.ints(1)).output(0), shape)
@@ -87,7 +87,7 @@ def _max_unpool(w: Writer, node: fx.Node) -> Any:
 def _scatter_sum(w: Writer, node: fx.Node, places: Any, rows: int, inside: int) -> Any:
     """Values added at their places: of two at one place, both."""
     outside = val(node).numel() // rows
-    into = w.ops.constant(numpy.zeros((rows, outside), numpy.float32)).output(0)
+    into = w.filled([rows, outside], numpy.array(0, numpy.float32))
     where, values = w.reshape(places, [rows, inside]), w.reshape(w.value(node.args[0]), [rows, inside])
     made = w.ops.scatter_elements_update(into, where, values, w.ints(1), "sum").output(0)
     return w.reshape(made, list(val(node).shape))

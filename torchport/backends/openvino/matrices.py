@@ -9,6 +9,7 @@ import numpy
 import torch
 from torch import fx
 
+from .sizes import is_symbolic, known
 from .writer import Writer, arg_of, rule, val
 
 aten = torch.ops.aten
@@ -22,7 +23,7 @@ def _matmul(w: Writer, node: fx.Node) -> Any:
 def _product(w: Writer, node: fx.Node, left: Any, right: Any) -> Any:
     """A product of matrices; 0 where it is a sum of nothing, which the engine does not take."""
     if 0 in val(left).shape:
-        return w.ops.constant(numpy.zeros(tuple(val(node).shape), numpy.float32)).output(0)
+        return w.filled(val(node).shape, numpy.array(0, numpy.float32))
     return w.ops.matmul(w.value(left), w.value(right), False, False).output(0)
 
 
@@ -131,6 +132,15 @@ def _flash_check(node: fx.Node) -> str:
     return "with a causal mask and another one" if mask is not None and arg_of(node, 4, "is_causal", False) else ""
 
 
+def _hidden_after(w: Writer, rows: Any, columns: Any) -> Any:
+    """What is added to scores, [rows, columns]: 0 up to the diagonal, and minus infinity after it."""
+    if is_symbolic([rows, columns]):
+        down, across = w.ops.unsqueeze(w.counted(rows), w.ints(1)), w.counted(columns)
+        return w.ops.select(w.ops.less_equal(across, down), w.value(0.0), w.value(-math.inf)).output(0)
+    kept = numpy.tril(numpy.ones((known(rows), known(columns)), bool))
+    return w.ops.constant(numpy.where(kept, numpy.float32(0), numpy.float32(-math.inf))).output(0)
+
+
 @rule(aten._scaled_dot_product_flash_attention_for_cpu.default, check=_flash_check)
 def _flash_attention(w: Writer, node: fx.Node) -> Any:
     query, key, value = (w.value(arg) for arg in node.args[:3])
@@ -140,8 +150,7 @@ def _flash_attention(w: Writer, node: fx.Node) -> Any:
     given = None if mask is None else w.value(mask)
     if causal:
         rows, columns = val(node.args[0]).shape[-2], val(node.args[1]).shape[-2]
-        hidden = numpy.where(numpy.tril(numpy.ones((rows, columns), bool)), numpy.float32(0), numpy.float32(-math.inf))
-        given = w.ops.constant(hidden).output(0)
+        given = _hidden_after(w, rows, columns)
     attended = [query, key, value, w.value(0.0) if given is None else given, factor]
     made = w.ops.scaled_dot_product_attention(*attended)
     # The second result, which only backward reads.

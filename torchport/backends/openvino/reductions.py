@@ -9,6 +9,7 @@ import numpy
 import torch
 from torch import fx
 
+from .sizes import is_symbolic, known
 from .writer import Writer, arg_of, float_result, rule, val
 
 aten = torch.ops.aten
@@ -78,9 +79,9 @@ def _first(w: Writer, value: Any, shape: list[int], axis: int, name: str) -> tup
     """The extreme along an axis, and the place of the first element that is it; both keep the axis."""
     where = w.ints([axis])
     most = _extreme_of(w, value, where, True, name)
-    places = numpy.arange(shape[axis], dtype=numpy.float32).reshape([-1, *([1] * (len(shape) - 1 - axis))])
+    places = w.reshape(w.counted(shape[axis]), [shape[axis], *([1] * (len(shape) - 1 - axis))])
     is_it = w.ops.select(w.ops.is_nan(most), w.ops.is_nan(value), w.ops.equal(value, most))
-    place = w.ops.reduce_min(w.ops.select(is_it, w.ops.constant(places), w.value(float(shape[axis]))), where, True)
+    place = w.ops.reduce_min(w.ops.select(is_it, places, w.value(known(shape[axis]))), where, True)
     return most, place.output(0)
 
 
@@ -133,13 +134,20 @@ def _variance(w: Writer, node: fx.Node) -> Any:
     where = w.ints(axes)
     mean = w.ops.reduce_mean(value, where, True)
     total = w.ops.reduce_sum(w.ops.squared_difference(value, mean), where, True)
-    spread = w.ops.divide(total, w.value(max(counted - (1 if correction is None else correction), 0.0))).output(0)
+    spread = w.ops.divide(total, _left_of(w, counted, 1 if correction is None else correction)).output(0)
     if node.target in (aten.std.correction, aten.std_mean.correction):
         spread = w.ops.sqrt(spread).output(0)
     values = node.meta["val"]
     if not isinstance(values, (list, tuple)):
         return w.reshape(spread, list(values.shape))
     return [w.reshape(spread, list(values[0].shape)), w.reshape(mean.output(0), list(values[1].shape))]
+
+
+def _left_of(w: Writer, counted: Any, correction: float) -> Any:
+    """How many elements a variance is over, less a correction, and no less than none."""
+    if not is_symbolic(counted):
+        return w.value(max(known(counted) - correction, 0.0))
+    return w.ops.maximum(w.ops.subtract(w.value(counted), w.value(float(correction))), w.value(0.0)).output(0)
 
 
 def _nan_where(w: Writer, value: Any, where: Any, keep: bool, made: Any) -> Any:
@@ -315,19 +323,20 @@ def _middle(w: Writer, node: fx.Node, value: Any, shape: list[int], axis: int) -
     """Which rank the lower median has, as 32-bit integers; of a median that keeps NaN, that of the first NaN."""
     marked = w.ops.convert(w.ops.is_nan(value), "f32")
     nans = w.ops.reduce_sum(marked, w.ints([axis]), True)
-    left = w.ops.subtract(w.value(float(shape[axis])), nans)
+    left = w.ops.subtract(w.value(known(shape[axis])), nans)
     if node.target in (aten.nanmedian.dim, aten.nanmedian.default):
         middle = w.ops.floor(w.ops.multiply(w.ops.subtract(left, w.value(1.0)), w.value(0.5)))
         middle = w.ops.maximum(middle, w.value(0.0))
     else:
-        middle = w.ops.select(w.ops.greater(nans, w.value(0.0)), left, w.value(float((shape[axis] - 1) // 2)))
+        half = w.value(known((shape[axis] - 1) // 2))
+        middle = w.ops.select(w.ops.greater(nans, w.value(0.0)), left, half)
     return w.ops.convert(middle, "i32").output(0)
 
 
 def _picked_rank(w: Writer, node: fx.Node, found: Any, places: Any, rank: Any, axis: int) -> list[Any]:
     wanted = list(node.meta["val"][0].shape)
-    if not rank.get_partial_shape().to_shape():
-        shape = list(found.get_partial_shape().to_shape())
+    if not len(rank.get_partial_shape()):
+        shape = val(node.args[0]).shape
         rank = w.ops.broadcast(rank, w.ints([1 if at == axis else size for at, size in enumerate(shape)])).output(0)
     made = [w.ops.gather_elements(one, rank, axis).output(0) for one in (found, places)]
     return [w.reshape(made[0], wanted), w.wide(w.reshape(made[1], wanted))]

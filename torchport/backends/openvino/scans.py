@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy
 import torch
 from torch import fx
 
@@ -80,10 +79,8 @@ for _target, _name in ((aten.cummax.default, "greater_equal"), (aten.cummin.defa
         if not shape:
             return [value, w.wide(w.value(0.0))]
         axis = int(node.args[1]) % len(shape)  # type: ignore[call-overload]
-        line = numpy.arange(shape[axis], dtype=numpy.float32).reshape(
-            [-1 if at == axis else 1 for at in range(len(shape))]
-        )
-        places = w.ops.constant(numpy.ascontiguousarray(numpy.broadcast_to(line, shape))).output(0)
+        line = w.reshape(w.counted(shape[axis]), [size if at == axis else 1 for at, size in enumerate(shape)])
+        places = w.ops.broadcast(line, w.ints(shape)).output(0)
 
         def join(a: Pair, b: Pair) -> Pair:
             later = w.ops.logical_or(getattr(w.ops, name)(b[0], a[0]), w.ops.is_nan(b[0]))

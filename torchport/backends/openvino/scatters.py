@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from .modules import openvino_module
-from .writer import Writer, arg_of, float_result, rule, val
+from .writer import Writer, arg_of, float_result, rule, same_shape, val
 
 aten = torch.ops.aten
 
@@ -129,19 +129,19 @@ def _flat_places(w: Writer, given: Any, sizes: list[int], clamped: bool) -> tupl
         else:
             place = _inside(w, place, size)
         total = place if total is None else w.ops.add(w.ops.multiply(total, w.word_of(size)), place).output(0)
-    if list(total.get_partial_shape().to_shape()) != shape:
+    if not all(same_shape(val(one).shape, shape) for one in given):
         total = w.ops.broadcast(total, w.ints(shape)).output(0)
     return w.reshape(total, [math.prod(shape)]), shape
 
 
-def _put_rows(w: Writer, node: fx.Node, places: Any, count: int, values: Any, way: str) -> Any:
-    """Rows of ``values`` [count, ...] put at ``places`` [count] of the first argument, as rows of as many elements."""
+def _put_rows(w: Writer, node: fx.Node, places: Any, many: Any, count: Any, values: Any, way: str) -> Any:
+    """Rows of ``values`` [many, ...] put at ``places`` [many] of the first argument, as ``count`` rows."""
     source = val(node.args[0])
     inside = val(node).numel() // count if count else 1
     into = w.reshape(w.value(node.args[0]), [count, inside])
     where = w.ops.unsqueeze(places, w.ints(1)).output(0)
     if inside > 1:
-        where = w.ops.broadcast(where, w.ints([places.get_partial_shape().to_shape()[0], inside])).output(0)
+        where = w.ops.broadcast(where, w.ints([many, inside])).output(0)
     return w.reshape(_put(w, into, where, values, 0, way, True), list(source.shape))
 
 
@@ -153,11 +153,11 @@ def _index_put(w: Writer, node: fx.Node) -> Any:
     rest = sizes[len(given) :]
     values = w.value(node.args[2])
     wanted = [*shape, *rest]
-    if list(val(node.args[2]).shape) != wanted:
+    if not same_shape(val(node.args[2]).shape, wanted):
         values = w.ops.broadcast(values, w.ints(wanted)).output(0) if wanted else w.reshape(values, [])
     values = w.reshape(values, [math.prod(shape), math.prod(rest)])
     way = "sum" if arg_of(node, 3, "accumulate", False) else ""
-    return _put_rows(w, node, places, math.prod(sizes[: len(given)]), values, way)
+    return _put_rows(w, node, places, math.prod(shape), math.prod(sizes[: len(given)]), values, way)
 
 
 @rule(aten.put.default, check=_few, reads=[1])
@@ -165,7 +165,7 @@ def _put_flat(w: Writer, node: fx.Node) -> Any:
     count, places = val(node).numel(), val(node.args[1]).numel()
     where = _inside(w, w.reshape(w.index(node.args[1]), [places]), count)  # type: ignore[arg-type]
     way = "sum" if arg_of(node, 3, "accumulate", False) else ""
-    return _put_rows(w, node, where, count, w.reshape(w.value(node.args[2]), [places, 1]), way)
+    return _put_rows(w, node, where, places, count, w.reshape(w.value(node.args[2]), [places, 1]), way)
 
 
 @rule(aten._unsafe_masked_index.default, check=_indices_check, reads=[2])
@@ -187,4 +187,4 @@ def _masked_put(w: Writer, node: fx.Node) -> Any:
     rest = sizes[len(given) :]
     values = w.ops.select(w.value(node.args[1]), w.value(node.args[3]), w.value(0.0)).output(0)
     values = w.reshape(values, [math.prod(shape), math.prod(rest)])
-    return _put_rows(w, node, places, math.prod(sizes[: len(given)]), values, "sum")
+    return _put_rows(w, node, places, math.prod(shape), math.prod(sizes[: len(given)]), values, "sum")

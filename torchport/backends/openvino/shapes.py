@@ -8,7 +8,10 @@ import numpy
 import torch
 from torch import fx
 
-from .writer import WORDS, Writer, arg_of, held_shape, rule, val
+from torchport.backend.sizes.guards import NotSymbolic
+
+from .sizes import is_symbolic, known
+from .writer import WORDS, Writer, arg_of, held_shape, rule, same_shape, val
 
 aten = torch.ops.aten
 
@@ -24,7 +27,7 @@ def _reshape(w: Writer, node: fx.Node) -> Any:
 
 @rule(aten.expand.default, moves=True, empty=True)
 def _expand(w: Writer, node: fx.Node) -> Any:
-    if val(node).shape == val(node.args[0]).shape:
+    if same_shape(val(node).shape, val(node.args[0]).shape):
         return w.value(node.args[0])  # OpenVINO ends the process over two such broadcasts of a scalar
     return w.ops.broadcast(w.value(node.args[0]), w.ints(held_shape(val(node))))
 
@@ -47,35 +50,53 @@ def _transpose(w: Writer, node: fx.Node) -> Any:
 
 
 def _transposed(w: Writer, node: fx.Node, order: list[int]) -> Any:
+    return _reordered(w, node, w.value(node.args[0]), order)
+
+
+def _reordered(w: Writer, node: fx.Node, value: Any, order: list[int]) -> Any:
     """The words of an element stay together."""
     words = [len(order)] if val(node).dtype in WORDS else []
-    return w.ops.transpose(w.value(node.args[0]), w.ints([*order, *words]))
+    return w.ops.transpose(value, w.ints([*order, *words]))
 
 
 @rule(aten.slice.Tensor, moves=True)
 def _slice(w: Writer, node: fx.Node) -> Any:
-    axis, start = int(arg_of(node, 1, "dim", 0)), arg_of(node, 2, "start") or 0
-    stop, step = arg_of(node, 3, "end"), arg_of(node, 4, "step", 1)
-    size = val(node.args[0]).shape[axis]
-    begin, end, _ = slice(start, stop, step).indices(size)
-    end = max(begin, end)
-    value = w.value(node.args[0])
-    return w.ops.slice(value, *(w.ints([number]) for number in (begin, end, step, axis % val(node).dim())))
+    axis, begin, end, step = _cut(node, val(node.args[0]).shape, 1)
+    return w.ops.slice(w.value(node.args[0]), *(w.ints([number]) for number in (begin, end, step, axis)))
+
+
+def _cut(node: fx.Node, shape: Any, first: int) -> tuple[int, Any, Any, int]:
+    """Axis, start, end and step of a slice whose arguments come from this position on, within a tensor's shape.
+
+    What has to be known of symbolic sizes for that becomes a condition.
+    """
+    axis, start = int(arg_of(node, first, "dim", 0)), arg_of(node, first + 1, "start")
+    stop, step = arg_of(node, first + 2, "end"), arg_of(node, first + 3, "step", 1)
+    size = known(shape[axis])
+
+    def inside(place: Any) -> Any:
+        place = place + size if place < 0 else place
+        return 0 if place < 0 else size if place > size else place
+
+    begin, end = inside(0 if start is None else known(start)), inside(size if stop is None else known(stop))
+    return axis % len(shape), begin, begin if end < begin else end, step
 
 
 @rule(aten.narrow.default, aten.narrow_copy.default, moves=True)
 def _narrow(w: Writer, node: fx.Node) -> Any:
-    axis, start, count = (int(number) for number in node.args[1:4])  # type: ignore[call-overload]
-    axis, begin = axis % val(node).dim(), start % max(val(node.args[0]).shape[axis], 1)
+    axis, start, count = (known(number) for number in node.args[1:4])
+    size = known(val(node.args[0]).shape[axis])
+    axis, begin = axis % val(node).dim(), start + size if start < 0 else start
     numbers = (begin, begin + count, 1, axis)
     return w.ops.slice(w.value(node.args[0]), *(w.ints([number]) for number in numbers))
 
 
 @rule(aten.select.int, moves=True)
 def _select(w: Writer, node: fx.Node) -> Any:
-    axis, index = int(node.args[1]), int(node.args[2])  # type: ignore[arg-type]
-    source = val(node.args[0])
-    return w.ops.gather(w.value(node.args[0]), w.ints(index % source.shape[axis]), w.ints(axis % source.dim()))
+    args: Any = node.args
+    axis, index, source = int(args[1]), known(args[2]), val(args[0])
+    index = index + source.shape[axis] if index < 0 else index
+    return w.ops.gather(w.value(args[0]), w.ints(index), w.ints(axis % source.dim()))
 
 
 def _parts(node: fx.Node) -> list[fx.Node]:
@@ -135,8 +156,8 @@ def _unbind(w: Writer, node: fx.Node) -> Any:
 def _flip(w: Writer, node: fx.Node) -> Any:
     value, axes = w.value(node.args[0]), w.axes(node.args[1], val(node).dim()) if node.args[1] else []
     for axis in axes:
-        order = list(range(val(node).shape[axis]))[::-1]
-        value = w.ops.gather(value, w.ints(order), w.ints(axis)).output(0)
+        size = val(node).shape[axis]
+        value = w.ops.gather(value, w.counted(size, "i64", size - 1, -1), w.ints(axis)).output(0)
     return value
 
 
@@ -152,7 +173,8 @@ def _places_check(node: fx.Node) -> str:
         source = val(node.args[0])
         if not source.is_contiguous():
             return "by strides of a tensor that is not contiguous"
-    return "of so many elements: their places would be stored" if val(node).numel() > 1 << 20 else ""
+    count = known(val(node).numel())
+    return "" if is_symbolic(count) or count <= 1 << 20 else "of so many elements: their places would be stored"
 
 
 @rule(
@@ -171,11 +193,68 @@ def _places_check(node: fx.Node) -> str:
 def _picked(w: Writer, node: fx.Node) -> Any:
     """What picks elements by place: PyTorch says which, on a tensor of places, when the graph is compiled."""
     source, target = val(node.args[0]), node.target
+    if is_symbolic([*source.shape, *val(node).shape]):
+        return _picked_of_sizes(w, node)
     numbers = torch.arange(source.numel(), dtype=torch.float64).view(source.shape)  # upsampling takes no integers
     places = target(numbers, *node.args[1:], **node.kwargs).long()  # type: ignore[operator]
     words = [2] if val(node).dtype in WORDS else []
     flat = w.reshape(w.value(node.args[0]), [source.numel(), *words])
     return w.ops.gather(flat, w.ints(places.tolist()), w.ints(0))
+
+
+def _picked_of_sizes(w: Writer, node: fx.Node) -> Any:
+    """The same for symbolic sizes, where one dimension is picked from."""
+    value, source, args = w.value(node.args[0]), val(node.args[0]), node.args
+    if node.target is aten.roll.default:
+        return _rolled(w, node)
+    if node.target is aten.unfold.default:
+        axis, size, step = int(args[1]) % source.dim(), int(args[2]), int(args[3])  # type: ignore[call-overload]
+        starts = w.counted(val(node).shape[axis], "i64", 0, step)
+        places = w.ops.add(w.ops.unsqueeze(starts, w.ints(1)), w.counted(size, "i64")).output(0)
+        found = w.ops.gather(value, places, w.ints(axis)).output(0)
+        order = [at for at in range(source.dim() + 1) if at != axis + 1]
+        return _reordered(w, node, found, [*order, axis + 1])
+    if node.target is aten.diagonal.default and not is_symbolic(arg_of(node, 1, "offset", 0)):
+        return _diagonal(w, node)
+    raise NotSymbolic("which elements it picks is found out when the graph is compiled")
+
+
+def _rolled(w: Writer, node: fx.Node) -> Any:
+    """Dimension by dimension: its end, and then what is before that."""
+    value, given = w.value(node.args[0]), [arg_of(node, 1, "shifts"), arg_of(node, 2, "dims", [])]
+    shifts, axes = ([one] if isinstance(one, (int, torch.SymInt)) else list(one) for one in given)
+    shape, rank = held_shape(val(node)), val(node).dim()
+    flat = not axes
+    if flat:
+        shape, rank, axes = [val(node).numel(), *shape[rank:]], 1, [0]
+        value = w.reshape(value, shape)
+    for shift, axis in zip(shifts, axes, strict=True):
+        size = shape[axis % rank]
+        shift = shift if -size < shift < size else known(shift % size)
+        middle = -shift if shift < 0 else size - shift
+        if shift == 0:
+            continue
+        parts = [
+            w.ops.slice(value, *(w.ints([number]) for number in (start, stop, 1, axis % rank))).output(0)
+            for start, stop in ((middle, size), (0, middle))
+        ]
+        value = w.ops.concat(parts, axis % rank).output(0)
+    return w.reshape(value, held_shape(val(node))) if flat else value
+
+
+def _diagonal(w: Writer, node: fx.Node) -> Any:
+    """Elements of both dimensions as one, at equal distances."""
+    source, words = val(node.args[0]), [2] if val(node).dtype in WORDS else []
+    rank, offset = source.dim(), int(arg_of(node, 1, "offset", 0))
+    first, second = (int(arg_of(node, at, name, at - 2)) % rank for at, name in ((2, "dim1"), (3, "dim2")))
+    rest = [at for at in range(rank) if at not in (first, second)]
+    moved = w.ops.transpose(w.value(node.args[0]), w.ints([*rest, first, second, *([rank] if words else [])]))
+    rows, columns = source.shape[first], source.shape[second]
+    flat = w.reshape(moved.output(0), [*(source.shape[at] for at in rest), rows * columns, *words])
+    start = offset if offset >= 0 else -offset * columns
+    across = w.counted(val(node).shape[-1], "i64")
+    apart = w.ops.multiply(across, w.ints(columns + 1))
+    return w.ops.gather(flat, w.ops.add(apart, w.ints(start)), w.ints(len(rest)))
 
 
 def _zeros_check(node: fx.Node) -> str:
@@ -211,6 +290,8 @@ def _scattered_check(node: fx.Node) -> str:
 def _scattered(w: Writer, node: fx.Node) -> Any:
     """What replaces elements by place: each result is an element of the one or of the other."""
     into, source, target = val(node.args[0]), val(node.args[1]), node.target
+    if is_symbolic([*into.shape, *source.shape]):
+        return _joined_around(w, node)
     count = into.numel()
     numbers = torch.arange(count).view(into.shape)
     others = torch.arange(count, count + source.numel()).view(source.shape)
@@ -220,3 +301,28 @@ def _scattered(w: Writer, node: fx.Node) -> Any:
     joined = w.ops.concat(parts, 1).output(0)
     picked = w.ops.gather(joined, w.ints(places.tolist()), w.ints(1)).output(0)
     return w.reshape(picked, held_shape(val(node)))
+
+
+def _joined_around(w: Writer, node: fx.Node) -> Any:
+    """The same for symbolic sizes: what is before, what is put there, and what is after."""
+    shape, other = val(node.args[0]).shape, w.value(node.args[1])
+    if node.target is aten.select_scatter.default:
+        args: Any = node.args
+        axis, begin = int(args[2]) % len(shape), known(args[3])
+        begin = begin + shape[axis] if begin < 0 else begin
+        end, other = begin + 1, w.ops.unsqueeze(other, w.ints(axis)).output(0)
+    else:
+        axis, begin, end, step = _cut(node, shape, 2) if node.target is aten.slice_scatter.default else (0, 0, 0, 0)
+        if step != 1:
+            raise NotSymbolic("which elements it replaces is found out when the graph is compiled")
+    into, parts = w.value(node.args[0]), [other]
+    for at, (start, stop) in ((0, (0, begin)), (2, (end, shape[axis]))):
+        if stop > start:
+            part = w.ops.slice(into, *(w.ints([number]) for number in (start, stop, 1, axis))).output(0)
+            parts.insert(at, part)
+    if len(parts) == 1:
+        return other
+    if val(node).dim() > 1 or val(node).dtype in WORDS:
+        return w.ops.concat(parts, axis)
+    rows = [w.ops.unsqueeze(part, w.ints(0)).output(0) for part in parts]  # as in ``cat``
+    return w.reshape(w.ops.concat(rows, 1).output(0), val(node).shape)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,10 +18,12 @@ from torch import fx
 
 from torchport.backend.host import register_attention_at_once
 from torchport.backend.interface import Support
+from torchport.backend.sizes.guards import NotSymbolic
 from torchport.core.errors import CompileError
 
 from . import (  # noqa: F401 - their rules
     elementwise,
+    factories,
     images,
     indices,
     losses,
@@ -35,9 +38,10 @@ from .decomposed import decompositions
 from .front_end import FRONT_END, converted, why_not
 from .left import why_left
 from .modules import openvino_module
+from .sizes import is_symbolic, known
 from .writer import CHECKS, COMPUTED, KINDS, MOVED, RULES, TAKES, WORDS, Takes, Writer, held_shape, val
 
-__all__ = ["decompositions", "register_attention_at_once", "supports", "to_ir"]
+__all__ = ["decompositions", "register_attention_at_once", "supports", "to_ir", "to_symbolic_ir"]
 
 _getitem: Any = operator.getitem
 
@@ -108,18 +112,73 @@ def supports(node: fx.Node) -> Support:
 
 def to_ir(graph: fx.GraphModule) -> tuple[bytes, bytes]:
     """The graph as OpenVINO IR: XML and weights. Raises :class:`CompileError`."""
+    return _written(graph.graph, _translated)
+
+
+def to_symbolic_ir(graph: fx.GraphModule) -> tuple[bytes, bytes]:
+    """The same of a graph whose sizes are symbols, for all of them. Raises :class:`.NotSymbolic`."""
+    return _written(_with_sizes(graph.graph), _translated_for_sizes)
+
+
+def _with_sizes(graph: fx.Graph) -> fx.Graph:
+    """The graph's operators on tensors: where one is given a size that was computed, the size itself stands."""
+    made = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+
+    def at(node: fx.Node) -> Any:
+        return copies[node] if node in copies else node.meta["val"]
+
+    for node in graph.nodes:
+        computes = node.op == "call_function"
+        if not computes and node.op not in ("placeholder", "output"):
+            raise NotSymbolic(f"the graph holds {node.op}")
+        if computes and not _is_of_tensors(node.meta.get("val")):
+            continue  # a size, or a check of one
+        copy = copies[node] = made.create_node(node.op, node.target, name=node.name)
+        copy.args, copy.kwargs = fx.map_arg(node.args, at), fx.map_arg(node.kwargs, at)  # type: ignore[assignment]
+        copy.meta.update(node.meta)
+    return made
+
+
+def _is_of_tensors(value: Any) -> bool:
+    return isinstance(value[0] if isinstance(value, (list, tuple)) and value else value, torch.Tensor)
+
+
+def _translated_for_sizes(w: Writer, node: fx.Node) -> Any:
+    """A node whose sizes may be symbols: none of them may be taken for a number."""
+    try:
+        allowed = supports(node)
+        made = _translated(w, node) if allowed else None
+        why = w.sizes.fixed() or allowed.reason
+    except NotSymbolic as error:
+        why, made = str(error), None
+    except Exception as error:  # of OpenVINO's, or of a rule that takes a shape for numbers
+        why, made = f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}", None
+    if why:
+        raise NotSymbolic(f"{node.target}: {why}")
+    return made
+
+
+def _dimensions(value: torch.Tensor) -> Any:
+    """A value's shape as a model's input has it: any size from the smallest on, where it is symbolic."""
+    ov: Any = openvino_module("openvino")
+    return ov.PartialShape([-1 if is_symbolic(size) else known(size) for size in held_shape(value)])
+
+
+def _written(graph: fx.Graph, translated: Callable[[Writer, fx.Node], Any]) -> tuple[bytes, bytes]:
     ov: Any = openvino_module("openvino")
     w = Writer()
     parameters: list[Any] = []
     results: list[Any] = []
-    for node in graph.graph.nodes:
+    for node in graph.nodes:
         if node.op == "placeholder":
             value = val(node)
             kind = "i32" if value.dtype in WORDS else _TYPES[str(value.dtype).removeprefix("torch.")]
-            parameters.append(w.ops.parameter(held_shape(value), getattr(ov.Type, kind), name=node.name))
+            parameters.append(w.ops.parameter(_dimensions(value), getattr(ov.Type, kind), name=node.name))
             w.values[node] = parameters[-1].output(0)
+            w.sizes.note(value, w.values[node])
         elif node.op == "call_function":
-            w.values[node] = _translated(w, node)
+            w.values[node] = translated(w, node)
         else:
             results = [w.ops.result(w.values[value]) for value in node.args[0]]
     model = ov.Model(results, parameters, "torchport")
@@ -136,7 +195,7 @@ def _translated(w: Writer, node: fx.Node) -> Any:
         source: Any = node.args[0]
         return w.values[source][node.args[1]]
     if _is_nothing(node):
-        made: Any = [w.array(numpy.zeros(tuple(one.shape), KINDS[one.dtype])) for one in _results(node)]
+        made: Any = [w.filled(one.shape, numpy.array(0, KINDS[one.dtype])) for one in _results(node)]
         made = made if isinstance(node.meta["val"], (list, tuple)) else made[0]
     elif op in RULES:
         made = RULES[op](w, node)

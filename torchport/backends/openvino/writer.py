@@ -16,10 +16,11 @@ import torch
 from torch import fx
 
 from .modules import openvino_module
+from .sizes import Sizes, is_symbolic, known
 
 __all__ = [
     "CHECKS", "COMPUTED", "KINDS", "MOVED", "RULES", "TAKES", "WORDS", "Check", "Takes", "Writer", "arg_of", "both",
-    "float_result", "held_shape", "rule", "val",
+    "float_result", "held_shape", "rule", "same_shape", "val",
 ]  # fmt: skip
 
 COMPUTED: Final = frozenset({torch.float32, torch.bool})
@@ -101,6 +102,9 @@ def both(*checks: Check) -> Check:
     return lambda node: next((why for check in checks if (why := check(node))), "")
 
 
+_COUNTED: Final = {"f32": numpy.float32, "i32": numpy.int32, "i64": numpy.int64}
+
+
 def _words(array: Any) -> Any:
     """The 32-bit words of an array of 64-bit elements, in one more dimension."""
     return numpy.ascontiguousarray(array).reshape(*array.shape, 1).view(numpy.int32)
@@ -112,11 +116,14 @@ class Writer:
     def __init__(self) -> None:
         self.ops: Any = openvino_module("openvino.opset13")
         self.values: dict[fx.Node, Any] = {}
+        self.sizes = Sizes(self.ops)
 
     def value(self, arg: Any) -> Any:
         """The OpenVINO output of an argument: a node as it is held, or a number as float32."""
         if isinstance(arg, fx.Node):
             return self.values[arg]
+        if isinstance(arg, torch.SymInt) and is_symbolic(arg):
+            return self.ops.convert(self.ints(arg), "f32").output(0)
         if isinstance(arg, bool):
             return self.ops.constant(numpy.array(arg)).output(0)
         return self.ops.constant(numpy.float32(arg)).output(0)
@@ -146,9 +153,11 @@ class Writer:
         """One of the words of each element."""
         return self.ops.gather(words, self.ints(which), self.ints(-1)).output(0)
 
-    def word_of(self, number: int) -> Any:
-        """A constant of 32 bits."""
-        return self.ops.constant(numpy.int32(number)).output(0)
+    def word_of(self, number: Any) -> Any:
+        """A number of 32 bits: a constant, or a size."""
+        if is_symbolic(number):
+            return self.ops.convert(self.ints(number), "i32").output(0)
+        return self.ops.constant(numpy.int32(int(number))).output(0)
 
     def wide(self, value: Any) -> Any:
         """int64 of integers of other widths, or of float32 that hold small ones."""
@@ -162,15 +171,33 @@ class Writer:
         held = _words(array) if array.dtype.itemsize == 8 else array
         return self.ops.constant(numpy.ascontiguousarray(held).reshape(held.shape)).output(0)
 
-    def ints(self, numbers: Sequence[int] | int) -> Any:
-        """An int64 constant: axes, shapes."""
-        return self.ops.constant(numpy.array(numbers, dtype=numpy.int64)).output(0)
+    def ints(self, numbers: Any) -> Any:
+        """Axes, shapes, a single size, as int64: a constant as far as they are known."""
+        return self.sizes.ints(numbers)
 
-    def reshape(self, value: Any, shape: Sequence[int]) -> Any:
+    def filled(self, shape: Sequence[Any], element: Any) -> Any:
+        """A tensor of one number, an array of no dimension, as a value of its dtype is held."""
+        if not is_symbolic(list(shape)):
+            return self.array(numpy.full(tuple(map(known, shape)), element, element.dtype))
+        # Of as many dimensions: OpenVINO ends the process over some broadcasts of a scalar.
+        one = self.array(element.reshape([1] * len(shape)))
+        words = [2] if element.dtype.itemsize == 8 else []
+        return self.ops.broadcast(one, self.ints([*shape, *words])).output(0)
+
+    def counted(self, count: Any, kind: str = "f32", start: Any = 0, step: int = 1) -> Any:
+        """A vector of ``start``, ``start + step``, ... with this many elements, exact below 2^24; ``kind``: f32, i32
+        or i64."""
+        if not is_symbolic([count, start]):
+            numbers = known(start) + step * numpy.arange(known(count), dtype=numpy.int64)
+            return self.ops.constant(numbers.astype(_COUNTED[kind])).output(0)
+        made = self.ops.range(self.ints(start), self.ints(start + step * count), self.ints(step), "i64").output(0)
+        return made if kind == "i64" else self.ops.convert(made, kind).output(0)
+
+    def reshape(self, value: Any, shape: Sequence[Any]) -> Any:
         """A reshape; ``shape`` is whole."""
         if not shape:  # OpenVINO ends the process over a product that is reshaped to a scalar
             return self.ops.squeeze(value, self.ints(list(range(len(value.get_partial_shape()))))).output(0)
-        return self.ops.reshape(value, self.ints(list(shape)), False).output(0)
+        return self.ops.reshape(value, self.sizes.shape(shape), False).output(0)
 
     def axes(self, given: Any, rank: int) -> list[int]:
         """Axes from 0 on; none given, or an empty list, are all."""
@@ -178,6 +205,14 @@ class Writer:
         return [axis % rank for axis in chosen] if rank else []
 
 
-def held_shape(value: torch.Tensor) -> list[int]:
+def held_shape(value: torch.Tensor) -> list[Any]:
     """The shape in which a value is held."""
     return [*value.shape, *([2] if value.dtype in WORDS else [])]
+
+
+def same_shape(shape: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether two shapes are the same; where one is symbolic, for whichever sizes."""
+    return len(shape) == len(other) and all(
+        (a.node.expr if isinstance(a, torch.SymInt) else a) == (b.node.expr if isinstance(b, torch.SymInt) else b)
+        for a, b in zip(shape, other, strict=True)
+    )
