@@ -40,6 +40,7 @@ from torchport.backend.interface import (
 )
 from torchport.backend.normal_form import input_specs, output_specs
 from torchport.backend.optional import Chain, ChainRun, Started
+from torchport.core import releases
 from torchport.core.errors import CompileError, ConfigError, ExecutionError
 from torchport.core.specs import CompileSpecs, TensorSpec
 
@@ -131,6 +132,23 @@ def _pools_beyond_the_padding(node: fx.Node) -> bool:
     return short or bool(ceil_mode and count_include_pad and divisor is None)
 
 
+_SOUND_SINCE: Final = (2, 13)
+"""The release of PyTorch since which what :func:`_supports` leaves to the host before is right."""
+_INTEGER_DIVISIONS: Final = frozenset(
+    {
+        torch.ops.aten.div.Tensor_mode,
+        torch.ops.aten.div.Scalar_mode,
+        torch.ops.aten.floor_divide.default,
+        torch.ops.aten.floor_divide.Scalar,
+        torch.ops.aten.remainder.Tensor,
+        torch.ops.aten.remainder.Scalar,
+        torch.ops.aten.remainder.Scalar_Tensor,
+        torch.ops.aten.fmod.Tensor,
+        torch.ops.aten.fmod.Scalar,
+    }
+)
+
+
 def _supports(node: fx.Node) -> Support:
     """Every operator with static shapes on dense CPU tensors: what Inductor has no code for, it calls."""
     op = node.target
@@ -147,10 +165,17 @@ def _supports(node: fx.Node) -> Support:
     if op is torch.ops.aten.avg_pool2d_backward.default and _pools_beyond_the_padding(node):
         return Support.no("Inductor's code for it is wrong for these arguments (torch 2.13)")
     values = [node.meta.get("val"), *(value.meta.get("val") for value in node.all_input_nodes)]
+    older = releases.version() < _SOUND_SINCE
+    if older and op in _INTEGER_DIVISIONS and not values[0].dtype.is_floating_point:  # type: ignore[union-attr]
+        return Support.no(
+            "before PyTorch 2.13 Inductor's code for it ends the process where an integer is divided by 0"
+        )
     for value in values:
         for leaf in value if isinstance(value, (list, tuple)) else (value,):
             if not isinstance(leaf, torch.Tensor):
                 continue
+            if older and leaf.is_complex():
+                return Support.no("before PyTorch 2.13 Inductor's code for complex values gives wrong ones")
             if leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_nested:
                 return Support.no(f"a tensor is not a plain dense one ({leaf.layout}, {leaf.dtype})")
     return Support.yes()
