@@ -168,7 +168,7 @@ def _supports(node: fx.Node) -> Support:
     older = releases.version() < _SOUND_SINCE
     if older and op in _INTEGER_DIVISIONS and not values[0].dtype.is_floating_point:  # type: ignore[union-attr]
         return Support.no(
-            "before PyTorch 2.13 Inductor's code for it ends the process where an integer is divided by 0"
+            "before PyTorch 2.13 its code ends the process where a whole number is divided by 0"
         )
     for value in values:
         for leaf in value if isinstance(value, (list, tuple)) else (value,):
