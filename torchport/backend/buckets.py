@@ -82,7 +82,8 @@ def _is_product_of_sums(expression: Any, symbols: Sequence[Any]) -> bool:
     expression = expression.replace(lambda one: one.func.__name__ == "FloorDiv", _divided_exactly)
     if not expression.is_polynomial(*symbols):
         return False
-    constant, factors = sympy.factor_list(expression, *(one for one in symbols if expression.has(one)))
+    found: Any = sympy.factor_list(expression, *(one for one in symbols if expression.has(one)))
+    constant, factors = found
     return bool(constant.is_Integer) and all(
         one in symbols or (one.is_Add and len(one.args) == 2 and one.args[0].is_Integer and one.args[1] in symbols)
         for one, _ in factors

@@ -272,7 +272,7 @@ class Masker:
             shape = node.meta["val"].shape
             for user in in_its_shape(node):
                 for other in user.all_input_nodes:
-                    known = self.layouts.get(other)
+                    known: Any = self.layouts.get(other)
                     if known.__class__ is tuple and other.meta["val"].shape == shape:
                         return known
             raise
