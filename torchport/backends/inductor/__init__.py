@@ -167,9 +167,7 @@ def _supports(node: fx.Node) -> Support:
     values = [node.meta.get("val"), *(value.meta.get("val") for value in node.all_input_nodes)]
     older = releases.version() < _SOUND_SINCE
     if older and op in _INTEGER_DIVISIONS and not values[0].dtype.is_floating_point:  # type: ignore[union-attr]
-        return Support.no(
-            "before PyTorch 2.13 its code ends the process where a whole number is divided by 0"
-        )
+        return Support.no("before PyTorch 2.13 its code ends the process where a whole number is divided by 0")
     for value in values:
         for leaf in value if isinstance(value, (list, tuple)) else (value,):
             if not isinstance(leaf, torch.Tensor):
