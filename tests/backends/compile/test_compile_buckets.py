@@ -91,6 +91,7 @@ EXACT: dict[str, tuple[Callable[..., Any], Make, int]] = {
         lambda n: (rand(2, n, 3),),
         1,
     ),
+    "ends": (lambda x: (x[-1], x[-2] + x[1], torch.cat([x, x * 2]).sum(0), torch.stack([x, x.exp()]).mean(1)), ROWS, 0),
     "half": (lambda x: (x.mean(0), x.sum(0)), lambda n: ((rand(n, 3) * 8).round().bfloat16(),), 0),
     "embedding": (
         lambda i: (nn.functional.embedding(i, TABLE) + PLACES[: i.shape[1]]).cumsum(1)[:, 0],
@@ -136,12 +137,12 @@ def test_padding_changes_nothing(name: str, backend: str) -> None:
     ("fn", "reason"),
     [
         (lambda x: x.flip(0), "aten.flip.default has no rule"),
-        (lambda x: x[-1] + 1, "one place of the padded dimension"),
+        (lambda x: x.t().reshape(-1)[-1] + 1, "one place of the padded dimension"),
         (lambda x: x * ((x.shape[0] + 1) // 2), "a number is computed from a size"),
         (lambda x: x.clamp(max=min(x.shape[0], 5)), "a number is computed from a size"),
         (lambda x: torch.arange((x.shape[0] + 1) // 2), "a size is computed from one that changes"),
         (lambda x: torch.arange(x.shape[0], x.shape[0] + 4) * x, "a number is computed from a size"),
-        (lambda x: torch.cat([x, x]).sum(0), "joined to another"),
+        (lambda x: torch.cat([x, x[:1]]).sum(0), "a size is computed from one that changes: .*aten.cat.default"),
         (lambda x: x.t().reshape(-1).argmax(0), "a place in a padded tensor as one number"),
         (lambda x: x.t().reshape(-1).max(0).indices, "a place in a padded tensor as one number"),
         (lambda x: x.argmax(keepdim=True), "a place in a padded tensor as one number"),
