@@ -36,7 +36,7 @@ def _select(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
     after = tuple(one for d, one in enumerate(before) if d != dim % len(before))
     if not is_padded(before[dim]) or m.is_there(index + 1):
         return m.copy(node), after
-    if index >= 0 or not _is_plain(before[dim]):
+    if index >= 0 or not m.is_there(-index) or not _is_plain(before[dim]):
         raise Inexact("one place of the padded dimension is taken, which need not be there")
     b = m.builder
     place = b(aten.view.default, b.cast(_from_end(m, before[dim], index), torch.int64), [1])
@@ -60,7 +60,7 @@ def _select_backward(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> A
     layout = _with(m, node, variants, m.layout(grad), dim)
     if not is_padded(layout[dim]) or m.is_there(index + 1):
         return m.copy(node), layout
-    if index >= 0 or not _is_plain(layout[dim]):
+    if index >= 0 or not m.is_there(-index) or not _is_plain(layout[dim]):
         raise Inexact("one place of the padded dimension is taken, which need not be there")
     b, size = m.builder, size_of(layout[dim])
     places = b(aten.arange.start_step, 0, size, 1, dtype=torch.int64, device=torch.device("cpu"))

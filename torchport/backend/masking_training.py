@@ -7,7 +7,7 @@ what was computed of zeros there may be no number, and nothing times that is non
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import fx
@@ -47,43 +47,41 @@ def _picked_losses(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any
     return made, [layout[:-1] if reduction == 0 else (), ()]
 
 
-@rule_for(aten.div.Tensor, aten.div.Scalar, aten.mul.Tensor, aten.mul.Scalar)
-def _scaled(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
-    """Elementwise; a number that is a multiple of sizes, as in a mean's gradient, becomes that of the true ones."""
-    number, others = node.args[1], [one.args[1] for one in variants]
-    after = broadcast([m.layout(one) for one in node.all_input_nodes])
-    if isinstance(number, fx.Node) or all(other == number for other in others):
-        m.same_constants(node, variants)
-        return m.copy(node), after
-    b, dtype = m.builder, node.meta["val"].dtype
-    if not dtype.is_floating_point:
-        raise Inexact("a number is computed from a size that changes")
-    # A number is as exact as what is computed with it: more than 16 bits have where they are a program's own.
-    wide = dtype if dtype is torch.float64 else torch.float32
-    by_tensor = aten.div.Tensor if node.target in (aten.div.Tensor, aten.div.Scalar) else aten.mul.Tensor
-    value = b.cast(m.values[node.args[0]], wide)  # type: ignore[index]
-    return b.cast(b(by_tensor, value, m.true_number(number, others, wide)), dtype), after
-
-
-_COMPARED = {
+_ROUNDED: Final = {
     getattr(aten, name).Scalar: getattr(aten, name).Tensor for name in ("eq", "ne", "lt", "le", "gt", "ge")
 } | {aten.add.Tensor: aten.add.Tensor, aten.sub.Tensor: aten.sub.Tensor}
+"""Operators for which PyTorch brings a number into the tensor's dtype first; others compute with the number itself."""
+_BY_TENSOR: Final = _ROUNDED | {
+    aten.div.Tensor: aten.div.Tensor,
+    aten.div.Scalar: aten.div.Tensor,
+    aten.mul.Tensor: aten.mul.Tensor,
+    aten.mul.Scalar: aten.mul.Tensor,
+}
+"""Operators of a tensor and a number, and the same of two tensors."""
 
 
-@rule_for(*_COMPARED)
-def _compared(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
-    """Elementwise; a number that is a multiple of sizes (``x.sum() == x.shape[1]``) becomes a true one."""
+@rule_for(*_BY_TENSOR)
+def _with_number(m: Masker, node: fx.Node, variants: Sequence[fx.Node]) -> Any:
+    """Elementwise; a number that is a multiple of sizes, as in a mean's gradient or ``x.sum() == x.shape[1]``, becomes
+    that of the true ones."""
+    op: Any = node.target
+    source: Any = node.args[0]
     number, others = node.args[1], [one.args[1] for one in variants]
     after = broadcast([m.layout(one) for one in node.all_input_nodes])
     if isinstance(number, fx.Node) or all(other == number for other in others):
         m.same_constants(node, variants)
         return m.copy(node), after
-    dtype = node.args[0].meta["val"].dtype  # type: ignore[union-attr]
-    summed = node.target in (aten.add.Tensor, aten.sub.Tensor)
-    if dtype is torch.bool or number.__class__ is not int or (summed and arguments(node, "alpha") != [1]):
-        raise Inexact(f"a number is computed from a size that changes, for {node.target}")
-    other = m.true_number(number, others, dtype)
-    return m.builder(_COMPARED[node.target], m.values[node.args[0]], other), after  # type: ignore[index]
+    dtype = source.meta["val"].dtype if op in _ROUNDED else node.meta["val"].dtype
+    scaled = op in (aten.add.Tensor, aten.sub.Tensor) and arguments(node, "alpha") != [1]
+    if scaled or not (dtype.is_floating_point or dtype is torch.int64):
+        raise Inexact(f"a number is computed from a size that changes, for {op}")
+    b = m.builder
+    # A number is as exact as what is computed with it: more than 16 bits have where they are a program's own.
+    wide = dtype if dtype in (torch.float64, torch.int64) else torch.float32
+    other = m.true_number(number, others, wide)
+    if op in _ROUNDED:
+        return b(_BY_TENSOR[op], m.values[source], b.cast(other, dtype)), after
+    return b.cast(b(_BY_TENSOR[op], b.cast(m.values[source], wide), other), dtype), after
 
 
 @rule_for(aten.native_layer_norm_backward.default)

@@ -14,7 +14,7 @@ import torch
 __all__ = ["PARTLY", "SINCE", "TESTED", "UNTIL", "has", "operators", "said", "takes", "version"]
 
 TESTED: Final = ("2.13.0", "2.14.1", "2.15.0")
-"""The releases that every test has been run with; ``docs/torch-internals.md`` has the results."""
+"""The releases that the whole suite of its day has been run with; ``docs/torch-internals.md`` has the results."""
 
 PARTLY: Final = ("2.11.0",)
 """Releases that a part of the tests has been run with; the same page says which, and what fails."""

@@ -94,6 +94,15 @@ def symbolic(fresh: None) -> Iterator[type[Symbolic]]:
     registry.unregister("symbolic")
 
 
+@pytest.fixture
+def padding(fresh: None) -> Iterator[None]:
+    """The backend that is given padded graphs, registered."""
+    torchport.register(Padding)
+    yield
+    torchport.use("reference")
+    registry.unregister(Padding.name)
+
+
 # -- the rules, by a backend that computes as the CPU does ------------------------------------------------------------
 def test_the_second_size_leads_to_a_computation_that_serves_every_further_one(symbolic: type[Symbolic]) -> None:
     found = _forwards([(2, 5), (2, 7), (2, 9), (2, 31), (2, 5), (2, 64)])
@@ -206,10 +215,8 @@ def _drawn(batch: int, length: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("engine", ["padding", "xla"])
-def test_random_numbers_of_padded_tensors_are_those_of_the_true_sizes(engine: str, fresh: None) -> None:
-    if engine == "padding":
-        torchport.register(Padding)
-    elif not registry.get(engine).is_available():
+def test_random_numbers_of_padded_tensors_are_those_of_the_true_sizes(engine: str, padding: None) -> None:
+    if engine != Padding.name and not registry.get(engine).is_available():
         pytest.skip(f"{engine} is not installed")
     torchport.use("reference")
     wanted = [_drawn(*shape) for shape in SHAPES]
@@ -222,9 +229,25 @@ def test_random_numbers_of_padded_tensors_are_those_of_the_true_sizes(engine: st
     assert found["NotSymbolic"] == 0
     assert found["ForSeveralSizes"] <= 4
     assert found["OtherSizes"] >= len(SHAPES) - 5
-    torchport.use("reference")
-    if engine == "padding":
-        registry.unregister("padding")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.int8])
+def test_numbers_computed_from_sizes_are_as_exact_as_the_programs(dtype: torch.dtype, padding: None) -> None:
+    """301 is no bfloat16, and no int8: what is added to them is a number all the same, and is compared as theirs is."""
+    torchport.use(Padding.name)
+    before = _counted()
+    for length in (300, 301, 310, 457, 302):
+        x = (torch.arange(2 * length).reshape(2, length) % 100).to(dtype)
+        for value, expected in zip(_of_sizes(x.to("port")), _of_sizes(x), strict=True):
+            torch.testing.assert_close(value.cpu(), expected, rtol=0, atol=0)
+    assert _counted()["OtherSizes"] > before["OtherSizes"] or dtype is torch.int8
+
+
+def _of_sizes(x: torch.Tensor) -> list[torch.Tensor]:
+    length = x.shape[1]
+    if x.dtype is torch.int8:
+        return [x + (length - 290) % 2]
+    return [x + length, x - length, x * length, x == length, x.sum(1) > length, x + (length - 1)]
 
 
 def test_with_the_setting_off_each_size_is_compiled(symbolic: type[Symbolic]) -> None:

@@ -31,7 +31,7 @@ from ...trace.threads import threads
 from . import sparse
 from .expanded import ExactWrites, call_exactly, is_of_expanded, write_back
 from .opaque import opaque
-from .registered import names_with_kernel
+from .registered import aten_operator, names_with_kernel
 from .writes import boxable, refuse_as_cpu, share_memory
 
 __all__ = [
@@ -93,9 +93,9 @@ def install(library: torch.library.Library, functional: Mapping[Any, Kernels]) -
                     fn = _of_copies(fn)
             elif short == "copy_":
                 original = torch.library.get_kernel(name, "Functionalize")
-                fn = _of_copy(_operator(short), functional[torch.ops.aten.copy.default], original)
+                fn = _of_copy(aten_operator(short), functional[torch.ops.aten.copy.default], original)
             elif short in _OTHER_WRITES:
-                fn = _guarded(_operator(short), torch.library.get_kernel(name, "Functionalize"))
+                fn = _guarded(aten_operator(short), torch.library.get_kernel(name, "Functionalize"))
             else:
                 continue
             library.impl(short, opaque(fn), "Functionalize", with_keyset=True, allow_override=True)
@@ -107,7 +107,7 @@ def _pair(name: str, functional: Mapping[Any, Kernels]) -> tuple[Any, Any, Kerne
     base, _, overload = name.removeprefix("aten::").partition(".")
     if not base.endswith("_") or base.endswith("__") or base == "copy_":
         return None
-    op = _operator(name)
+    op = aten_operator(name)
     form = _OTHER_NAMES.get(op) or getattr(getattr(torch.ops.aten, base[:-1], None), overload or "default", None)
     forms = functional.get(form)
     arguments = op._schema.arguments
@@ -128,11 +128,6 @@ _OTHER_NAMES: Final[Mapping[Any, Any]] = {
 
 _OTHER_WRITES: Final = {"normal_", "bernoulli_.float", "conj_physical_"}
 """In-place operators that keep PyTorch's own functionalization, behind a check for elements that share memory."""
-
-
-def _operator(name: str) -> Any:
-    base, _, overload = name.removeprefix("aten::").partition(".")
-    return getattr(getattr(torch.ops.aten, base), overload or "default")
 
 
 def _shape(op: Any) -> list[tuple[str, str]]:

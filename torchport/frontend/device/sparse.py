@@ -5,8 +5,8 @@ device; they are registered here. Adding to a dense tensor and ``sparse_mask``, 
 gradients, are gathers and scatters on the device. Every other operator runs on the host, on a sparse tensor of the CPU,
 and its result comes back. Functionalization knows no sparse tensors: they are in no wrapper, while their parts are.
 
-Private torch APIs used here: ``torch._C._dispatch_has_kernel_for_dispatch_key``, ``torch._is_functional_tensor``,
-``torch.Tensor._indices``, ``_values``, ``torch._C.DispatchKey``.
+Private torch APIs used here: ``torch._is_functional_tensor``, ``torch.Tensor._indices``, ``_values``,
+``torch._C.DispatchKey``.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from ...trace.handle import DEVICE_TYPE, LazyTensor
 from ...trace.layouts import SPARSE, is_sparse_here, kind_of, refusal
 from ...trace.wrapping import is_below, unwrap
 from .opaque import opaque
+from .registered import aten_operator, names_with_kernel
 
 __all__ = ["fallback", "install", "write"]
 
@@ -91,12 +92,11 @@ def _complete() -> None:
         return
     library = torch.library.Library("aten", "IMPL")
     _composites.append(library)
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    for name in torch._C._dispatch_get_registrations_for_dispatch_key("SparseCPU"):
-        composite = any(has_kernel(name, key) for key in ("CompositeExplicitAutograd", _NON_FUNCTIONAL))
-        if composite and not has_kernel(name, "SparsePrivateUse1"):
-            base, _, overload = name.removeprefix("aten::").partition(".")
-            op = getattr(getattr(aten, base), overload or "default")
+    composites = names_with_kernel("CompositeExplicitAutograd") | names_with_kernel(_NON_FUNCTIONAL)
+    ours = names_with_kernel("SparsePrivateUse1")
+    for name in names_with_kernel("SparseCPU"):
+        if name in composites and name not in ours:
+            op = aten_operator(name)
             library.impl(_name(op), opaque(functools.partial(fallback, op)), "SparsePrivateUse1")
 
 

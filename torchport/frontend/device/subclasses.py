@@ -24,6 +24,7 @@ import torch
 from ...trace.handle import DEVICE_TYPE, LazyTensor
 from .opaque import opaque
 from .patches import replace
+from .registered import aten_operator
 
 __all__ = ["install"]
 
@@ -171,8 +172,7 @@ def _pass_on_every_operator() -> None:
         apart = has_kernel(name, "CompositeImplicitAutograd")
         if short == name or (apart and not has_kernel(name, "Autograd")):
             continue
-        base, _, overload = short.partition(".")
-        op = getattr(getattr(torch.ops.aten, base), overload or "default", None)
+        op = aten_operator(name)
         if op is not None and any("Tensor" in str(argument.type) for argument in op._schema.arguments):
             passing = _passing_nested(op) if apart else _passing(op)
             library.impl(short, opaque(passing), _ABOVE, with_keyset=apart)

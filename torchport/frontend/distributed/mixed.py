@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from ...trace.handle import DEVICE_TYPE, LazyTensor
 from ..device.inplace import overriding
 from ..device.opaque import opaque
+from ..device.registered import aten_operator
 
 __all__ = ["install"]
 
@@ -44,8 +45,7 @@ def install(module: Any) -> None:
             short = name.removeprefix("aten::")
             if short == name or torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
                 continue
-            base, _, overload = short.partition(".")
-            op = getattr(getattr(torch.ops.aten, base), overload or "default", None)
+            op = aten_operator(name)
             if op is not None and _takes_several(op):
                 stock = torch.library.get_kernel(op, _KEY)
                 library.impl(short, opaque(_for_all_in_parts(module, op, stock)), _KEY, with_keyset=True)
