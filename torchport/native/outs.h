@@ -30,34 +30,42 @@ at::FunctionalTensorWrapper* wrapper_of(const at::Tensor& tensor) {
   return at::functionalization::impl::unsafeGetFunctionalWrapper(tensor);
 }
 
-// Whether a write through a kind of view needs Python. The classes of views have no declaration in PyTorch's headers, so
-// their names are compared, once per class.
-bool is_written_with_care(const std::type_info& made) {
-  static auto& known = *new std::vector<std::pair<const std::type_info*, bool>>(); // guarded by the GIL
+enum class Care { none, strided, always };
+
+// How a write through a kind of view goes. The classes of views have no declaration in PyTorch's headers, so their names
+// are compared, once per class.
+Care care_of(const std::type_info& made) {
+  static auto& known = *new std::vector<std::pair<const std::type_info*, Care>>(); // guarded by the GIL
   for (const auto& [type, answer] : known) {
     if (type == &made) {
       return answer;
     }
   }
   const auto is_named = [&](const char* name) { return std::strstr(made.name(), name) != nullptr; };
-  const bool answer = is_named("expand_ViewMeta") || is_named("unfold_ViewMeta") || is_named("as_strided_ViewMeta");
+  const Care answer = is_named("expand_ViewMeta") || is_named("unfold_ViewMeta") ? Care::always
+      : is_named("as_strided_ViewMeta")                                          ? Care::strided
+                                                                                 : Care::none;
   known.emplace_back(&made, answer);
   return answer;
 }
 
 // Whether a tensor may be a view that Python's function answers for: a view of an expanded tensor, whose writes it takes
-// back to the base exactly, or a view by ``unfold`` or ``as_strided``, most of whose writes it refuses.
+// back to the base exactly, or a view by ``unfold`` or ``as_strided``, most of whose writes it refuses. It refuses none
+// where ``as_strided`` was taken of a tensor itself and shows each of its elements once, as DDP's buckets are cut.
 // Twin of ``frontend.device.expanded.is_of_expanded``.
 bool is_of_expanded(const at::Tensor& tensor) {
   at::FunctionalTensorWrapper* wrapper = wrapper_of(tensor);
   if (wrapper == nullptr) {
     return false;
   }
+  bool first = true;
   for (const auto& view : wrapper->view_metas()) {
     const auto& made = *view;
-    if (is_written_with_care(typeid(made))) {
+    const Care care = care_of(typeid(made));
+    if (care == Care::always || (care == Care::strided && !(first && tensor.is_non_overlapping_and_dense()))) {
       return true;
     }
+    first = false;
   }
   return false;
 }
