@@ -123,6 +123,17 @@ def _outs(a: list[torch.Tensor]) -> list[torch.Tensor]:
     return [sums, both, half, largest, places]
 
 
+def _parts(a: list[torch.Tensor]) -> list[torch.Tensor]:
+    """One memory cut by ``as_strided``, as DDP cuts the buckets that it writes gradients to."""
+    bucket = a[0].new_zeros(22)
+    for start, strides, value in ((0, (4, 1), a[0]), (8, (1, 2), a[1]), (14, (4, 1), a[2])):
+        part = bucket.as_strided((2, 4), strides, start)
+        torch.mul(value, 0.5, out=part)
+        part.add_(1)
+        part[0].neg_()
+    return [bucket]
+
+
 def _through_views(a: list[torch.Tensor]) -> list[torch.Tensor]:
     for row in range(2):
         a[0][row].add_(a[1][row])
@@ -153,6 +164,7 @@ def _copies(a: list[torch.Tensor]) -> list[torch.Tensor]:
 
 PROGRAMS: dict[str, Program] = {
     "through views": _through_views,
+    "parts": _parts,
     "copies": _copies,
     "in place": _in_place,
     "views": _views,
@@ -317,6 +329,18 @@ def test_the_cpu_is_asked_once_per_kind_of_call_with_out(monkeypatch: pytest.Mon
     for (one, other), out in refused:
         with pytest.raises(RuntimeError):
             torch.add(one, other, alpha=3, out=out)
+
+
+def test_parts_that_as_strided_cuts_are_written_without_python() -> None:
+    for seed in range(6):
+        bucket, value = torch.zeros(16, device="port"), _inputs(seed)[0].to("port")
+        part = bucket.as_strided((2, 4), (4, 1), 4)
+        before = followed()
+        torch.mul(value, 0.5, out=part)
+        count = followed() - before
+        torch.testing.assert_close(part.cpu(), _inputs(seed)[0] * 0.5)
+        torchport.sync()
+    assert count == 4  # the write, its functional operator, into the memory, and out of it
 
 
 def test_a_view_that_python_refuses_to_write_is_not_followed() -> None:

@@ -22,6 +22,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
+import torchport
+
 
 def net_of(*layers: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 3), *layers, nn.Flatten(), nn.Linear(4 * 6 * 6, 5))
@@ -348,6 +350,39 @@ def default_device() -> None:
             assert y.tolist() == x.tolist()
     finally:
         torch.set_default_device(None)
+
+
+def one_bucket() -> None:
+    """Gradients up to DDP's limit are exchanged at once on ``port``, without its small first bucket; not so if told."""
+    for told, expected in (({}, 1), ({"bucket_cap_mb": 1}, 3)):
+        net = DistributedDataParallel(nn.Sequential(*(nn.Linear(512, 512) for _ in range(3))).to("port"), **told)
+        for _ in range(3):  # buckets are made anew after the first
+            torchport.sync()
+            before = len(torchport.collectives())
+            net(torch.ones(1, 512, device="port")).sum().backward()
+            reduced = [one for one in torchport.collectives()[before:] if one.name == "all_reduce"]
+        assert len(reduced) == expected, reduced
+
+
+def written_over() -> None:
+    """An exchanged value's memory is the exchange's own only where nothing else has it."""
+    size = dist.get_world_size()
+    old = torch.arange(6.0, device="port").reshape(2, 3).clone()
+    later = old * 3  # pending, and reads the old value
+    dist.all_reduce(old)
+    x = old * 2
+    same, view, plus = x.detach(), x[1:], x + 1
+    held = torch.ops.aten.view_copy.default(old, [3, 2])
+    dist.all_reduce(x)
+    dist.all_reduce(held)
+    start = torch.arange(6.0).reshape(2, 3)
+    assert torch.equal(later.cpu(), start * 3)
+    assert torch.equal(old.cpu(), start * size)
+    assert torch.equal(x.cpu(), start * 2 * size * size)
+    assert torch.equal(same.cpu(), x.cpu())
+    assert torch.equal(view.cpu(), x.cpu()[1:])
+    assert torch.equal(plus.cpu(), start * 2 * size + 1)
+    assert torch.equal(held.cpu(), (start * size * size).reshape(3, 2))
 
 
 if __name__ == "__main__":

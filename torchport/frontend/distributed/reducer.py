@@ -1,8 +1,13 @@
-"""DDP's reducer notes which parameters a step has used, for ``find_unused_parameters`` and ``static_graph``.
+"""What DDP's reducer does otherwise for modules of this device: where it keeps a note, and its first bucket.
 
-It keeps the note on the CPU, and a copy beside the parameters for the ranks to add up. The copy of another accelerator
-goes through pinned memory, whose C++ allocator a device in Python has none of. So the copy of this device is a tensor
-of the CPU, which the group adds up as it does any. It is the only tensor of int32 that the reducer makes.
+It notes which parameters a step has used, for ``find_unused_parameters`` and ``static_graph``. It keeps the note on the
+CPU, and a copy beside the parameters for the ranks to add up. The copy of another accelerator goes through pinned
+memory, whose C++ allocator a device in Python has none of. So the copy of this device is a tensor of the CPU, which the
+group adds up as it does any. It is the only tensor of int32 that the reducer makes.
+
+Its first bucket is a small one, whose exchange begins early in the backward pass. On this device what is traced is cut
+at every exchange: the backward pass's first gradients would be computed apart from the rest, which costs more than the
+early megabyte saves. So the first bucket is as large as the others, unless the program says what it is to be.
 
 Private torch API used here: ``torch.nn.parallel.distributed._get_device_index``.
 """
@@ -21,6 +26,7 @@ import torch.distributed as dist
 
 from ...run.device_runtime import runtimes
 from ..device.inplace import overriding
+from ..device.names import NAME
 from ..device.opaque import opaque
 from ..device.patches import replace
 
@@ -37,9 +43,28 @@ def install() -> None:
         return
     _done.append(True)
     reducer: Any = dist.Reducer
-    replace("torch.distributed.Reducer.__init__", _with_note_on_cpu(reducer.__init__))
+    replace("torch.distributed.Reducer.__init__", _with_note_on_cpu(_with_one_size(reducer.__init__)))
     replace("torch.distributed.Reducer._set_static_graph", _with_note_on_cpu(reducer._set_static_graph))
     replace(f"{_WRAPPER}._get_device_index", _where_it_is(sys.modules[_WRAPPER]._get_device_index))
+
+
+_FIRST_BUCKET: Final = 1 << 20
+"""Bytes of DDP's first bucket where the program has not said otherwise."""
+
+
+def _with_one_size(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def make(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) > _FIRST_CAP and args[_FIRST_CAP] == _FIRST_BUCKET and any(one.device.type == NAME for one in args[0]):
+            args = (*args[:_FIRST_CAP], max(_FIRST_BUCKET, args[_CAP]), *args[_FIRST_CAP + 1 :])
+        return original(self, *args, **kwargs)
+
+    return make
+
+
+_CAP: Final = 5
+_FIRST_CAP: Final = 9
+"""The positions of the limits of buckets among the reducer's arguments, in all releases of PyTorch so far."""
 
 
 def _where_it_is(original: Callable[..., int]) -> Callable[..., int]:
