@@ -5,8 +5,9 @@
 Each figure is one process from its start to the end of its first forward pass, imports of PyTorch and of the models'
 library included, in seconds of processor time of that process and of its children, one thread, tiers off; ``wall`` is
 by the clock. Importing the libraries and building the model is the same code in all of them, takes seconds, and differs
-from process to process by as much as what is asked for: ``more`` is of what comes after it, ``whole`` of all. Processes of eager and of each backend take turns; the medians are shown. The cache is filled by a process
-before, whose time is the column ``cold``, and is in a folder that is removed at the end.
+from process to process by as much as what is asked for: ``more`` is of what comes after it, ``whole`` of all.
+Processes of eager and of each backend take turns; the medians are shown. The cache is filled by a process before, whose
+time is the column ``cold``, and is in a folder that is removed at the end.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ def second_process(models: list[str], backends: list[str], rounds: int) -> list[
                 hits = min(one["counts"]["DiskCacheHit"] for one in seen[backend])
                 wall = [median(one["wall"] for one in seen[name]) for name in (backend, "")]
                 rows.append([
-                    model, backend, f"{eager:.2f}", f"{ours:.2f}", f"{after[0] - after[1]:+.2f}", f"{ours - eager:+.2f}", f"{wall[0] - wall[1]:+.2f}",
+                    model, backend, f"{eager:.2f}", f"{ours:.2f}", f"{after[0] - after[1]:+.2f}",
+                    f"{ours - eager:+.2f}", f"{wall[0] - wall[1]:+.2f}",
                     f"{cold[backend]['cpu']:.1f}", str(hits), str(compiles),
                     "yes" if any(one["inductor"] for one in seen[backend]) else "no",
                 ])  # fmt: skip
