@@ -14,7 +14,7 @@ from .writer import Writer, arg_of, rule, val
 aten = torch.ops.aten
 
 
-def _pair(value: Any, count: int) -> list[int]:
+def pair(value: Any, count: int) -> list[int]:
     numbers = [value] * count if isinstance(value, int) else list(value)
     return numbers * count if len(numbers) == 1 else numbers
 
@@ -35,7 +35,7 @@ def _convolution(w: Writer, node: fx.Node) -> Any:
 def _convolve(w: Writer, node: fx.Node, stride: Any, padding: Any, dilation: Any, groups: Any) -> Any:
     weight = val(node.args[1])
     rank = weight.dim() - 2
-    strides, pads, dilations = _pair(stride, rank), _pair(padding, rank), _pair(dilation, rank)
+    strides, pads, dilations = pair(stride, rank), pair(padding, rank), pair(dilation, rank)
     value, kernel = w.value(node.args[0]), w.value(node.args[1])
     if groups == 1:
         made = w.ops.convolution(value, kernel, strides, pads, pads, dilations)
@@ -57,10 +57,10 @@ def _any_convolution(w: Writer, node: fx.Node) -> Any:
         return _convolve(w, node, node.args[3], node.args[4], node.args[5], groups)
     weight = val(node.args[1])
     rank, groups = weight.dim() - 2, int(node.args[8])  # type: ignore[call-overload]
-    strides, pads, dilations = (_pair(node.args[at], rank) for at in (3, 4, 5))
+    strides, pads, dilations = (pair(node.args[at], rank) for at in (3, 4, 5))
     value, kernel, bias = w.value(node.args[0]), w.value(node.args[1]), node.args[2]
     how = {"strides": strides, "pads_begin": pads, "pads_end": pads, "dilations": dilations}
-    how["output_padding"] = _pair(node.args[7], rank)
+    how["output_padding"] = pair(node.args[7], rank)
     if groups == 1:
         made = w.ops.convolution_backprop_data(value, kernel, **how)
     else:
@@ -122,9 +122,9 @@ def _max_pool3d_with_indices(w: Writer, node: fx.Node) -> Any:
 
 def _pooled(w: Writer, node: fx.Node, rank: int) -> list[Any]:
     """Maxima, and where they are: indices count within an image, as PyTorch's do."""
-    kernel = _pair(node.args[1], rank)
-    strides, pads = _pair(arg_of(node, 2, "stride") or kernel, rank), _pair(arg_of(node, 3, "padding", 0), rank)
-    dilations = _pair(arg_of(node, 4, "dilation", 1), rank)
+    kernel = pair(node.args[1], rank)
+    strides, pads = pair(arg_of(node, 2, "stride") or kernel, rank), pair(arg_of(node, 3, "padding", 0), rank)
+    dilations = pair(arg_of(node, 4, "dilation", 1), rank)
     rounding = "ceil_torch" if arg_of(node, 5, "ceil_mode", False) else "floor"
     opset14: Any = openvino_module("openvino.opset14")
     value, shape = w.value(node.args[0]), list(val(node.args[0]).shape)
@@ -141,8 +141,8 @@ def _pooled(w: Writer, node: fx.Node, rank: int) -> list[Any]:
 
 def _rounded_up(node: fx.Node, rank: int) -> list[list[int]]:
     """Kernel, strides and padding before and after, with which rounding down gives as many windows as PyTorch's."""
-    kernel = _pair(node.args[1], rank)
-    strides, pads = _pair(arg_of(node, 2, "stride") or kernel, rank), _pair(arg_of(node, 3, "padding", 0), rank)
+    kernel = pair(node.args[1], rank)
+    strides, pads = pair(arg_of(node, 2, "stride") or kernel, rank), pair(arg_of(node, 3, "padding", 0), rank)
     sizes, wanted = val(node.args[0]).shape[-rank:], val(node).shape[-rank:]
     after = [
         max((count - 1) * step + window - size - before, 0)
