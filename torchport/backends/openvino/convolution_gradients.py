@@ -37,6 +37,12 @@ class _Window:
     padding: list[int]
     dilations: list[int]
 
+    @property
+    def is_point(self) -> bool:
+        """Whether each place sees one element, and each element is seen once."""
+        ones = [1] * len(self.kernel)
+        return self.kernel == ones == self.strides and not any(self.padding)
+
     def reach(self, at: int, count: Any) -> Any:
         """Elements from the first to the last that ``count`` places look at in a dimension."""
         return (count - 1) * self.strides[at] + self.dilations[at] * (self.kernel[at] - 1) + 1
@@ -62,12 +68,8 @@ def _patches(node: fx.Node, kernel: Sequence[int]) -> Any:
 def _check(node: fx.Node) -> str:
     if val(node.args[1]).dim() != val(node.args[2]).dim():
         return "without a batch"
-    window = _window(node)
-    extra = pair(node.args[8], len(window.kernel))
-    if node.args[7] and any(more >= step for more, step in zip(extra, window.strides, strict=True)):
-        return "with places that are given nothing"
     mask: Any = node.args[10]
-    return "of so many elements" if mask[1] and _patches(node, window.kernel[-1:]) > _MOST else ""
+    return "of so many elements" if mask[1] and _patches(node, _window(node).kernel[-1:]) > _MOST else ""
 
 
 @rule(aten.convolution_backward.default, check=_check)
@@ -84,6 +86,13 @@ def _convolution_backward(w: Writer, node: fx.Node) -> Any:
     ]
 
 
+def _is_longer(node: fx.Node) -> bool:
+    """Whether the result has a whole step more than the convolution gives, by the padding of a transposed one's."""
+    window = _window(node)
+    extra = pair(node.args[8], len(window.kernel))
+    return bool(node.args[7]) and any(more >= step for more, step in zip(extra, window.strides, strict=True))
+
+
 def _kernel(w: Writer, node: fx.Node) -> tuple[Any, bool]:
     """The kernel as a convolution takes it, and whether in groups."""
     groups, kernel = int(node.args[9]), val(node.args[2])  # type: ignore[call-overload]
@@ -98,11 +107,14 @@ def _seen(w: Writer, node: fx.Node, window: _Window) -> Any:
     kernel, grouped = _kernel(w, node)
     convolve = w.ops.group_convolution if grouped else w.ops.convolution
     pads = window.padding
-    return convolve(w.value(node.args[0]), kernel, window.strides, pads, pads, window.dilations).output(0)
+    made = convolve(w.value(node.args[0]), kernel, window.strides, pads, pads, window.dilations).output(0)
+    return _first(w, made, list(val(node.args[1]).shape[2:])) if _is_longer(node) else made
 
 
 def _spread(w: Writer, node: fx.Node, window: _Window) -> Any:
     """The input's gradient: each element of the result's goes to all that was looked at."""
+    if window.is_point:
+        return _by_product(w, node)
     kernel, grouped = _kernel(w, node)
     convolve = w.ops.group_convolution_backprop_data if grouped else w.ops.convolution_backprop_data
     grad, source = w.value(node.args[0]), val(node.args[1])
@@ -116,6 +128,7 @@ def _spread(w: Writer, node: fx.Node, window: _Window) -> Any:
             for at, (size, step, pad, count) in enumerate(zip(sizes, steps, pads, places, strict=True))
         ]
         return convolve(grad, kernel, pads_begin=pads, pads_end=pads, output_padding=extra, **how).output(0)
+    # How much that is depends on the size: all that is reached is made, and cut.
     rank = len(pads)
     none = [0] * rank
     full = convolve(grad, kernel, pads_begin=none, pads_end=none, **how).output(0)
@@ -125,8 +138,23 @@ def _spread(w: Writer, node: fx.Node, window: _Window) -> Any:
     return _cut(w, full, pads, ends, [1] * rank, list(range(2, rank + 2)))
 
 
+def _by_product(w: Writer, node: fx.Node) -> Any:
+    """What sees single elements is a product of matrices for each image, and group."""
+    groups, kernel, source = int(node.args[9]), val(node.args[2]).shape, val(node.args[1])  # type: ignore[call-overload]
+    lead = [groups] if groups > 1 else []
+    grad = w.reshape(w.value(node.args[0]), [source.shape[0], *lead, kernel[0] // groups, math.prod(source.shape[2:])])
+    matrix = w.reshape(w.value(node.args[2]), [*lead, kernel[0] // groups, kernel[1]])
+    return w.reshape(w.ops.matmul(matrix, grad, True, False).output(0), list(source.shape))
+
+
 def _cut(w: Writer, value: Any, start: list[Any], stop: list[Any], step: list[int], axes: list[int]) -> Any:
     return w.ops.slice(value, *(w.ints(numbers) for numbers in (start, stop, step, axes))).output(0)
+
+
+def _first(w: Writer, value: Any, sizes: list[Any]) -> Any:
+    """The first elements of the spatial dimensions."""
+    rank = len(sizes)
+    return _cut(w, value, [0] * rank, sizes, [1] * rank, list(range(2, rank + 2)))
 
 
 def _of_kernel(w: Writer, node: fx.Node, window: _Window) -> Any:
@@ -139,8 +167,11 @@ def _of_kernel(w: Writer, node: fx.Node, window: _Window) -> Any:
         around = w.ints([0, 0, *space.padding])
         values[0] = w.ops.pad(values[0], around, around, "constant", w.value(0.0)).output(0)
         image = [*image[:2], *(size + 2 * pad for size, pad in zip(image[2:], space.padding, strict=True))]
+    if _is_longer(node):
+        image = [*image[:2], *(space.reach(at, count) for at, count in enumerate(places[2:]))]
+        values[0] = _first(w, values[0], image[2:])
     by_image = _is_small(shape, image, places)
-    if not by_image:
+    if not by_image:  # one product over all images, whose number is no longer a dimension of its own
         values = [w.ops.transpose(one, w.ints([1, 0, 2, 3, 4])).output(0) for one in values]
     images, channels = image[:2]
     # Matrices of the product: one per image, unless they are joined, and per group.

@@ -15,6 +15,7 @@ aten = torch.ops.aten
 
 
 def pair(value: Any, count: int) -> list[int]:
+    """A setting for each of ``count`` dimensions; a single number is that of all."""
     numbers = [value] * count if isinstance(value, int) else list(value)
     return numbers * count if len(numbers) == 1 else numbers
 
