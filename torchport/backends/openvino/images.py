@@ -8,7 +8,10 @@ import numpy
 import torch
 from torch import fx
 
+from torchport.backend.sizes.guards import NotSymbolic
+
 from .modules import openvino_module
+from .sizes import is_symbolic
 from .writer import Writer, arg_of, rule, val
 
 aten = torch.ops.aten
@@ -187,6 +190,38 @@ def _average(w: Writer, node: fx.Node) -> Any:
     if not bool((share == 1).all()):
         made = w.ops.multiply(made, w.ops.constant(share.numpy().copy())).output(0)
     return w.reshape(made, list(val(node).shape)) if len(shape) == rank + 1 else made
+
+
+@rule(aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default)
+def _average_backward(w: Writer, node: fx.Node) -> Any:
+    """Each window's gradient, divided as its average was, goes to all of its elements: a transposed convolution."""
+    rank = 2 if node.target is aten.avg_pool2d_backward.default else 3
+    pool: Any = aten.avg_pool2d.default if rank == 2 else aten.avg_pool3d.default
+    grad, sizes = val(node.args[0]), val(node).shape[-rank:]
+    if is_symbolic(list(sizes)):
+        raise NotSymbolic("what averages are divided by is found out when the graph is compiled")
+    kernel, pads = pair(node.args[2], rank), pair(arg_of(node, 4, "padding", 0), rank)
+    strides = pair(arg_of(node, 3, "stride") or kernel, rank)
+    images, channels = val(node).shape[0] if val(node).dim() == rank + 2 else 1, val(node).shape[-rank - 1]
+    # Averages of ones, over their sums, are what a window's elements count.
+    ones = torch.ones([1, 1, *map(int, sizes)])
+    each = pool(ones, kernel, strides, pads, *node.args[5:]) / pool(ones, kernel, strides, pads, node.args[5], True, 1)
+    value = w.reshape(w.value(node.args[0]), [images, channels, *grad.shape[-rank:]])
+    if bool((each == each.flatten()[0]).all()):
+        element = each.flatten()[0].expand(channels, 1, 1, *kernel)
+    else:
+        value = w.ops.multiply(value, w.ops.constant(each.numpy().copy()))
+        element = torch.ones(channels, 1, 1, *kernel)
+    spread = w.ops.constant(element.contiguous().numpy())
+    reached = [(count - 1) * step + size for count, step, size in zip(each.shape[2:], strides, kernel, strict=True)]
+    # What is beyond the image is cut off, and what no window reaches is 0.
+    after = [reach - pad - int(size) for reach, pad, size in zip(reached, pads, sizes, strict=True)]
+    none = [0] * rank
+    made = w.ops.group_convolution_backprop_data(value, spread, strides, pads_begin=none, pads_end=none).output(0)
+    if any(pads) or any(after):
+        ends = [w.ints([0, 0, *(-side for side in sides)]) for sides in (pads, after)]
+        made = w.ops.pad(made, *ends, "constant", w.value(0.0)).output(0)
+    return w.reshape(made, list(val(node).shape))
 
 
 def _linear_ways(target: Any, size: int, wanted: int, corners: bool, scale: Any) -> tuple[Any, Any]:

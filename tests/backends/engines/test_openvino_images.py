@@ -1,4 +1,4 @@
-"""Gradients of convolutions on ``openvino``, against PyTorch's CPU."""
+"""Gradients of convolutions and averages on ``openvino``, against PyTorch's CPU."""
 
 from __future__ import annotations
 
@@ -103,3 +103,22 @@ def test_what_would_take_much_memory_is_left_to_the_host(monkeypatch: pytest.Mon
     args = _of([5, 3, 9, 10], [4, 3, 3, 3])
     assert _compare(*args) == 1
     assert _compare(*args[:-1], [True, False, True]) == 0
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_gradients_of_averages(rank: int) -> None:
+    """Windows that overlap, that are rounded up, that reach beyond the image, and what none reaches."""
+    chosen = random.Random(rank)
+    pool = getattr(aten, f"avg_pool{rank}d").default
+    gradient = getattr(aten, f"avg_pool{rank}d_backward").default
+    before = metrics.counter("Fallback")
+    for _ in range(8):
+        kernel = [chosen.randint(1, 4) for _ in range(rank)]
+        stride = chosen.choice([[], [chosen.randint(1, 4) for _ in range(rank)]])
+        padding = [chosen.randint(0, size // 2) for size in kernel]
+        how = [kernel, stride, padding, *chosen.choices([False, True], k=2), chosen.choice([None, None, 3])]
+        x = torch.randn(*chosen.choice([[], [3]]), chosen.randint(1, 3), *(chosen.randint(5, 9) for _ in range(rank)))
+        grad = torch.randn_like(pool(x, *how))
+        found = gradient(grad.to("port"), x.to("port"), *how).cpu()
+        torch.testing.assert_close(found, gradient(grad, x, *how), msg=str(how))
+    assert metrics.counter("Fallback") == before
