@@ -147,7 +147,8 @@ def widened(
     if len(_wanted) > FAMILIES:
         _wanted.popitem(last=False)
     most = len(wanted) + len(path) // FEWER
-    found = min((one for one in known if wanted <= one and len(one) <= most), key=len, default=wanted)
-    if found is wanted:
+    if not any(wanted <= one and len(one) <= most for one in known):
         known.append(wanted)
+    # The most there is, whichever came first: all sizes come to compute the same.
+    found = max((one for one in known if wanted <= one and len(one) <= most), key=len)
     return tuple(sorted(found))

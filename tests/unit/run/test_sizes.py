@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -129,6 +131,28 @@ def test_what_was_wanted_at_other_sizes_is_computed_where_it_is_not(monkeypatch:
         # One set of values for all four lengths, with that which is not always wanted among them.
         assert [len(one) for one in results[8]] == [1]
         assert len(results[8][0][0]) == 2
+
+
+def test_what_was_wanted_later_is_computed_at_further_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same, where a size at which less was wanted came first."""
+    from torchport.run import flush
+
+    monkeypatch.setattr(sizes, "_wanted", type(sizes._wanted)())
+    made: list[int] = []
+
+    def counted(*args: Any) -> tuple[int, ...]:
+        found = sizes.widened(*args)
+        made.append(len(found))
+        return found
+
+    monkeypatch.setattr(flush, "widened", counted)
+    torchport.use("reference")
+    with config.override(tiers="off"):
+        for length, keep in ((15, False), (16, True), (17, False), (18, False)):
+            x = torch.arange(float(length))
+            total, _between = _kept(x.to("port"), keep)
+            torch.testing.assert_close(total.cpu(), _kept(x, False)[0])
+    assert made == [1, 2, 2, 2]
 
 
 def test_what_was_all_wanted_once_is_not_computed_ever_after(monkeypatch: pytest.MonkeyPatch) -> None:
