@@ -4,7 +4,8 @@
 
 Each figure is one process from its start to the end of its first forward pass, imports of PyTorch and of the models'
 library included, in seconds of processor time of that process and of its children, one thread, tiers off; ``wall`` is
-by the clock. Processes of eager and of each backend take turns; the medians are shown. The cache is filled by a process
+by the clock. Importing the libraries and building the model is the same code in all of them, takes seconds, and differs
+from process to process by as much as what is asked for: ``more`` is of what comes after it, ``whole`` of all. Processes of eager and of each backend take turns; the medians are shown. The cache is filled by a process
 before, whose time is the column ``cold``, and is in a folder that is removed at the end.
 """
 
@@ -89,11 +90,12 @@ def second_process(models: list[str], backends: list[str], rounds: int) -> list[
             eager = median(one["cpu"] for one in seen[""])
             for backend in backends:
                 ours = median(one["cpu"] for one in seen[backend])
+                after = [median(one["cpu"] - one["loading"] for one in seen[name]) for name in (backend, "")]
                 compiles = max(one["counts"]["UncachedCompile"] for one in seen[backend])
                 hits = min(one["counts"]["DiskCacheHit"] for one in seen[backend])
                 wall = [median(one["wall"] for one in seen[name]) for name in (backend, "")]
                 rows.append([
-                    model, backend, f"{eager:.2f}", f"{ours:.2f}", f"{ours - eager:+.2f}", f"{wall[0] - wall[1]:+.2f}",
+                    model, backend, f"{eager:.2f}", f"{ours:.2f}", f"{after[0] - after[1]:+.2f}", f"{ours - eager:+.2f}", f"{wall[0] - wall[1]:+.2f}",
                     f"{cold[backend]['cpu']:.1f}", str(hits), str(compiles),
                     "yes" if any(one["inductor"] for one in seen[backend]) else "no",
                 ])  # fmt: skip
@@ -114,7 +116,7 @@ def main(argv: list[str] | None = None) -> None:
         models, rounds = models[:1], 1
     table(
         "the second process: from its start to its first step, seconds of processor time",
-        ("model", "backend", "eager", "ours", "more", "wall", "cold", "hits", "compiles", "torch._inductor"),
+        ("model", "backend", "eager", "ours", "more", "whole", "wall", "cold", "hits", "compiles", "torch._inductor"),
         second_process(models, options.backends.split(","), rounds),
     )
 

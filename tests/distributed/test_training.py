@@ -14,7 +14,7 @@ MORE = ("ddp", "ddp_unused", "ddp_static", "ddp_hook", "ddp_power", "ddp_accumul
 
 LAYERS = ("sync_batch_norm", "split_groups", "uneven_inputs", "sharded_optimizer", "own_number", "deferred_weights")
 LAYERS += ("default_device", "divided_gradients", "freed_views", "views_of_parts", "fused_rates", "mixed_lists")
-LAYERS += ("counted_collectives", "uneven_parts", "one_bucket", "written_over")
+LAYERS += ("counted_collectives", "uneven_parts", "one_bucket", "values_beside")
 
 
 def test_two_ranks_train_as_one() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms.join import Join
@@ -364,8 +365,8 @@ def one_bucket() -> None:
         assert len(reduced) == expected, reduced
 
 
-def written_over() -> None:
-    """An exchanged value's memory is the exchange's own only where nothing else has it."""
+def values_beside() -> None:
+    """An exchange writes over nothing that the program still has: gloo's memory is a copy."""
     size = dist.get_world_size()
     old = torch.arange(6.0, device="port").reshape(2, 3).clone()
     later = old * 3  # pending, and reads the old value
@@ -383,6 +384,18 @@ def written_over() -> None:
     assert torch.equal(view.cpu(), x.cpu()[1:])
     assert torch.equal(plus.cpu(), start * 2 * size + 1)
     assert torch.equal(held.cpu(), (start * size * size).reshape(3, 2))
+    for exchanged in (
+        lambda given: funcol.all_reduce(given, "sum", dist.group.WORLD),
+        lambda given: funcol.reduce_scatter_tensor(given, "sum", 0, dist.group.WORLD),
+        lambda given: dist.reduce(given, 0) and None,
+        lambda given: dist.reduce_scatter_tensor(torch.empty(size, device="port"), given) and None,
+    ):  # these leave what they are given, except for the root of a reduction
+        given = torch.arange(float(size * size), device="port") * 2
+        result = exchanged(given)
+        kept = given + 0 if result is None else given + 0 * result.sum()
+        reduced = kept.cpu()
+        expected = torch.arange(float(size * size)) * 2
+        assert torch.equal(reduced, expected) or (dist.get_rank() == 0 and torch.equal(reduced, expected * size))
 
 
 if __name__ == "__main__":

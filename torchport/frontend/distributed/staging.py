@@ -9,13 +9,9 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from ...backend.interface import TensorData
 from ...core.errors import DeviceMismatch, UnsupportedOp
 from ...core.frames import user_line
-from ...core.references import holders
-from ...run.device_runtime import runtimes
 from ...run.flush import flush
-from ...run.future import resolve
 from ...run.values import host_tensor
 from ...trace.handle import LazyTensor
 from ...trace.threads import threads
@@ -35,34 +31,15 @@ def handles_of(op: str, tensors: Sequence[torch.Tensor]) -> list[LazyTensor]:
 
 
 def host_values(op: str, handles: Sequence[LazyTensor], private: bool = False) -> list[torch.Tensor]:
-    """Contiguous CPU tensors with the values, for reading only unless ``private``. What is pending is computed.
-
-    What is private may be the value's own memory, and is then written over: whoever asks gives the handle another value.
-    """
-    pending = {id(handle) for handle in handles if handle.value is None and handle.failure is None}
-    if pending:
+    """Contiguous CPU tensors with the values, for reading only unless ``private``. What is pending is computed."""
+    if any(handle.value is None and handle.failure is None for handle in handles):
         flush(threads.of(handles[0].get_device()), f"collective {op}")
     values: list[torch.Tensor] = []
     for handle in handles:
-        # No trace uses a value that has been computed just now.
-        mine = private and id(handle) in pending and _is_alone(handle)
         held = host_tensor(handle)
         whole = held.contiguous()
-        values.append(whole.clone() if private and whole is held and not mine else whole)
+        values.append(whole.clone() if private and whole is held else whole)
     return values
-
-
-def _is_alone(handle: LazyTensor) -> bool:
-    """Whether the value is a CPU tensor that its handle alone holds, of a backend whose values may be written over."""
-    if handle.failure is not None or handle.viewed:
-        return False
-    resolve(handle)
-    value: Any = handle.value
-    runtime = runtimes.get(handle.get_device())
-    if value.__class__ is not TensorData or value.exported or not runtime.backend.capabilities.donation:
-        return False
-    del value
-    return holders([handle.value]) == [1]
 
 
 def as_bytes(host: torch.Tensor) -> torch.Tensor:
