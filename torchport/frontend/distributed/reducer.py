@@ -55,11 +55,7 @@ _FIRST_BUCKET: Final = 1 << 20
 def _with_one_size(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def make(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if (
-            len(args) > _FIRST_CAP
-            and args[_FIRST_CAP] == _FIRST_BUCKET
-            and any(one.device.type == NAME for one in args[0])
-        ):
+        if len(args) > _FIRST_CAP and args[_FIRST_CAP] == _FIRST_BUCKET and any(one.device.type == NAME for one in args[0]):
             args = (*args[:_FIRST_CAP], max(_FIRST_BUCKET, args[_CAP]), *args[_FIRST_CAP + 1 :])
         return original(self, *args, **kwargs)
 
