@@ -129,11 +129,16 @@ def test_what_was_wanted_at_other_sizes_is_computed_where_it_is_not(monkeypatch:
                 torch.testing.assert_close(between.cpu(), (x * 2).tanh())
             results[length] = list(sizes._wanted.values())
         # One set of values for all four lengths, with that which is not always wanted among them.
-        assert [len(one) for one in results[8]] == [1]
-        assert len(results[8][0][0]) == 2
+        (known,) = results[8]
+        assert [(len(values), count) for values, count in known.items()] == [(2, 4)]
 
 
-def test_what_was_wanted_later_is_computed_at_further_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("first", "kept", "computed"), [(15, [0, 1, 0, 0], [1, 2, 2, 2]), (25, [0, 0, 1, 0], [1, 1, 2, 1])]
+)
+def test_what_most_sizes_compute_is_computed_at_further_ones(
+    first: int, kept: list[int], computed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same, where a size at which less was wanted came first."""
     from torchport.run import flush
 
@@ -148,11 +153,11 @@ def test_what_was_wanted_later_is_computed_at_further_sizes(monkeypatch: pytest.
     monkeypatch.setattr(flush, "widened", counted)
     torchport.use("reference")
     with config.override(tiers="off"):
-        for length, keep in ((15, False), (16, True), (17, False), (18, False)):
-            x = torch.arange(float(length))
-            total, _between = _kept(x.to("port"), keep)
+        for at, keep in enumerate(kept):
+            x = torch.arange(float(first + at))
+            total, _between = _kept(x.to("port"), bool(keep))
             torch.testing.assert_close(total.cpu(), _kept(x, False)[0])
-    assert made == [1, 2, 2, 2]
+    assert made == computed
 
 
 def test_what_was_all_wanted_once_is_not_computed_ever_after(monkeypatch: pytest.MonkeyPatch) -> None:
