@@ -45,10 +45,11 @@ def _arguments(chosen: random.Random, rank: int, transposed: bool) -> list[Any]:
         return [chosen.randint(low, high) for _ in range(rank)]
 
     groups = chosen.choice([1, 1, 2, 3])
-    channels = [groups * chosen.randint(1, 4) for _ in range(2)]
+    most = chosen.choice([4, 4, 1])  # of the last: a kernel for each channel
+    channels = [groups * chosen.randint(1, most) for _ in range(2)]
     stride, padding, dilation, kernel = each(1, 3), each(0, 2), each(1, 2), each(1, 3)
-    most = [max(one) - 1 for one in zip(stride, dilation, strict=True)]
-    extra = [chosen.randint(0, one) if transposed else 0 for one in most]
+    limits = [max(one) - 1 for one in zip(stride, dilation, strict=True)]
+    extra = [chosen.randint(0, one) if transposed else 0 for one in limits]
     first, second = channels if transposed else channels[::-1]
     weight = torch.randn(first, second // groups, *kernel)
     source = torch.randn(chosen.randint(1, 4), channels[0], *each(5, 9))
@@ -83,6 +84,7 @@ def _of(source: list[int], weight: list[int], groups: int = 1, padding: int = 1)
         pytest.param(([48, 3, 3], [40, 48, 3, 3]), id="a product over all images"),
         pytest.param(([6, 7, 7], [8, 3, 1, 1], 2, 0), id="single elements in groups"),
         pytest.param(([6, 8, 8], [6, 1, 3, 3], 6), id="a group for each channel"),
+        pytest.param(([6, 8, 40], [6, 1, 3, 3], 6), id="a group for each channel, in long rows"),
     ],
 )
 def test_kernels_by_size_and_by_row(args: tuple[Any, ...], many: int | None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,8 +173,9 @@ class Convolutions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.AvgPool2d(3, 2, 1),
-            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5),
+            nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(4, 4, 3, padding=1, groups=4), nn.AvgPool2d(3, 2, 1), nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(), nn.Linear(4, 5),
         )  # fmt: skip
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

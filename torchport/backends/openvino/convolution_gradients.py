@@ -27,6 +27,9 @@ _MANY: Final = 1 << 25
 _MOST: Final = 1 << 27
 """Elements of patches, of one row of the kernel, which the host's kernel does without."""
 
+_NARROW: Final = 12
+"""Widths of a kernel in a row up to which the row is narrow (measured: 10 to 14)."""
+
 
 @dataclass(frozen=True)
 class _Window:
@@ -170,9 +173,11 @@ def _of_kernel(w: Writer, node: fx.Node, window: _Window) -> Any:
     if _is_longer(node):
         image = [*image[:2], *(space.reach(at, count) for at, count in enumerate(places[2:]))]
         values[0] = _first(w, values[0], image[2:])
+    if _is_narrow(shape, image, places):
+        return w.reshape(_of_channels(w, values, space, image, places), shape)
     by_image = _is_small(shape, image, places)
     if not by_image:  # one product over all images, whose number is no longer a dimension of its own
-        values = [w.ops.transpose(one, w.ints([1, 0, 2, 3, 4])).output(0) for one in values]
+        values = [_channels_first(w, one) for one in values]
     images, channels = image[:2]
     # Matrices of the product: one per image, unless they are joined, and per group.
     batch = [*([images] if by_image else []), *([groups] if groups > 1 else [])]
@@ -194,6 +199,35 @@ def _of_kernel(w: Writer, node: fx.Node, window: _Window) -> Any:
         slices.append(w.reshape(made, [*shape[:2], 1, math.prod(flat)]))
     joined = slices[0] if len(slices) == 1 else w.ops.concat(slices, 2).output(0)
     return w.reshape(joined, shape)
+
+
+def _channels_first(w: Writer, value: Any) -> Any:
+    return w.ops.transpose(value, w.ints([1, 0, 2, 3, 4])).output(0)
+
+
+def _is_narrow(kernel: Sequence[Any], image: Sequence[Any], places: Sequence[Any]) -> bool:
+    """Whether each channel has a kernel of its own, and rows are short, so that whole rows are multiplied faster than
+    patches are written."""
+    alone = kernel[1] == 1 and image[1] == places[1]
+    return alone and not is_symbolic([image[-1], places[-1]]) and image[-1] <= _NARROW * kernel[-1]
+
+
+def _of_channels(w: Writer, values: list[Any], space: _Window, image: list[Any], places: list[Any]) -> Any:
+    """The gradients of one kernel per channel: each element of the image's rows times each of the places' rows, summed
+    over the rows. Of that matrix an element of the kernel is the sum of a diagonal."""
+    channels, width, across = image[1], int(image[-1]), int(places[-1])
+    seen, others = (_channels_first(w, one) for one in values)
+    rows = math.prod(places[2:4]) * image[0]
+    others = w.reshape(others, [channels, rows, across])
+    step, apart, size = space.strides[-1], space.dilations[-1], space.kernel[-1]
+    diagonals = [(at * step + offset * apart) * across + at for offset in range(size) for at in range(across)]
+    slices: list[Any] = []
+    for offsets in itertools.product(*map(range, space.kernel[:2])):
+        part, _ = _from(w, seen, space, offsets, image[2:], places[2:])
+        made = w.ops.matmul(w.reshape(part, [channels, rows, width]), others, True, False).output(0)
+        made = w.ops.gather(w.reshape(made, [channels, width * across]), w.ints(diagonals), w.ints(1)).output(0)
+        slices.append(w.ops.reduce_sum(w.reshape(made, [channels, size, across]), w.ints([2]), False).output(0))
+    return slices[0] if len(slices) == 1 else w.ops.concat(slices, 1).output(0)
 
 
 def _settings(window: _Window) -> list[list[int]]:
