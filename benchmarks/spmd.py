@@ -403,7 +403,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     for name in options.only.split(","):
         measure(
-            name, options.ways.split(","), options.batches or (10 if options.quick else 30), 2 if options.quick else 5
+            name, options.ways.split(","), options.batches or (10 if options.quick else 30), 2 if options.quick else 11
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections import ChainMap
@@ -298,7 +299,8 @@ class GraphBuilder(Builder):
     def _emit(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if self.capture is not None and op in self.capture.decompositions:
             try:
-                return self._rewritten(op, self.capture.decompositions[op], args, kwargs)
+                fn = self.capture.decompositions[op]
+                return self._rewritten(op, fn, args, kwargs, _known_as(fn, op))
             except NotTakenApart:
                 pass
             except RuntimeError as error:
@@ -481,6 +483,18 @@ class GraphBuilder(Builder):
             taken.add(root)
             results.append(node)
         return results
+
+
+def _known_as(fn: Callable[..., Any], op: Any) -> Any:
+    """What a backend's decomposition is known by in every process with the same PyTorch and torchport.
+
+    ``None`` for any but a function of theirs that its module has by that name: others may depend on more than their
+    arguments.
+    """
+    module, name = getattr(fn, "__module__", None) or "", getattr(fn, "__qualname__", "")
+    if module.partition(".")[0] not in ("torch", "torchport") or getattr(sys.modules.get(module), name, None) is not fn:
+        return None
+    return ("backend", module, name, op)
 
 
 @functools.cache

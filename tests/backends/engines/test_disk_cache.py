@@ -574,7 +574,8 @@ def test_a_hit_imports_no_compiler(tmp_path: Path, name: str) -> None:
     body = f"""
         torchport.use("{name}")
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 4), nn.LayerNorm(4))
+        layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 4), nn.LayerNorm(4)
+        model = nn.Sequential(*layers).eval()
         with torch.no_grad():
             print(model.to("port")(torch.ones(2, 3, 4, 4, device="port")).sum().item())
         print(*sorted(m for m in sys.modules if m in {COMPILING!r}))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import io
+from typing import Any
 
 import pytest
 import torch
+from torch._decomp import decomposition_table
 
+from torchport.backend.batch_norm import BATCH_NORM
+from torchport.backend.builder import _known_as
 from torchport.backend.infer import exact_key, infer, remembered
 from torchport.backend.inferences import _CallUnpickler, _written
 from torchport.backend.inlined import Inlined, Ref
@@ -34,3 +39,18 @@ def test_calls_that_differ_in_a_number_s_type_are_told_apart() -> None:
     assert len({exact_key("f", (one,), {}) for one in (1, 1.0, True, 2)}) == 4
     with pytest.raises(TypeError):
         exact_key("f", ({},), {})
+
+
+def test_a_decomposition_is_known_elsewhere_by_its_module_s_name_for_it() -> None:
+    op = aten.native_batch_norm.default
+    made = BATCH_NORM[op]
+    item = exact_key(_known_as(made, op), (1, 1.0), {}), Inlined((), None)
+    assert _read(_written(item)) == item
+    assert _known_as(decomposition_table[aten.addcmul.default], aten.addcmul.default) is not None
+
+    @functools.wraps(made)
+    def otherwise(*args: Any) -> Any:
+        return made(*args)
+
+    for own in (otherwise, lambda *args: made(*args), functools.partial(made), torch.maximum):
+        assert _known_as(own, op) is None
