@@ -126,8 +126,8 @@ def skeleton_of(
 
 FEWER: Final = 4
 """A value more is computed per this many operators, at most."""
-_wanted: Final[OrderedDict[bytes, list[frozenset[int]]]] = OrderedDict()
-"""By a skeleton's digest, whichever of its values are wanted: what was wanted of it at any sizes."""
+_wanted: Final[OrderedDict[bytes, dict[frozenset[int], int]]] = OrderedDict()
+"""By a skeleton's digest, whichever of its values are wanted: what was computed of it, and for how many sizes."""
 
 
 def widened(
@@ -142,12 +142,13 @@ def widened(
     """
     digest, _, _ = skeleton_of(who, path, (), leaf_specs)
     wanted = frozenset(value_ids)
-    known = _wanted.setdefault(digest, [])
+    known = _wanted.setdefault(digest, {})
     _wanted.move_to_end(digest)
     if len(_wanted) > FAMILIES:
         _wanted.popitem(last=False)
     most = len(wanted) + len(path) // FEWER
-    found = min((one for one in known if wanted <= one and len(one) <= most), key=len, default=wanted)
-    if found is wanted:
-        known.append(wanted)
+    fit = [one for one in known if wanted <= one and len(one) <= most]
+    # What most sizes compute has the most computations that may serve this one, too.
+    found = max(fit, key=lambda one: (known[one], len(one)), default=wanted)
+    known[found] = known.get(found, 0) + 1
     return tuple(sorted(found))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -127,8 +129,35 @@ def test_what_was_wanted_at_other_sizes_is_computed_where_it_is_not(monkeypatch:
                 torch.testing.assert_close(between.cpu(), (x * 2).tanh())
             results[length] = list(sizes._wanted.values())
         # One set of values for all four lengths, with that which is not always wanted among them.
-        assert [len(one) for one in results[8]] == [1]
-        assert len(results[8][0][0]) == 2
+        (known,) = results[8]
+        assert [(len(values), count) for values, count in known.items()] == [(2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("first", "kept", "computed"), [(15, [0, 1, 0, 0], [1, 2, 2, 2]), (25, [0, 0, 1, 0], [1, 1, 2, 1])]
+)
+def test_what_most_sizes_compute_is_computed_at_further_ones(
+    first: int, kept: list[int], computed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same, where a size at which less was wanted came first."""
+    from torchport.run import flush
+
+    monkeypatch.setattr(sizes, "_wanted", type(sizes._wanted)())
+    made: list[int] = []
+
+    def counted(*args: Any) -> tuple[int, ...]:
+        found = sizes.widened(*args)
+        made.append(len(found))
+        return found
+
+    monkeypatch.setattr(flush, "widened", counted)
+    torchport.use("reference")
+    with config.override(tiers="off"):
+        for at, keep in enumerate(kept):
+            x = torch.arange(float(first + at))
+            total, _between = _kept(x.to("port"), bool(keep))
+            torch.testing.assert_close(total.cpu(), _kept(x, False)[0])
+    assert made == computed
 
 
 def test_what_was_all_wanted_once_is_not_computed_ever_after(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,13 +8,17 @@ import numpy
 import torch
 from torch import fx
 
+from torchport.backend.sizes.guards import NotSymbolic
+
 from .modules import openvino_module
+from .sizes import is_symbolic
 from .writer import Writer, arg_of, rule, val
 
 aten = torch.ops.aten
 
 
-def _pair(value: Any, count: int) -> list[int]:
+def pair(value: Any, count: int) -> list[int]:
+    """A setting for each of ``count`` dimensions; a single number is that of all."""
     numbers = [value] * count if isinstance(value, int) else list(value)
     return numbers * count if len(numbers) == 1 else numbers
 
@@ -35,7 +39,7 @@ def _convolution(w: Writer, node: fx.Node) -> Any:
 def _convolve(w: Writer, node: fx.Node, stride: Any, padding: Any, dilation: Any, groups: Any) -> Any:
     weight = val(node.args[1])
     rank = weight.dim() - 2
-    strides, pads, dilations = _pair(stride, rank), _pair(padding, rank), _pair(dilation, rank)
+    strides, pads, dilations = pair(stride, rank), pair(padding, rank), pair(dilation, rank)
     value, kernel = w.value(node.args[0]), w.value(node.args[1])
     if groups == 1:
         made = w.ops.convolution(value, kernel, strides, pads, pads, dilations)
@@ -57,10 +61,10 @@ def _any_convolution(w: Writer, node: fx.Node) -> Any:
         return _convolve(w, node, node.args[3], node.args[4], node.args[5], groups)
     weight = val(node.args[1])
     rank, groups = weight.dim() - 2, int(node.args[8])  # type: ignore[call-overload]
-    strides, pads, dilations = (_pair(node.args[at], rank) for at in (3, 4, 5))
+    strides, pads, dilations = (pair(node.args[at], rank) for at in (3, 4, 5))
     value, kernel, bias = w.value(node.args[0]), w.value(node.args[1]), node.args[2]
     how = {"strides": strides, "pads_begin": pads, "pads_end": pads, "dilations": dilations}
-    how["output_padding"] = _pair(node.args[7], rank)
+    how["output_padding"] = pair(node.args[7], rank)
     if groups == 1:
         made = w.ops.convolution_backprop_data(value, kernel, **how)
     else:
@@ -122,9 +126,9 @@ def _max_pool3d_with_indices(w: Writer, node: fx.Node) -> Any:
 
 def _pooled(w: Writer, node: fx.Node, rank: int) -> list[Any]:
     """Maxima, and where they are: indices count within an image, as PyTorch's do."""
-    kernel = _pair(node.args[1], rank)
-    strides, pads = _pair(arg_of(node, 2, "stride") or kernel, rank), _pair(arg_of(node, 3, "padding", 0), rank)
-    dilations = _pair(arg_of(node, 4, "dilation", 1), rank)
+    kernel = pair(node.args[1], rank)
+    strides, pads = pair(arg_of(node, 2, "stride") or kernel, rank), pair(arg_of(node, 3, "padding", 0), rank)
+    dilations = pair(arg_of(node, 4, "dilation", 1), rank)
     rounding = "ceil_torch" if arg_of(node, 5, "ceil_mode", False) else "floor"
     opset14: Any = openvino_module("openvino.opset14")
     value, shape = w.value(node.args[0]), list(val(node.args[0]).shape)
@@ -141,8 +145,8 @@ def _pooled(w: Writer, node: fx.Node, rank: int) -> list[Any]:
 
 def _rounded_up(node: fx.Node, rank: int) -> list[list[int]]:
     """Kernel, strides and padding before and after, with which rounding down gives as many windows as PyTorch's."""
-    kernel = _pair(node.args[1], rank)
-    strides, pads = _pair(arg_of(node, 2, "stride") or kernel, rank), _pair(arg_of(node, 3, "padding", 0), rank)
+    kernel = pair(node.args[1], rank)
+    strides, pads = pair(arg_of(node, 2, "stride") or kernel, rank), pair(arg_of(node, 3, "padding", 0), rank)
     sizes, wanted = val(node.args[0]).shape[-rank:], val(node).shape[-rank:]
     after = [
         max((count - 1) * step + window - size - before, 0)
@@ -186,6 +190,38 @@ def _average(w: Writer, node: fx.Node) -> Any:
     if not bool((share == 1).all()):
         made = w.ops.multiply(made, w.ops.constant(share.numpy().copy())).output(0)
     return w.reshape(made, list(val(node).shape)) if len(shape) == rank + 1 else made
+
+
+@rule(aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default)
+def _average_backward(w: Writer, node: fx.Node) -> Any:
+    """Each window's gradient, divided as its average was, goes to all of its elements: a transposed convolution."""
+    rank = 2 if node.target is aten.avg_pool2d_backward.default else 3
+    pool: Any = aten.avg_pool2d.default if rank == 2 else aten.avg_pool3d.default
+    grad, sizes = val(node.args[0]), val(node).shape[-rank:]
+    if is_symbolic(list(sizes)):
+        raise NotSymbolic("what averages are divided by is found out when the graph is compiled")
+    kernel, pads = pair(node.args[2], rank), pair(arg_of(node, 4, "padding", 0), rank)
+    strides = pair(arg_of(node, 3, "stride") or kernel, rank)
+    images, channels = val(node).shape[0] if val(node).dim() == rank + 2 else 1, val(node).shape[-rank - 1]
+    # Averages of ones, over their sums, are what a window's elements count.
+    ones = torch.ones([1, 1, *map(int, sizes)])
+    each = pool(ones, kernel, strides, pads, *node.args[5:]) / pool(ones, kernel, strides, pads, node.args[5], True, 1)
+    value = w.reshape(w.value(node.args[0]), [images, channels, *grad.shape[-rank:]])
+    if bool((each == each.flatten()[0]).all()):
+        element = each.flatten()[0].expand(channels, 1, 1, *kernel)
+    else:
+        value = w.ops.multiply(value, w.ops.constant(each.numpy().copy()))
+        element = torch.ones(channels, 1, 1, *kernel)
+    spread = w.ops.constant(element.contiguous().numpy())
+    reached = [(count - 1) * step + size for count, step, size in zip(each.shape[2:], strides, kernel, strict=True)]
+    # What is beyond the image is cut off, and what no window reaches is 0.
+    after = [reach - pad - int(size) for reach, pad, size in zip(reached, pads, sizes, strict=True)]
+    none = [0] * rank
+    made = w.ops.group_convolution_backprop_data(value, spread, strides, pads_begin=none, pads_end=none).output(0)
+    if any(pads) or any(after):
+        ends = [w.ints([0, 0, *(-side for side in sides)]) for sides in (pads, after)]
+        made = w.ops.pad(made, *ends, "constant", w.value(0.0)).output(0)
+    return w.reshape(made, list(val(node).shape))
 
 
 def _linear_ways(target: Any, size: int, wanted: int, corners: bool, scale: Any) -> tuple[Any, Any]:

@@ -22,6 +22,7 @@ from torchport.backend.sizes.guards import NotSymbolic
 from torchport.core.errors import CompileError
 
 from . import (  # noqa: F401 - their rules
+    convolution_gradients,
     elementwise,
     factories,
     images,
@@ -141,7 +142,8 @@ def _with_sizes(graph: fx.Graph) -> fx.Graph:
 
 
 def _is_of_tensors(value: Any) -> bool:
-    return isinstance(value[0] if isinstance(value, (list, tuple)) and value else value, torch.Tensor)
+    """Of several results some may be nothing."""
+    return any(isinstance(one, torch.Tensor) for one in (value if isinstance(value, (list, tuple)) else [value]))
 
 
 def _translated_for_sizes(w: Writer, node: fx.Node) -> Any:
