@@ -358,7 +358,7 @@ def _noting(owner: Any, name: str, spent: list[float]) -> Iterator[None]:
         setattr(owner, name, original)
 
 
-def _first(job: Job, way: Way, compiles: int) -> list[dict[str, Samples]]:
+def _first(job: Job, way: Way, compiles: int) -> tuple[dict[str, Samples], dict[str, Samples]]:
     """Compiling, and the first step, of new programs."""
     from torchport.backends.xla import XlaBackend, jax_api
 
@@ -382,7 +382,7 @@ def _first(job: Job, way: Way, compiles: int) -> list[dict[str, Samples]]:
             return _seconds(program.step)
 
     steps = interleave({"ours": ours, "hand": by_hand}, compiles, warmup=1)
-    return [{name: Samples(found[1:]) for name, found in spent.items()}, steps]
+    return {name: Samples(found[1:]) for name, found in spent.items()}, steps  # without the warm-up, as the steps
 
 
 def measure(name: str, ways: Sequence[str], batches: int, compiles: int) -> None:

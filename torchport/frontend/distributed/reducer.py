@@ -50,9 +50,14 @@ def install() -> None:
 
 _FIRST_BUCKET: Final = 1 << 20
 """Bytes of DDP's first bucket where the program has not said otherwise."""
+_CAP: Final = 5
+_FIRST_CAP: Final = 9
+"""The positions of the limits of buckets among the reducer's arguments, in PyTorch 2.11 to 2.15."""
 
 
 def _with_one_size(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Buckets that are made anew after the first step are all of one size. The first step's are PyTorch's."""
+
     @functools.wraps(original)
     def make(self: Any, *args: Any, **kwargs: Any) -> Any:
         untold = len(args) > _FIRST_CAP and args[_FIRST_CAP] == _FIRST_BUCKET
@@ -61,11 +66,6 @@ def _with_one_size(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, *args, **kwargs)
 
     return make
-
-
-_CAP: Final = 5
-_FIRST_CAP: Final = 9
-"""The positions of the limits of buckets among the reducer's arguments, in all releases of PyTorch so far."""
 
 
 def _where_it_is(original: Callable[..., int]) -> Callable[..., int]:
