@@ -8,14 +8,15 @@ be run again from its leaves.
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, Final
 
 import torch
 
+from ..backend.in_place_forms import gives_new_memory, in_place_form
 from ..backend.interpret import How
+from ..backend.lowering import scalar_role
 from ..core.specs import TensorSpec
 from ..trace.graph import templates_of
 from ..trace.trie import HostScalar, Leaf, Node, RandomKey, Value
@@ -23,17 +24,6 @@ from ..trace.trie import HostScalar, Leaf, Node, RandomKey, Value
 __all__ = ["overwriting"]
 
 _FLOATS: Final = frozenset({torch.float32, torch.float64})
-
-
-@functools.cache
-def _in_place(op: Any) -> Any:
-    """The form in place of an operator that computes each element from the elements at the same place, or ``None``."""
-    schema = op._schema
-    namespace, _, name = schema.name.partition("::")
-    if namespace != "aten" or not (name.startswith("_foreach_") or torch.Tag.pointwise in op.tags):
-        return None
-    packet = getattr(torch.ops.aten, name + "_", None)
-    return getattr(packet, op._overloadname, None) if packet is not None else None
 
 
 def overwriting(
@@ -46,22 +36,22 @@ def overwriting(
     """Per operator of a path its form in place, where it may be called instead; else ``None``.
 
     ``last``: the position of the operator that uses a value last. ``kept``: the values to bring. The memory that is
-    written to was made by an operator whose results are never views, and no operator with such results has used it.
-    Every tensor argument has its dtype and sizes, so that nothing is refused when a part is written already.
+    written to was made, and used so far, by operators whose results are sure to be memory of their own. Every tensor
+    argument has its dtype and sizes, so that nothing is refused when a part is written already.
     """
     specs: dict[int, TensorSpec | None] = {}
     own: set[int] = set()
     found: list[Any] = []
     for at, (node, how) in enumerate(zip(nodes, hows, strict=True)):
         used = templates_of(node)
-        form = None if how.draws or how.shares or how.call is None else _in_place(node.op)
+        form = None if how.draws or how.shares or how.call is None else in_place_form(node.op)
         if form is not None and not _goes(node, used, at, last, kept, own, specs, leaf_specs):
             form = None
         found.append(form)
-        if how.shares:
-            own.difference_update(one.value_id for one in used if one.__class__ is Value)
-        elif how.call is not None or form is not None:
+        if gives_new_memory(node.op) and not how.shares and scalar_role(node.op) != "filler":
             own.update(range(node.first_id, node.end_id))
+        else:
+            own.difference_update(one.value_id for one in used if one.__class__ is Value)
         specs.update(zip(range(node.first_id, node.end_id), node.specs, strict=True))
     return found
 
