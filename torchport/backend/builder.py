@@ -191,6 +191,10 @@ class Builder(ABC):
     def _emit(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call an operator that needs no rewriting."""
 
+    def drawn(self, key: Any, shape: Sequence[int], dtype: torch.dtype, draw: int) -> Any:
+        """The random numbers of a key's draw if they can be made at once, without the operators that give them."""
+        return None
+
     # -- what lowerings use ----------------------------------------------------------------------------------
     def __call__(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         return self.call(op, args, kwargs)

@@ -17,6 +17,7 @@ import torch
 from ..core.errors import UnsupportedOp
 from ..core.frames import user_line
 from ..core.specs import TensorSpec
+from ..native.twins import twins
 from .builder import Builder, is_factory, scalar_places
 from .decompositions import DECOMPOSE
 from .infer import infer_as_on_cpu
@@ -51,6 +52,11 @@ class ValueBuilder(Builder):
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], known_as: Any = None
     ) -> Any:
         return fn(*args, **kwargs)
+
+    def drawn(self, key: Any, shape: Sequence[int], dtype: torch.dtype, draw: int) -> torch.Tensor:
+        numbers = torch.empty(tuple(shape), dtype=dtype, device=_CPU)
+        twins.draw(numbers, int(key), draw * numbers.numel())
+        return numbers
 
     def _emit(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         try:

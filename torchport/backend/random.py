@@ -13,18 +13,42 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from ..native.twins import twins
+
 if TYPE_CHECKING:
     from torch import fx
 
     from .builder import Builder
 
-__all__ = ["RANDOM", "is_random"]
+__all__ = ["RANDOM", "draw", "is_random"]
 
 aten = torch.ops.aten
 
 _GOLDEN: Final = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX1: Final = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX2: Final = 0x94D049BB133111EB - (1 << 64)
+
+
+_DRAWN: Final = frozenset({torch.float32, torch.float64})
+"""The dtypes of floats that :func:`draw` fills tensors of."""
+
+
+@twins.python
+def draw(numbers: torch.Tensor, key: int, first: int) -> None:
+    """Fill a contiguous tensor with the numbers from ``first`` on of a key, as the formulas below give them.
+
+    Of int64, 64 bits each; of float32 and float64, uniform on [0, 1).
+    """
+    bits = torch.arange(first, first + numbers.numel(), dtype=torch.int64, device=numbers.device).add_(key)
+    bits.mul_(_GOLDEN)
+    for shift, factor in ((30, _MIX1), (27, _MIX2), (31, 1)):
+        bits.bitwise_xor_((bits >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(factor)
+    if numbers.dtype is not torch.int64:
+        significand = 53 if numbers.dtype is torch.float64 else 24
+        bits = (bits >> (64 - significand)).bitwise_and_((1 << significand) - 1)
+        torch.mul(bits.to(numbers.dtype), 2.0**-significand, out=numbers.view(-1))
+    else:
+        numbers.view(-1).copy_(bits)
 
 
 def _shift_right(b: Builder, x: fx.Node, bits: int) -> fx.Node:
@@ -35,6 +59,9 @@ def _shift_right(b: Builder, x: fx.Node, bits: int) -> fx.Node:
 
 def _bits(b: Builder, key: fx.Node, shape: Sequence[int], draw: int = 0) -> fx.Node:
     """64 random bits per element as int64. ``draw`` tells apart the draws of one op."""
+    made = b.drawn(key, shape, torch.int64, draw)
+    if made is not None:
+        return made
     count = math.prod(shape)
     index = b(aten.arange.start, draw * count, (draw + 1) * count, dtype=torch.int64, device=torch.device("cpu"))
     # The key comes first: a compiler that folds index arithmetic would not fold it modulo 2**64.
@@ -47,6 +74,9 @@ def _bits(b: Builder, key: fx.Node, shape: Sequence[int], draw: int = 0) -> fx.N
 
 def _unit(b: Builder, key: fx.Node, shape: Sequence[int], dtype: torch.dtype, draw: int = 0) -> fx.Node:
     """Uniform on [0, 1) with as many random bits as the dtype's significand holds."""
+    made = b.drawn(key, shape, dtype, draw) if dtype in _DRAWN else None
+    if made is not None:
+        return made
     significand = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}[dtype]
     top = _shift_right(b, _bits(b, key, shape, draw), 64 - significand)
     wide = torch.float64 if dtype is torch.float64 else torch.float32

@@ -1,5 +1,7 @@
-// Loops over all handles of a trace that is flushed, and over all gradients when an optimizer begins its step.
+// Loops over all handles of a trace that is flushed, over all gradients when an optimizer begins its step, and over the
+// random numbers of an operator that is interpreted.
 #include "objects.h"
+#include "random.h"
 
 #include <algorithm>
 #include <utility>

@@ -29,6 +29,7 @@ class Twins:
     forget: Callable[[list[Any]], None]
     unshared: Callable[[Sequence[Any], Sequence[Any]], frozenset[int]]
     own_gradients: Callable[[Iterable[Any]], None]
+    draw: Callable[[Any, int, int], None]
 
     def __init__(self) -> None:
         self.in_python: dict[str, Callable[..., Any]] = {}

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["InterpretedPlan", "make_interpreted"]
 
 _CPU: Final = torch.device("cpu")
+_storage_of: Final[Any] = torch.Tensor.untyped_storage  # as it is before anybody wraps it
 
 
 @dataclass(slots=True, eq=False)
@@ -123,8 +124,9 @@ class _PathProgram:
         for number, at in last.items():
             if number not in kept:
                 self.ends[at].append(number)
-        self.hows: list[How] = [how(node.op) for node in nodes]
-        self.forms = overwriting(nodes, self.hows, last, kept, leaf_specs)
+        hows = [how(node.op) for node in nodes]
+        forms = overwriting(nodes, hows, last, kept, leaf_specs)
+        self.steps = [_Step(*parts) for parts in zip(nodes, hows, forms, strict=True)]
         self.sharing = tuple(how(makers[value_id].op).shares for value_id in value_ids)
         self.outputs = tuple(_value_spec(makers[value_id], value_id) for value_id in value_ids)
 
@@ -142,54 +144,106 @@ def _value_spec(node: Node, value_id: int) -> TensorSpec:
     return TensorSpec.of(blank.clone())
 
 
-class _PathRun:
-    """One run of a program: the values so far."""
+class _Step:
+    """One operator of a path, and where its arguments come from.
 
-    __slots__ = ("leaves", "random_keys", "scalar_inputs", "values")
+    ``args`` are its arguments, in which those at ``places`` are filled in with the values of these keys, and those at
+    ``lists`` with lists of them; what is in neither form is settled at each run (``rest``).
+    """
+
+    __slots__ = ("args", "in_place", "kwargs", "lists", "made", "manner", "node", "places", "rest")
+
+    def __init__(self, node: Node, manner: How, in_place: Any) -> None:
+        self.node = node
+        self.manner = manner
+        self.in_place = in_place
+        self.args = [self._constant(one) for one in node.args]
+        self.places: list[tuple[int, Any]] = []
+        self.lists: list[tuple[int, list[Any]]] = []
+        self.rest: list[int] = []
+        for at, one in enumerate(node.args):
+            if one.__class__ in _KEYED:
+                self.places.append((at, _key(one)))
+            elif one.__class__ in (list, tuple) and all(item.__class__ in _KEYED for item in one):
+                self.lists.append((at, [_key(item) for item in one]))
+            elif not _is_fixed(one):
+                self.rest.append(at)
+        self.kwargs = dict(node.kwargs)
+        self.kwargs.pop("pin_memory", None)
+        if manner.draws:
+            del self.kwargs["random_key"]
+        if manner.is_factory:
+            self.kwargs["device"] = _CPU
+        self.made = None if node.container is None else range(node.first_id, node.end_id)
+
+    @staticmethod
+    def _constant(argument: Any) -> Any:
+        if argument.__class__ is torch.device:
+            return _CPU
+        return list(argument) if argument.__class__ is tuple else argument
+
+
+_KEYED: Final = frozenset({Value, Leaf, ScalarInput})
+
+
+def _key(template: Any) -> Any:
+    """What a run keeps the value of a template under: value ids are not negative."""
+    if template.__class__ is Value:
+        return template.value_id
+    return -1 - template.position if template.__class__ is Leaf else ("number", template.position)
+
+
+def _is_fixed(argument: Any) -> bool:
+    """Whether an argument is the same in each run."""
+    if argument.__class__ in (list, tuple):
+        return all(map(_is_fixed, argument)) and not any(one.__class__ is torch.device for one in argument)
+    return argument.__class__ not in _KEYED and argument.__class__ is not HostScalar
+
+
+class _PathRun:
+    """One run of a program: the values so far, leaves and numbers among them."""
+
+    __slots__ = ("random_keys", "values")
 
     def __init__(self, program: _PathProgram, tensors: Sequence[torch.Tensor]) -> None:
         leaves, numbers, keys = program.inputs
         given = iter(tensors)
-        self.leaves = {at: next(given) for at in leaves}
-        self.scalar_inputs: dict[int, float] = dict(zip(numbers, next(given).tolist(), strict=True)) if numbers else {}
+        self.values: dict[Any, Any] = {-1 - at: next(given) for at in leaves}
+        if numbers:
+            self.values.update(zip((("number", at) for at in numbers), next(given).tolist(), strict=True))
         self.random_keys: dict[int, int] = dict(zip(keys, next(given).tolist(), strict=True)) if keys else {}
-        self.values: dict[int, Any] = {}
 
     def argument(self, template: Any) -> Any:
         cls = template.__class__
-        if cls is Value:
-            return self.values[template.value_id]
-        if cls is Leaf:
-            return self.leaves[template.position]
+        if cls in _KEYED:
+            return self.values[_key(template)]
         if cls is list or cls is tuple:
             return [self.argument(one) for one in template]
-        if cls is ScalarInput:
-            return self.scalar_inputs[template.position]
         if cls is HostScalar:
             return torch.tensor(self.argument(template.value), dtype=template.dtype)
         return _CPU if cls is torch.device else template
 
-    def step(self, node: Node, manner: How, in_place: Any) -> None:
-        """Run one operator. ``in_place``: its form that writes to the first argument, if that may be called."""
-        argument, values = self.argument, self.values
-        args = [argument(one) for one in node.args]
-        kwargs = {name: argument(one) for name, one in node.kwargs.items()} if node.kwargs else {}
-        key = 0
-        if manner.draws:
-            key = self.random_keys[node.kwargs["random_key"].position]
-            del kwargs["random_key"]
-        kwargs.pop("pin_memory", None)
-        if manner.is_factory:
-            kwargs["device"] = _CPU
+    def step(self, step: _Step) -> None:
+        """Run one operator."""
+        values, node, manner, in_place = self.values, step.node, step.manner, step.in_place
+        args = step.args.copy()
+        for at, key in step.places:
+            args[at] = values[key]
+        for at, several in step.lists:
+            args[at] = [values[key] for key in several]
+        for at in step.rest:
+            args[at] = self.argument(node.args[at])
+        kwargs = {name: self.argument(one) for name, one in step.kwargs.items()} if step.kwargs else {}
         if in_place is not None and as_it_is(manner, args, kwargs):
             in_place(*args, **kwargs)
             made = args[0]
         else:
-            made = interpret(manner, args, kwargs, key, node.specs)
-        if node.container is None:
+            random_key = self.random_keys[node.kwargs["random_key"].position] if manner.draws else 0
+            made = interpret(manner, args, kwargs, random_key, node.specs)
+        if step.made is None:
             values[node.first_id] = made
         else:
-            values.update(zip(range(node.first_id, node.end_id), made, strict=True))
+            values.update(zip(step.made, made, strict=True))
 
 
 class _Interpreter(Backend):
@@ -213,8 +267,8 @@ class _Interpreter(Backend):
         run = _PathRun(handle, tensors)  # type: ignore[arg-type]
         values = run.values
         with torch.no_grad():
-            for node, manner, form, ends in zip(handle.nodes, handle.hows, handle.forms, handle.ends, strict=True):
-                run.step(node, manner, form)
+            for step, ends in zip(handle.steps, handle.ends, strict=True):
+                run.step(step)
                 for number in ends:
                     del values[number]
             results = _separate(handle, values, tensors)  # type: ignore[arg-type]
@@ -227,14 +281,14 @@ def _separate(
     """The results in memory of their own, with the strides that were promised."""
     taken: set[int] = set()
     if any(program.sharing):
-        taken = {tensor.untyped_storage().data_ptr() for tensor in given}
+        taken = {_storage_of(tensor).data_ptr() for tensor in given}
     made: list[torch.Tensor] = []
     for number, spec, shares in zip(program.wanted, program.outputs, program.sharing, strict=True):
         value = values[number]
         if shares:
             value = settled(value)
         if taken or shares:
-            place = value.untyped_storage().data_ptr()
+            place = _storage_of(value).data_ptr()
             if place in taken and value.numel():
                 value = value.clone()
             taken.add(place)
