@@ -2,7 +2,6 @@
 #pragma once
 #include "objects.h"
 
-#include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
 
 namespace {

@@ -126,7 +126,7 @@ class _PathProgram:
                 self.ends[at].append(number)
         hows = [how(node.op) for node in nodes]
         forms = overwriting(nodes, hows, last, kept, leaf_specs)
-        self.steps = [_Step(*parts) for parts in zip(nodes, hows, forms, strict=True)]
+        self.steps = [_PathStep(*parts) for parts in zip(nodes, hows, forms, strict=True)]
         self.sharing = tuple(how(makers[value_id].op).shares for value_id in value_ids)
         self.outputs = tuple(_value_spec(makers[value_id], value_id) for value_id in value_ids)
 
@@ -144,7 +144,7 @@ def _value_spec(node: Node, value_id: int) -> TensorSpec:
     return TensorSpec.of(blank.clone())
 
 
-class _Step:
+class _PathStep:
     """One operator of a path, and where its arguments come from.
 
     ``args`` are its arguments, in which those at ``places`` are filled in with the values of these keys, and those at
@@ -223,7 +223,7 @@ class _PathRun:
             return torch.tensor(self.argument(template.value), dtype=template.dtype)
         return _CPU if cls is torch.device else template
 
-    def step(self, step: _Step) -> None:
+    def step(self, step: _PathStep) -> None:
         """Run one operator."""
         values, node, manner, in_place = self.values, step.node, step.manner, step.in_place
         args = step.args.copy()
