@@ -108,9 +108,10 @@ class Library:
         self._output_array = ctypes.c_void_p * len(self.outputs)
         layouts = caller.layouts((*self.inputs, *self.outputs))
         self._caller = caller.load()
-        if layouts is None or self._caller is None or not hasattr(self._dll, "AOTInductorGetLastError"):
+        if layouts is None or self._caller is None:
             return
-        close, last_error = self._dll.AOTInductorModelContainerDelete, self._dll.AOTInductorGetLastError
+        close = self._dll.AOTInductorModelContainerDelete
+        last_error = getattr(self._dll, "AOTInductorGetLastError", None)  # PyTorch before 2.13 has none
         functions: tuple[Any, ...] = (self._run, close, last_error, torch_api.last_error)
         addresses = [ctypes.cast(function, ctypes.c_void_p) for function in functions]
         counts = (len(layouts), len(self.inputs), len(self.outputs))
