@@ -10,6 +10,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/ThreadLocalState.h>
 #include <ATen/core/Tensor.h>
+#include <c10/core/GradMode.h>
 #include <c10/core/impl/COW.h>
 #include <pthread.h>
 #include <torch/csrc/Exceptions.h>
@@ -337,7 +338,7 @@ struct Queue {
 
   void work() {
     pthread_setname_np(pthread_self(), "torchport");
-    at::NoGradGuard no_gradients;
+    c10::NoGradGuard no_gradients;
     plain.store(new at::ThreadLocalState);
     std::unique_lock<std::mutex> hold(mutex);
     for (;;) {
