@@ -319,9 +319,7 @@ SAYS_WHY = releases.version() >= (2, 13)
         (lambda i, w: F.embedding(i, w), torch.arange(16384).view(64, 256) % 100, 10**6, "index out of bounds"),
         pytest.param(
             *(lambda i, w: i // (i - 7), torch.arange(8, 16392), 7, "ZeroDivisionError"),
-            marks=pytest.mark.skipif(
-                not SAYS_WHY, reason="its code ends the process; `supports` refuses it"
-            ),
+            marks=pytest.mark.skipif(not SAYS_WHY, reason="its code ends the process; `supports` refuses it"),
         ),
         (lambda i, w: w[0].scatter_add(0, i, i.float()), torch.arange(16) % 10, 64, "index 64 is out of bounds"),
     ],

@@ -74,8 +74,8 @@ def install() -> None:
     """
     _drop()
     if releases.version() < (2, 13):
-        # Where PyTorch was built for CUDA and there is no GPU, several threads that make fake tensors for the first time
-        # at once end the process: each puts another guard in the place of CUDA's.
+        # Where PyTorch was built for CUDA and there is no GPU, several threads that make the first fake tensors at once
+        # end the process: each puts another guard in the place of CUDA's.
         torch._C._ensureCUDADeviceGuardSet()
     try:
         with default_state(), made_to_stay():
