@@ -30,7 +30,7 @@ _KEY: Final = "PythonTLSSnapshot"
 _KEYS: Final = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_KEY))
 _PAST_FUNCTIONALIZATION: Final = _KEYS | torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
 _STAYS: Final = releases.version() < (2, 13)
-"""Whether a call that leaves the key out fails an assertion of PyTorch's: its kernel there notes what is on at entry."""
+"""Whether a call that leaves the key out fails an assertion of PyTorch's: its kernel there has to be passed."""
 _library: Final[list[torch.library.Library]] = []
 
 
