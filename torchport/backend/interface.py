@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # the runtime of program files runs without PyTorch where no 
     from torch import fx
 
 __all__ = [
+    "VIEWS",
     "ArrayData",
     "Backend",
     "BackendData",
@@ -52,11 +53,16 @@ class BackendDevice:
         return f"{self.type}:{self.ordinal}"
 
 
+VIEWS: Final = "views"
+"""For :attr:`BackendData.exported`: the value was an argument or a result of an operator whose result may be a view."""
+
+
 class BackendData:
     """A tensor's value on a backend, in the backend's own form (``torch::lazy::BackendData``).
 
     ``device`` and ``spec`` are fixed; ``info`` and ``exported`` are for the executor's own notes: the latter says that
-    somebody else may see the value's memory. A subclass adds the value.
+    somebody else may see the value's memory, or :data:`VIEWS` if that is only for as long as the memory has other
+    references. A subclass adds the value.
     A value is immutable once it has been handed out: torchport never writes into it.
     """
 
@@ -66,7 +72,7 @@ class BackendData:
         self.device = device
         self.spec = spec
         self.info: object = None
-        self.exported = False
+        self.exported: bool | str = False
 
     @property
     def handle(self) -> object:

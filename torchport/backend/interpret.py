@@ -8,6 +8,7 @@ same order of operations. On ``reference`` the results are equal bit for bit to 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -24,10 +25,11 @@ from .normal_form import is_view
 from .probe import depends_on_values
 from .random import RANDOM
 
-__all__ = ["How", "how", "interpret", "refuse_repetition", "settled"]
+__all__ = ["How", "as_it_is", "how", "interpret", "refuse_repetition", "settled"]
 
 aten = torch.ops.aten
 _WIDE: Final = frozenset({torch.float64, torch.complex128})
+_FLOATS: Final = frozenset({torch.float32, torch.float64})
 _CPU: Final = torch.device("cpu")
 
 
@@ -66,7 +68,8 @@ _builder: Final = ValueBuilder()
 def _exact() -> dict[Any, str]:
     """Operators on lists that give each element what the operator that they stand for gives; in their lowering, too.
 
-    ``"scalar"``: whatever number they are given; ``"list"``: unless they are given a float.
+    ``"scalar"``: whatever number they are given; ``"wide"``: the same, where every tensor is of float32 or float64;
+    ``"list"``: unless they are given a float.
     """
     found: dict[Any, str] = {}
     for name in ("add", "sub", "mul", "div"):
@@ -75,6 +78,8 @@ def _exact() -> dict[Any, str]:
         found[packet.List] = "list"
     for name in ("sqrt", "neg", "reciprocal", "abs", "exp", "sign"):
         found[getattr(aten, f"_foreach_{name}").default] = "scalar"
+    for op in (aten._foreach_addcdiv.Scalar, aten._foreach_addcdiv.ScalarList, aten._foreach_lerp.Scalar):
+        found[op] = "wide"
     return found
 
 
@@ -87,13 +92,17 @@ class How:
     ``call`` is the operator to call on the tensors as they are, or ``None`` where its lowering has more to say.
     ``at_once`` is the same for tensors with the strides that the program sees, which a view can go by; a graph's values
     may have others, so that lowerings copy first.
-    ``varying``: floats in places of numbers become tensors, because the graph's do. ``shares``: results may share
+    ``varying``: floats in places of numbers become tensors, because the graph's do; ``but_wide``: unless every tensor
+    is of float32 or float64, where it makes no difference. ``shares``: results may share
     memory with arguments. ``no_generator``: the argument that says so, where the operator wants one. ``rule``: what
     shape inference is asked for calls of it, if a call with arguments like these always gives results like these; else
     ``None``.
     """
 
-    __slots__ = ("at_once", "call", "draws", "is_factory", "no_generator", "op", "rule", "scalars", "shares", "varying")
+    __slots__ = (
+        "at_once", "but_wide", "call", "draws", "is_factory", "no_generator", "op", "rule", "scalars", "shares",
+        "varying",
+    )  # fmt: skip
 
     def __init__(self, op: Any) -> None:
         self.op = op
@@ -106,6 +115,7 @@ class How:
         self.call = None if lowered else form
         self.at_once = form if is_view(form) or op is aten._unsafe_view.default else self.call
         self.varying = scalar_role(op) == "scalar" and _EXACT.get(op) != "scalar"
+        self.but_wide = _EXACT.get(op) == "wide"
         self.scalars = scalar_places(op)
         self.rule = None if depends_on_values(op) else DECOMPOSE.get(op) or form
         self.shares = op in LOWER or op in DECOMPOSE or is_view(form)
@@ -115,6 +125,13 @@ class How:
 def how(op: Any) -> How:
     """How an operator is interpreted."""
     return How(op)
+
+
+def as_it_is(how: How, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the CPU's operator on these arguments gives what a graph gives, in which some numbers are inputs."""
+    if not how.varying or not _has_float(how, args, kwargs):
+        return True
+    return how.but_wide and _is_wide(args, kwargs)
 
 
 def interpret(
@@ -130,7 +147,7 @@ def interpret(
     those of its results, where they are known.
     """
     call = how.at_once if specs is None else how.call
-    if call is not None and not (how.varying and _has_float(how, args, kwargs)):
+    if call is not None and as_it_is(how, args, kwargs):
         if specs is None or call is not aten.view.default:
             return call(*args, **kwargs)
         return _builder.call(call, args, kwargs)  # of a value that may have other strides than the program saw
@@ -138,6 +155,8 @@ def interpret(
         specs = specs or _specs_of_random(how.op, args, {**how.no_generator, **kwargs})
         kept = {name: value for name, value in kwargs.items() if name not in _NOT_FOR_FORMULAS}
         return RANDOM[how.op](_builder, torch.tensor(random_key), specs[0], *args, **kept)
+    if how.op in _PRODUCTS and (sums := _sums_of_products(*args, **kwargs)) is not None:
+        return sums
     if how.varying:
         args, kwargs = _with_numbers_as_tensors(how.op, args, kwargs)
     elif specs is None and how.op is aten._efficientzerotensor.default:
@@ -155,6 +174,37 @@ def interpret(
     return _builder.lower(how.op, specs or (), args, kwargs)
 
 
+_PRODUCTS: Final = frozenset({aten._foreach_addcmul.Scalar, aten._foreach_addcmul.ScalarList})
+
+
+def _sums_of_products(
+    addends: Sequence[torch.Tensor],
+    ones: Sequence[torch.Tensor],
+    others: Sequence[torch.Tensor],
+    value: float | Sequence[float] = 1,
+    scalars: Sequence[float] | None = None,
+) -> list[torch.Tensor] | None:
+    """What the lowering of ``_foreach_addcmul`` gives, with one new tensor for each element and not three.
+
+    The CPU's own rounds once less. ``None`` where the lowering also casts or broadcasts, refuses, or leaves it to the
+    CPU's, as it does with numbers that are no finite floats.
+    """
+    given = value if scalars is None else scalars
+    factors: Sequence[float] = given if isinstance(given, (list, tuple)) else [given] * len(addends)  # type: ignore[list-item]
+    if not len(addends) == len(ones) == len(others) == len(factors):
+        return None
+    if any(factor.__class__ is not float or factor - factor != 0.0 for factor in factors):
+        return None
+    for x, y, z in zip(addends, ones, others, strict=True):
+        if x.dtype not in _FLOATS or not (x.dtype == y.dtype == z.dtype and x.shape == y.shape == z.shape):
+            return None
+        if not x.stride() == y.stride() == z.stride():
+            return None
+    return [
+        torch.mul(y, factor).mul_(z).add_(x) for x, y, z, factor in zip(addends, ones, others, factors, strict=True)
+    ]
+
+
 _NOT_FOR_FORMULAS: Final = frozenset({"device", "layout", "pin_memory", "generator"})
 
 
@@ -165,6 +215,12 @@ def _has_float(how: How, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool
         if value.__class__ is float and value - value == 0.0:
             return True
     return False
+
+
+def _is_wide(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether every tensor of a call of an operator on lists is of float32 or float64."""
+    lists = (value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple)))
+    return all(one.dtype in _FLOATS for one in itertools.chain(*lists) if isinstance(one, torch.Tensor))
 
 
 def _with_numbers_as_tensors(

@@ -231,7 +231,8 @@ struct Attention final : c10::OperatorKernel {
 
 // Look up what interpreting operators at once needs. Must be called before ``torchport_direct``.
 extern "C" PyObject* torchport_direct_start(
-    PyObject* data, PyObject* spec, PyObject* trace, PyObject* manner, PyObject* of_dtype, PyObject* observe) {
+    PyObject* data, PyObject* spec, PyObject* trace, PyObject* manner, PyObject* of_dtype, PyObject* observe,
+    PyObject* of_views) {
   HANDLE_TH_ERRORS
   const std::vector<std::tuple<PyObject*, const char*, Slot*>> slots = {
       {trace, "direct", &direct_of}, {trace, "observing", &observing_of}, {data, "device", &data_device},
@@ -242,7 +243,7 @@ extern "C" PyObject* torchport_direct_start(
       return nullptr;
     }
   }
-  for (PyObject* held : {data, spec, manner, of_dtype, observe}) {
+  for (PyObject* held : {data, spec, manner, of_dtype, observe, of_views}) {
     Py_INCREF(held);
   }
   host_data = reinterpret_cast<PyTypeObject*>(data);
@@ -250,6 +251,7 @@ extern "C" PyObject* torchport_direct_start(
   manner_type = reinterpret_cast<PyTypeObject*>(manner);
   make_template = of_dtype;
   observed = observe;
+  views = of_views;
   zero = PyLong_FromLong(0);
   n_by_index = PyUnicode_InternFromString("_by_index");
   n_device = PyUnicode_InternFromString("device");
@@ -264,7 +266,7 @@ extern "C" PyObject* torchport_direct_start(
 // Twin of ``run.direct.run``.
 extern "C" PyObject* torchport_direct(
     PyObject* serial, PyObject* rule, const char* name, const char* overload, PyObject* keywords, int shares,
-    int is_factory, int varying, const char* kinds) {
+    int is_factory, int varying, int but_wide, const char* kinds) {
   HANDLE_TH_ERRORS
   Kernel& kernel = *kernels().at(integer(serial));
   const c10::OperatorHandle callee = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
@@ -277,8 +279,8 @@ extern "C" PyObject* torchport_direct(
   }
   Py_INCREF(rule);
   Py_INCREF(serial);
-  kernel.direct = std::unique_ptr<Direct>(
-      new Direct{callee, shares != 0, is_factory != 0, varying != 0, rule, serial, std::move(names), kinds, {}});
+  kernel.direct = std::unique_ptr<Direct>(new Direct{
+      callee, shares != 0, is_factory != 0, varying != 0, but_wide != 0, rule, serial, std::move(names), kinds, {}});
   Py_RETURN_TRUE;
   END_HANDLE_TH_ERRORS
 }

@@ -30,6 +30,7 @@ PyTypeObject* manner_type; // interpret.How
 PyObject* make_template; // a function: dtype → a handle of that dtype
 PyObject* observed; // ``append`` of infer.observed, the results that shape inference may learn from
 PyObject* zero; // the index of the default device
+PyObject* views; // interface.VIEWS
 
 // A thread's trace of index 0 if its operators are interpreted at once, else null.
 THPObjectPtr direct_trace(PyObject* of_thread) {
@@ -197,7 +198,9 @@ struct Direct {
   c10::OperatorHandle callee; // the operator that is called on CPU tensors
   bool shares; // results may share memory with arguments
   bool is_factory;
-  bool varying; // a float is a scalar input in a graph: calls with one go to Python, which calls the lowering
+  // A float is a scalar input in a graph: calls with one go to Python, which calls the lowering, unless every tensor is
+  // of float32 or float64 and it makes no difference there.
+  bool varying, but_wide;
   PyObject* rule; // the function that shape inference runs for calls of this operator
   PyObject* serial; // the kernel's, the key of ``runtime.manners``
   std::vector<std::string> keywords; // per argument: its name if it is keyword-only, else empty
@@ -238,6 +241,8 @@ struct DirectCall {
   THPObjectPtr args, kwargs; // what is noted for shape inference: specs in the places of tensors
   bool noted; // whether to note the call for shape inference; false once an argument has no such form
   int64_t elements = 0; // of the arguments
+  bool wide = true; // whether every tensor so far is of float32 or float64
+  bool has_number = false; // a number that a graph may have as a scalar input
 
   // The CPU tensor of an argument; undefined where the call has to go to Python.
   at::Tensor real(const at::Tensor& tensor, PyObject*& spec) {
@@ -273,6 +278,7 @@ struct DirectCall {
       return {}; // the handle is a view's; the value was stored without the base's strides
     }
     elements += tensor.numel();
+    wide = wide && (tensor.scalar_type() == at::kFloat || tensor.scalar_type() == at::kDouble);
     spec = data_spec.of(value.get());
     Py_XINCREF(spec);
     used.push_back(std::move(value));
@@ -340,9 +346,7 @@ struct DirectCall {
       }
       case 's':
       case 'S':
-        if (direct.varying && !given.isInt() && !given.isBool() && !given.isNone()) {
-          return false;
-        }
+        has_number = has_number || (!given.isInt() && !given.isBool() && !given.isNone());
         [[fallthrough]];
       default:
         stack.push_back(keyword == "pin_memory" ? c10::IValue() : given);
@@ -364,24 +368,34 @@ struct DirectCall {
     return described.get() == Py_None || PyDict_SetItemString(kwargs.get(), keyword.c_str(), described.get()) == 0;
   }
 
-  // Call the CPU's operator: results replace the arguments. False if it raises.
-  bool compute() {
+  // Whether the operator that is called gives what a graph gives, whose numbers are inputs.
+  bool is_exact() const {
+    return !(direct.varying && has_number) || (direct.but_wide && wide);
+  }
+
+  // Call the CPU's operator: results replace the arguments. False if it raises. ``in_place``: another form of it, which
+  // writes to the first argument.
+  bool compute(const c10::OperatorHandle* in_place) {
     // To give up the GIL and take it again is eight operations on mutexes, more than a small operator takes.
     PyThreadState* const state = elements > kFewElements ? PyEval_SaveThread() : nullptr;
     bool done = true;
+    const c10::IValue written = in_place != nullptr ? stack[0] : c10::IValue();
     try {
-      direct.callee.callBoxed(&stack);
+      (in_place != nullptr ? *in_place : direct.callee).callBoxed(&stack);
     } catch (const std::exception&) {
       done = false;
     }
     if (state != nullptr) {
       PyEval_RestoreThread(state);
     }
+    if (done && in_place != nullptr) {
+      stack = {written}; // operators on lists return nothing
+    }
     return done;
   }
 
   // A handle that has a result as its value, and the spec in ``spec``; undefined with a Python error.
-  at::Tensor handle(at::Tensor value, PyObject* device, THPObjectPtr& spec) const {
+  at::Tensor handle(at::Tensor value, PyObject* device, PyObject* exported, THPObjectPtr& spec) const {
     if (value.is_conj()) {
       value = value.resolve_conj();
     }
@@ -401,7 +415,7 @@ struct DirectCall {
     }
     const std::pair<const Slot*, PyObject*> parts[] = {
         {&data_device, device}, {&data_spec, spec.get()}, {&data_tensor, tensor.get()}, {&py_.info, runtime},
-        {&py_.exported, direct.shares ? Py_True : Py_False}};
+        {&py_.exported, exported}};
     for (const auto& [slot, part] : parts) {
       Py_INCREF(part);
       slot->of(data.get()) = part;
@@ -414,10 +428,11 @@ struct DirectCall {
 };
 
 // Run the call on a stack: results replace the arguments. False, with nothing changed, where Python has to run it.
+// ``in_place``: the form of the operator that writes to its first argument, if that may be written to.
 // Twin of ``run.direct.run``.
 bool run_direct(
     PyObject* trace, const Direct& direct, const std::string& letters, torch::jit::Stack& stack,
-    bool one_list) {
+    bool one_list, const c10::OperatorHandle* in_place = nullptr) {
   if (!trace || !is_default()) {
     return false;
   }
@@ -464,7 +479,7 @@ bool run_direct(
       return false;
     }
   }
-  if (!call.compute()) {
+  if (!call.is_exact() || !call.compute(in_place)) {
     return false; // nothing has changed: Python repeats the call, and its error names the user's line
   }
   PyObject* count_of_ops = PyLong_FromLongLong(integer(direct_of.of(trace)) + 1);
@@ -479,10 +494,14 @@ bool run_direct(
       values.push_back(value.toTensor());
     }
   }
+  PyObject* exported = direct.shares ? views : Py_False; // of the results
   if (direct.shares) {
     for (THPObjectPtr& data : call.used) {
-      Py_INCREF(Py_True);
-      Py_XSETREF(py_.exported.of(data.get()), Py_True);
+      if (py_.exported.of(data.get()) == Py_False) {
+        Py_XSETREF(py_.exported.of(data.get()), Py_NewRef(views));
+      } else if (py_.exported.of(data.get()) != views) {
+        exported = Py_True;
+      }
     }
   }
   const bool several = one_list || values.size() != 1;
@@ -496,7 +515,7 @@ bool run_direct(
   c10::SmallVector<at::Tensor, 3> results;
   for (size_t at = 0; at < values.size(); ++at) {
     THPObjectPtr spec;
-    results.push_back(values[at].defined() ? call.handle(std::move(values[at]), device.get(), spec) : at::Tensor());
+    results.push_back(values[at].defined() ? call.handle(std::move(values[at]), device.get(), exported, spec) : at::Tensor());
     if (PyErr_Occurred()) {
       throw python_error();
     }

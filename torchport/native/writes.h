@@ -4,6 +4,7 @@
 #include "calls.h"
 #include "direct.h"
 #include "outs.h"
+#include "owned.h"
 
 #include <algorithm>
 #include <array>
@@ -59,7 +60,7 @@ struct InPlace final : c10::OperatorKernel {
           values.push_back(unwrap(value));
         }
         if (!trace) {
-          results = computed(direct_trace(of_thread.get()).get(), written, values);
+          results = computed(op, direct_trace(of_thread.get()).get(), written, values);
         } else if (PyObject* child = kernel.follow(trace.get(), values, true)) {
           results = results_of(child);
         } else {
@@ -115,8 +116,10 @@ struct InPlace final : c10::OperatorKernel {
   // The functional operator's results, computed at once; none where Python has to run it, which also says what is wrong
   // with results that do not fit where they are to be written.
   Results computed(
-      PyObject* trace, const c10::SmallVector<at::Tensor, 1>& written, torch::jit::Stack& values) const {
-    if (!run_direct(trace, *kernel.direct, kernel.letters, values, kernel.one_list)) {
+      const c10::OperatorHandle& op, PyObject* trace, const c10::SmallVector<at::Tensor, 1>& written,
+      torch::jit::Stack& values) const {
+    const c10::OperatorHandle* in_place = may_write(op, written, values) ? &op : nullptr;
+    if (!run_direct(trace, *kernel.direct, kernel.letters, values, kernel.one_list, in_place)) {
       return {};
     }
     Results results;

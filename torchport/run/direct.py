@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..backend.host import computes_at_once
 from ..backend.infer import observe
-from ..backend.interface import TensorData
+from ..backend.interface import VIEWS, TensorData
 from ..backend.interpret import How, how, interpret, settled
 from ..core import metrics
 from ..core.default_state import default_state, is_default
@@ -230,10 +230,14 @@ def _run(trace: Trace, runtime: DeviceRuntime, manner: How, args: Sequence[Any],
             kwargs[name], _ = _real(trace, manner, value, used)
     trace.direct += 1
     result = interpret(manner, real_args, kwargs, runtime.next_key() if manner.draws else 0)
-    shares = manner.shares
-    if shares:
+    shares: bool | str = False
+    if manner.shares:
+        shares = VIEWS
         for data in used:
-            data.exported = True
+            if not data.exported:
+                data.exported = VIEWS
+            elif data.exported != VIEWS:
+                shares = True
     if result.__class__ is torch.Tensor:
         handle = _handle(trace, runtime, result, shares)
         if trace.observing and manner.rule is not None:
@@ -281,8 +285,8 @@ def _real(trace: Trace, manner: How, value: Any, used: list[Any]) -> tuple[Any, 
     raise mismatch(trace, manner.op, inner)
 
 
-def _handle(trace: Trace, runtime: DeviceRuntime, value: torch.Tensor, shares: bool) -> LazyTensor:
-    """A handle of a result that is there."""
+def _handle(trace: Trace, runtime: DeviceRuntime, value: torch.Tensor, shares: bool | str) -> LazyTensor:
+    """A handle of a result that is there. ``shares``: who else may see its memory (:attr:`.BackendData.exported`)."""
     if value.layout is not torch.strided:
         raise UnsupportedOp(refusal(kind_of(value.layout)), source=user_line())
     if shares or value.dtype.is_complex:

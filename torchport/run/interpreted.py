@@ -16,12 +16,13 @@ from torch import fx
 
 from ..backend.execution import Computation
 from ..backend.interface import Backend, BackendData, ExecutionContext, Processed, TensorData
-from ..backend.interpret import How, how, interpret, settled
+from ..backend.interpret import How, as_it_is, how, interpret, settled
 from ..core.specs import CompileSpecs, TensorSpec, is_dense
 from ..trace.graph import needed, templates_of
 from ..trace.handle import intern_spec, shown_as, shown_spec
 from ..trace.trie import HostScalar, Leaf, Node, RandomKey, ScalarInput, Value
 from .host_forms import as_tensor
+from .overwriting import overwriting
 from .plans import ExecutionPlan
 from .sizes import Family
 from .tier_record import TierRecord
@@ -70,7 +71,7 @@ def make_interpreted(
     runtime: DeviceRuntime, path: Sequence[Node], value_ids: tuple[int, ...], leaf_specs: Sequence[TensorSpec]
 ) -> InterpretedPlan:
     """A plan for the values at the end of a path that needs no compiler. Takes time linear in the path's length."""
-    program = _PathProgram(needed(path, value_ids), value_ids)
+    program = _PathProgram(needed(path, value_ids), value_ids, leaf_specs)
     doubles, keys = tuple(sorted(program.scalar_inputs)), tuple(sorted(program.random_keys))
     leaves = tuple(sorted(program.leaves))
     program.places(leaves, doubles, keys)
@@ -95,7 +96,7 @@ _I64: Final = torch.int64
 class _PathProgram:
     """The operators that some values need, in order, and when each value is used for the last time."""
 
-    def __init__(self, nodes: Sequence[Node], value_ids: Sequence[int]) -> None:
+    def __init__(self, nodes: Sequence[Node], value_ids: Sequence[int], leaf_specs: Sequence[TensorSpec]) -> None:
         self.nodes = nodes
         self.wanted = tuple(value_ids)
         self.leaves: set[int] = set()
@@ -123,6 +124,7 @@ class _PathProgram:
             if number not in kept:
                 self.ends[at].append(number)
         self.hows: list[How] = [how(node.op) for node in nodes]
+        self.forms = overwriting(nodes, self.hows, last, kept, leaf_specs)
         self.sharing = tuple(how(makers[value_id].op).shares for value_id in value_ids)
         self.outputs = tuple(_value_spec(makers[value_id], value_id) for value_id in value_ids)
 
@@ -167,8 +169,8 @@ class _PathRun:
             return torch.tensor(self.argument(template.value), dtype=template.dtype)
         return _CPU if cls is torch.device else template
 
-    def step(self, node: Node, manner: How) -> None:
-        """Run one operator."""
+    def step(self, node: Node, manner: How, in_place: Any) -> None:
+        """Run one operator. ``in_place``: its form that writes to the first argument, if that may be called."""
         argument, values = self.argument, self.values
         args = [argument(one) for one in node.args]
         kwargs = {name: argument(one) for name, one in node.kwargs.items()} if node.kwargs else {}
@@ -179,7 +181,11 @@ class _PathRun:
         kwargs.pop("pin_memory", None)
         if manner.is_factory:
             kwargs["device"] = _CPU
-        made = interpret(manner, args, kwargs, key, node.specs)
+        if in_place is not None and as_it_is(manner, args, kwargs):
+            in_place(*args, **kwargs)
+            made = args[0]
+        else:
+            made = interpret(manner, args, kwargs, key, node.specs)
         if node.container is None:
             values[node.first_id] = made
         else:
@@ -207,8 +213,8 @@ class _Interpreter(Backend):
         run = _PathRun(handle, tensors)  # type: ignore[arg-type]
         values = run.values
         with torch.no_grad():
-            for node, manner, ends in zip(handle.nodes, handle.hows, handle.ends, strict=True):
-                run.step(node, manner)
+            for node, manner, form, ends in zip(handle.nodes, handle.hows, handle.forms, handle.ends, strict=True):
+                run.step(node, manner, form)
                 for number in ends:
                     del values[number]
             results = _separate(handle, values, tensors)  # type: ignore[arg-type]

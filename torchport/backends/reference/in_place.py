@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import fx
 
+from torchport.backend.in_place_forms import gives_new_memory, in_place_form
 from torchport.backend.normal_form import alias_roots
 from torchport.core.errors import GraphError
 from torchport.core.specs import TensorSpec
@@ -15,30 +16,9 @@ from .order import is_sure, last_uses
 
 __all__ = ["check_writes", "write_over"]
 
-aten = torch.ops.aten
-_FRESH: Final[frozenset[Any]] = frozenset(
-    {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.clone.default, aten._to_copy.default}
-)
-"""Besides the core elementwise ones, operators whose result is always new memory; of others, such as
-``_unsafe_view`` and composites that may return their argument, the schema does not tell."""
-
 
 def _is_fresh(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    new = node.target in _FRESH or (torch.Tag.core in tags and torch.Tag.pointwise in tags)
-    return node.op == "call_function" and new
-
-
-def _written(target: Any) -> Any:
-    """The in-place form of an operator, if it has one that takes the same arguments."""
-    if not isinstance(target, torch._ops.OpOverload):
-        return None
-    packet = getattr(torch.ops.aten, f"{target._schema.name.removeprefix('aten::')}_", None)
-    found = getattr(packet, target._overloadname, None)
-    if found is None or torch.Tag.pointwise not in target.tags:
-        return None
-    ours, theirs = target._schema.arguments, found._schema.arguments
-    return found if [a.name for a in ours] == [a.name for a in theirs] else None
+    return node.op == "call_function" and gives_new_memory(node.target)
 
 
 def _fits(node: fx.Node, first: fx.Node) -> bool:
@@ -60,7 +40,7 @@ def write_over(graph: fx.GraphModule) -> None:
     free = fresh - {roots[used] for node in unsure for used in node.all_input_nodes}
     made: list[tuple[fx.Node, Any]] = []
     for at, node in enumerate(nodes):
-        target = _written(node.target) if node.op == "call_function" and is_sure(node) and node.args else None
+        target = in_place_form(node.target) if node.op == "call_function" and is_sure(node) and node.args else None
         first = node.args[0] if node.args else None
         if target is None or not isinstance(first, fx.Node) or first not in free:
             continue
@@ -95,6 +75,10 @@ def check_writes(graph: fx.GraphModule) -> None:
                 own.add(node)
             continue
         first = node.args[0] if node.args else None
-        if _written(_functional(target)) is not target or not isinstance(first, fx.Node) or roots[first] not in own:
+        if (
+            in_place_form(_functional(target)) is not target
+            or not isinstance(first, fx.Node)
+            or roots[first] not in own
+        ):
             raise GraphError(f"{target} writes to memory that is not the graph's own")
         own.add(node)

@@ -12,7 +12,7 @@ import torch
 from ... import native
 from ...backend.host import attention_at_once, cpu_attention
 from ...backend.infer import observed
-from ...backend.interface import BackendData, TensorData
+from ...backend.interface import VIEWS, BackendData, TensorData
 from ...backend.interpret import How
 from ...core.specs import TensorSpec
 from ...dispatch import Functionality
@@ -120,12 +120,12 @@ def _use_follow(
 
 def _use_direct(library: ctypes.PyDLL, kernels: Sequence[Kernel]) -> None:
     """Have C++ interpret operators at once, in the plain case: each from the second time that it is interpreted."""
-    (start,) = _functions(library, direct_start=6)
-    start(TensorData, TensorSpec, trace.Trace, How, _template_of, observed.append)
+    (start,) = _functions(library, direct_start=7)
+    start(TensorData, TensorSpec, trace.Trace, How, _template_of, observed.append, VIEWS)
     register = library.torchport_direct
     register.argtypes = [
         ctypes.py_object, ctypes.py_object, ctypes.c_char_p, ctypes.c_char_p, ctypes.py_object,
-        ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_char_p,
+        ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_char_p,
     ]  # fmt: skip
     register.restype = ctypes.py_object
     to_copy = copies.kernels[torch.ops.aten._to_copy.default]
@@ -147,8 +147,9 @@ def _use_direct(library: ctypes.PyDLL, kernels: Sequence[Kernel]) -> None:
         name, overload = schema.name.encode(), schema.overload_name.encode()
         shares = how.shares and kernel is not to_copy
         register(
-            kernel.serial, how.rule, name, overload, keywords, shares, kernel.is_factory, how.varying, observed_kinds
-        )
+            kernel.serial, how.rule, name, overload, keywords, shares, kernel.is_factory, how.varying, how.but_wide,
+            observed_kinds,
+        )  # fmt: skip
 
     (anchor,) = _functions(library, direct_anchor=2)
     direct.on_interpreted.append(interpreted)
