@@ -19,6 +19,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
+# PyTorch 2.11 has the older names alone.
+_NEW = hasattr(dist, "reduce_scatter_single")
+_all_gather: Any = dist.all_gather_single if _NEW else dist.all_gather_into_tensor
+_reduce_scatter: Any = dist.reduce_scatter_single if _NEW else dist.reduce_scatter_tensor
+
 REDUCED = [
     torch.float32,
     torch.float64,
@@ -133,8 +138,8 @@ class Program:
         host, device = self.pair((rows * self.size, 2), dtype)
         total, whole, part = host.clone(), host.new_empty((rows * self.size**2, 2)), host.new_empty((rows, 2))
         dist.all_reduce(total, group=self.group)
-        dist.all_gather_single(whole, host, group=self.group)
-        dist.reduce_scatter_single(part, host, group=self.group)
+        _all_gather(whole, host, group=self.group)
+        _reduce_scatter(part, host, group=self.group)
         found = [
             functional.all_reduce(device, "sum", self.group) * 2,
             functional.all_gather_tensor(device, 0, self.group) * 2,
@@ -173,7 +178,7 @@ class Program:
         rows, dtype = self.draw.randint(0, 4), self.draw.choice(MOVED)
         host, device = self.pair((rows, 3), dtype)
         out, on_device = self.pair((rows * self.size, 3), dtype)
-        self.both(dist.all_gather_single, [out, host], [on_device, device])
+        self.both(_all_gather, [out, host], [on_device, device])
         return [out], [on_device]
 
     def reduce_scatter(self) -> Any:
@@ -185,7 +190,7 @@ class Program:
         else:
             host, device = torch.stack(hosts).reshape(-1), torch.stack(devices).reshape(-1)
             flat, flat_device = out.reshape(-1).clone(), on_device.reshape(-1).clone()
-            self.both(dist.reduce_scatter_single, [flat, host], [flat_device, device], op=op)
+            self.both(_reduce_scatter, [flat, host], [flat_device, device], op=op)
             return [flat], [flat_device]
         return [out], [on_device]
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchport.backend.infer import infer
+from torchport.backend.probe import cpu_result
 from torchport.core.specs import TensorSpec
 
 
@@ -40,3 +41,15 @@ def test_a_view_is_taken_where_the_cpu_takes_it(drawn: tuple[torch.Tensor, list[
         assert got.shape == tuple(want.shape)
         told = [(a, b) for n, a, b in zip(want.shape, got.strides, want.stride(), strict=True) if n > 1]
         assert all(a == b for a, b in told)
+
+
+@pytest.mark.parametrize("name", ["linalg_ldl_solve", "linalg_lu_solve"])
+def test_lapack_is_not_asked_about_pivots_that_are_none(name: str) -> None:
+    """It would exchange rows in front of the matrix: the try is made on zeros."""
+    packet = getattr(torch.ops.aten, name)
+    matrix, pivots, right = (
+        TensorSpec.of(torch.ones(shape, dtype=dtype))
+        for shape, dtype in (((3, 3), torch.float32), ((3,), torch.int32), ((3, 2), torch.float32))
+    )
+    assert cpu_result(packet.default, [matrix, pivots, right], {}) is None
+    assert cpu_result(packet.out, [matrix, pivots, right], {"out": right}) is None

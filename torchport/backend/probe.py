@@ -42,6 +42,9 @@ _VALUES_MATTER: Final = frozenset(
 )  # fmt: skip
 """Operators whose arguments fit together by their values, such as lengths with a sum."""
 
+_VALUES_ARE_PLACES: Final = frozenset({"linalg_ldl_solve", "linalg_lu_solve"})
+"""Operators that write where their values say: LAPACK looks at no pivot, and pivots count from 1."""
+
 _OF_DTYPES: Final = re.compile(r"\bd?types?\b|not implemented for")
 """What errors say that are about dtypes and not about shapes."""
 
@@ -165,7 +168,7 @@ def _can_be_asked(op: Any) -> bool:
         isinstance(op, torch._ops.OpOverload)
         and op.namespace == "aten"
         and not is_view(op)
-        and op._schema.name.removeprefix("aten::") not in _VALUES_MATTER
+        and op._schema.name.removeprefix("aten::") not in _VALUES_MATTER | _VALUES_ARE_PLACES
         and torch._C._dispatch_has_computed_kernel_for_dispatch_key(op.name(), "CPU")
     )
 

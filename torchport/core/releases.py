@@ -11,13 +11,10 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["PARTLY", "SINCE", "TESTED", "UNTIL", "has", "operators", "said", "takes", "version"]
+__all__ = ["SINCE", "TESTED", "UNTIL", "has", "operators", "said", "takes", "version"]
 
-TESTED: Final = ("2.13.0", "2.14.1", "2.15.0")
+TESTED: Final = ("2.11.0", "2.13.0", "2.14.1", "2.15.0")
 """The releases that the whole suite of its day has been run with; ``docs/torch-internals.md`` has the results."""
-
-PARTLY: Final = ("2.11.0",)
-"""Releases that a part of the tests has been run with; the same page says which, and what fails."""
 
 SINCE: Final[dict[str, tuple[int, int]]] = {
     "torch.accelerator.empty_host_cache": (2, 12),
@@ -58,8 +55,6 @@ def said() -> str:
     installed = torch.__version__.split("+")[0]
     if installed in TESTED:
         return "tested with torchport"
-    if installed in PARTLY:
-        return "tested with torchport in part"
     others = ", ".join(TESTED)
     if version() in {version(text) for text in TESTED}:
         return f"not tested with torchport, but another patch of the same minor release was (tested: {others})"

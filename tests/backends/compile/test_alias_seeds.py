@@ -11,6 +11,7 @@ from alias_fuzz import check, refused
 from alias_programs import BOOL, COMPLEX, FLOAT, INT, Base, Holder, Program
 
 import torchport
+from torchport.core import releases
 
 pytestmark = [
     pytest.mark.usefixtures("reference"),
@@ -402,9 +403,16 @@ def _equals_eager(program: Program, frontend: str) -> None:
         assert check(program, frontend, "reference") is None
 
 
+ASSERTS = pytest.mark.xfail(
+    releases.version() < (2, 13), reason="AOTAutograd applies its own test of overlaps at each call, and asserts"
+)
+
+
 @pytest.mark.parametrize("name", COMPILED)
 @pytest.mark.parametrize("frontend", ["compile-cpu", "compile-port"])
-def test_compiled(name: str, frontend: str) -> None:
+def test_compiled(name: str, frontend: str, request: pytest.FixtureRequest) -> None:
+    if (name, frontend) == ("narrow_rows_in_whole_rows_overlap", "compile-cpu"):
+        request.applymarker(ASSERTS)
     _equals_eager(COMPILED[name], frontend)
 
 

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 import torchport
 from torchport import metrics
+from torchport.core import releases
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -109,6 +110,10 @@ MORE = {"two sizes": 5, "images": 4}
 """Buckets where there are more than three: pairs of sizes, and where Dynamo makes a second graph."""
 
 
+OTHER_STRIDES = (_self_attention,) if releases.version() < (2, 13) else ()
+"""What Dynamo itself gives other strides than eager mode (``backend="eager"``): it leaves out the fast path."""
+
+
 def check(fn: Callable[..., Any], make: Make, dim: int, backend: str, sizes: tuple[int, ...] = SIZES) -> None:
     run = torch.compile(fn, backend="torchport", options={"backend": backend, "buckets": True})
     with torch.no_grad():
@@ -120,7 +125,7 @@ def check(fn: Callable[..., Any], make: Make, dim: int, backend: str, sizes: tup
             ours, theirs = (tree_leaves(one) for one in (ours, theirs))
             for got, want in zip(ours, theirs, strict=True):
                 torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-                assert got.stride() == want.stride()
+                assert got.stride() == want.stride() or fn in OTHER_STRIDES
 
 
 @pytest.mark.parametrize("name", EXACT)

@@ -20,6 +20,7 @@ from torchport.backend.interface import ExecutionContext, FreeableBuffer, InitCo
 from torchport.backends import inductor
 from torchport.backends.inductor import InductorBackend, container, machine, source, torch_api
 from torchport.backends.reference import ReferenceBackend
+from torchport.core import releases
 from torchport.core.errors import CompileError, ConfigError, ExecutionError
 from torchport.core.specs import CompileSpecs, TensorSpec
 
@@ -307,12 +308,19 @@ def test_wrong_arguments(add_one: Processed) -> None:
         backend.execute(handle, data_of([rand(2, 3)]), context)
 
 
+SAYS_WHY = releases.version() >= (2, 13)
+"""Whether a compiled library has a function that says why a call failed."""
+
+
 @pytest.mark.parametrize(
     ("fn", "good", "bad", "message"),
     [
         # Large enough to run in parallel, where an uncaught C++ exception would end the process.
         (lambda i, w: F.embedding(i, w), torch.arange(16384).view(64, 256) % 100, 10**6, "index out of bounds"),
-        (lambda i, w: i // (i - 7), torch.arange(8, 16392), 7, "ZeroDivisionError"),
+        pytest.param(
+            *(lambda i, w: i // (i - 7), torch.arange(8, 16392), 7, "ZeroDivisionError"),
+            marks=pytest.mark.skipif(not SAYS_WHY, reason="its code ends the process; `supports` refuses it"),
+        ),
         (lambda i, w: w[0].scatter_add(0, i, i.float()), torch.arange(16) % 10, 64, "index 64 is out of bounds"),
     ],
     ids=["index", "division", "fallback"],
@@ -323,7 +331,7 @@ def test_bad_values_raise(fn: Callable[..., Any], good: torch.Tensor, bad: int, 
     broken = args[0].clone()
     broken.view(-1)[5] = bad
     for _ in range(2):
-        with pytest.raises(ExecutionError, match=message) as caught:
+        with pytest.raises(ExecutionError, match=message if SAYS_WHY else "does not say why") as caught:
             backend.execute(handle, data_of([broken, *args[1:]]), context)
         assert "frame #" not in str(caught.value)
     backend.execute(handle, data_of(args), context)
@@ -333,7 +341,7 @@ def test_bad_values_raise(fn: Callable[..., Any], good: torch.Tensor, bad: int, 
 def test_an_operator_of_the_proxy_executor_raises() -> None:
     graph, args = normal_form(lambda x: torch.linalg.cholesky_ex(x, check_errors=True)[0], [torch.eye(3)])
     handle, context = load(backend, graph)
-    with pytest.raises(ExecutionError, match="not positive-definite"):
+    with pytest.raises(ExecutionError, match="not positive-definite" if SAYS_WHY else "does not say why"):
         backend.execute(handle, data_of([-args[0]]), context)
     backend.destroy(handle)
 

@@ -340,6 +340,20 @@ def test_a_composite_defined_after_first_use(device: torch.device) -> None:
     library._destroy()
 
 
+@needs_counters
+def test_a_composite_that_gets_a_kernel_for_the_device_is_taken_once(device: torch.device) -> None:
+    x = torch.ones(3).to(device)
+    library = torch.library.Library("torchport_tests_both", "DEF")
+    library.define("moved(Tensor x) -> Tensor")
+    library.impl("moved", lambda x: x + 1, "CompositeExplicitAutograd")
+    library.impl("moved", lambda x: x + 2, "PrivateUse1")
+    kernels = torch._C._dispatch_dump("torchport_tests_both::moved")
+    assert sum(line.startswith("Functionalize") for line in kernels.splitlines()) == 1, kernels
+    assert torch.ops.torchport_tests_both.moved(x).tolist() == [3.0] * 3
+    assert torch.ops.torchport_tests_both.moved(torch.ones(3)).tolist() == [2.0] * 3
+    library._destroy()
+
+
 def test_compilers_see_a_composite_as_one_operator() -> None:
     found: list[Any] = []
 

@@ -240,7 +240,7 @@ extern "C" PyObject* torchport_host_copy(PyObject* value) {
     Py_RETURN_NONE;
   }
   const at::Tensor& tensor = in_slot ? place_of(value).box->tensor : THPVariable_Unpack(value);
-  at::NoGradGuard no_gradients;
+  c10::NoGradGuard no_gradients;
   c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
   std::unique_lock<std::mutex> hold(uses_mutex);
   const bool used = (in_slot && place_of(value).box->uses.load() != 0) || uses.count(storage) != 0;

@@ -187,7 +187,7 @@ extern "C" PyObject* torchport_run_chain(PyObject* self, PyObject* inputs) {
   bool ran = false;
   Py_BEGIN_ALLOW_THREADS
   try {
-    at::NoGradGuard no_gradients;
+    c10::NoGradGuard no_gradients;
     ran = chain->run(held, said);
   } catch (const std::exception& error) {
     said = error.what();

@@ -31,12 +31,15 @@ _capsule_of.restype = ctypes.py_object
 _capsule_of.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
 
+_NOT_SAID = "PyTorch before 2.13 does not say why; it may have printed it"
+
+
 def _message(dll: ctypes.CDLL) -> str:
     """Why the last call into the library failed: an operator's own words if it was an operator, else the library's."""
     text = ctypes.c_char_p()
     last_error = getattr(dll, "AOTInductorGetLastError", None)
     if last_error is None:
-        return "PyTorch before 2.13 does not say why; it may have printed it"
+        return _NOT_SAID
     last_error(ctypes.byref(text))
     message = (text.value or b"no message").decode(errors="replace")
     if "API call failed at" in message and torch_api.last_error is not None:
@@ -108,9 +111,11 @@ class Library:
         self._output_array = ctypes.c_void_p * len(self.outputs)
         layouts = caller.layouts((*self.inputs, *self.outputs))
         self._caller = caller.load()
-        if layouts is None or self._caller is None or not hasattr(self._dll, "AOTInductorGetLastError"):
+        if layouts is None or self._caller is None:
             return
-        close, last_error = self._dll.AOTInductorModelContainerDelete, self._dll.AOTInductorGetLastError
+        close = self._dll.AOTInductorModelContainerDelete
+        says_why = hasattr(self._dll, "AOTInductorGetLastError")  # not before PyTorch 2.13
+        last_error = self._dll.AOTInductorGetLastError if says_why else None
         functions: tuple[Any, ...] = (self._run, close, last_error, torch_api.last_error)
         addresses = [ctypes.cast(function, ctypes.c_void_p) for function in functions]
         counts = (len(layouts), len(self.inputs), len(self.outputs))
@@ -133,7 +138,10 @@ class Library:
 
     def _call(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         if self._runner is not None:
-            return self._runner.run(tensors)
+            made: list[torch.Tensor | None] = self._runner.run(tensors)
+            if any(tensor is None for tensor in made):  # an operator that PyTorch calls failed, and it went on
+                raise ExecutionError(f"the compiled computation failed: {_NOT_SAID}")
+            return made  # type: ignore[return-value]
         handles = self._input_array(*[_pointer_of(capsule, None) for capsule in torch_api.take_handles(tensors)])
         results = self._output_array()
         if self._run(self._container, handles, len(handles), results, len(results), None, None):

@@ -10,6 +10,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/ThreadLocalState.h>
 #include <ATen/core/Tensor.h>
+#include <c10/core/GradMode.h>
 #include <c10/core/impl/COW.h>
 #include <pthread.h>
 #include <torch/csrc/Exceptions.h>
@@ -128,7 +129,7 @@ class Uses {
 struct Code {
   Run run;
   Destroy destroy;
-  LastError last_error;
+  LastError last_error; // null before PyTorch 2.13, whose libraries do not say why
   OperatorError operator_error;
   void* container; // null once closed, and where it is another's
   std::vector<int64_t> layouts; // of inputs and outputs
@@ -141,6 +142,9 @@ struct Code {
 
   // What went wrong in the last call of this thread.
   std::string error() const {
+    if (last_error == nullptr) {
+      return "PyTorch before 2.13 does not say why; it may have printed it";
+    }
     const char* said = nullptr;
     last_error(&said);
     std::string message = said == nullptr ? "no message" : said;
@@ -334,7 +338,7 @@ struct Queue {
 
   void work() {
     pthread_setname_np(pthread_self(), "torchport");
-    at::NoGradGuard no_gradients;
+    c10::NoGradGuard no_gradients;
     plain.store(new at::ThreadLocalState);
     std::unique_lock<std::mutex> hold(mutex);
     for (;;) {

@@ -32,7 +32,10 @@ from .patches import replace
 if TYPE_CHECKING:
     from ...trace.trace import Trace
 
-__all__ = ["first_port_tensor", "hide", "install", "on_handles"]
+__all__ = ["first_port_tensor", "has_kernel", "hide", "install", "on_handles"]
+
+has_kernel: Final = torch._C._dispatch_has_kernel_for_dispatch_key
+"""PyTorch's own answer, which counts torchport's kernels, too; its compilers are given another one (:func:`hide`)."""
 
 _FUNCTIONALIZE: Final = "Functionalize"
 _taken: Final[set[str]] = set()
@@ -100,14 +103,13 @@ def _unsupported(op: Any) -> UnsupportedOp:
 @functools.cache
 def _hide_from_compilers() -> None:
     """Hide torchport's kernels from PyTorch's compilers, which functionalize only operators without such a kernel."""
-    original = torch._C._dispatch_has_kernel_for_dispatch_key
 
-    @functools.wraps(original)
-    def has_kernel(name: str, key: Any) -> bool:
+    @functools.wraps(has_kernel)
+    def as_compilers_see_it(name: str, key: Any) -> bool:
         is_ours = name in _taken and key in (_FUNCTIONALIZE, torch._C.DispatchKey.Functionalize)
-        return not is_ours and original(name, key)
+        return not is_ours and has_kernel(name, key)
 
-    replace("torch._C._dispatch_has_kernel_for_dispatch_key", has_kernel)
+    replace("torch._C._dispatch_has_kernel_for_dispatch_key", as_compilers_see_it)
 
 
 def hide(op: Any) -> None:
@@ -117,7 +119,7 @@ def hide(op: Any) -> None:
 
 def _take(definition: Any) -> None:
     op = definition._opoverload
-    if definition in _seen or torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), _FUNCTIONALIZE):
+    if definition in _seen or has_kernel(op.name(), _FUNCTIONALIZE):
         return  # torchport's kernel, or the author's own
     others = torch.library.get_kernel(op, _FUNCTIONALIZE)
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 from torch.utils._pytree import tree_leaves
 
+from ...core import releases
 from ...core.collection import made_to_stay
 from ...core.default_state import default_state
 from ...core.errors import UnsupportedOp
@@ -72,6 +73,10 @@ def install() -> None:
     The first use may happen under any mode of the caller, so the registration runs without modes.
     """
     _drop()
+    if releases.version() < (2, 13):
+        # Where PyTorch was built for CUDA and there is no GPU, several threads that make the first fake tensors at once
+        # end the process: each puts another guard in the place of CUDA's.
+        torch._C._ensureCUDADeviceGuardSet()
     try:
         with default_state(), made_to_stay():
             _install()

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from ...core.errors import UnsupportedOp
 from ...core.frames import user_line
 from ...trace.handle import LazyTensor
-from .custom import first_port_tensor, hide
+from .custom import first_port_tensor, has_kernel, hide
 from .opaque import opaque
 from .patches import replace
 
@@ -69,8 +69,10 @@ def _take_those_to_come() -> None:
 
 
 def _is_to_be_taken(name: str) -> bool:
-    """Whether an operator has a body for all devices or a kernel for this one, and no kernel at Functionalize."""
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    """Whether an operator has a body for all devices or a kernel for this one, and no kernel at Functionalize.
+
+    torchport's own kernel there counts: PyTorch before 2.13 refuses a second one, and later ones would call the first.
+    """
     return (
         name.partition("::")[0] not in _PYTORCHS
         and name not in custom_ops.OPDEFS  # custom.py's
@@ -93,7 +95,7 @@ def _above(op: Any, below: Any) -> Callable[..., Any]:
     def call(keys: Any, *args: Any, **kwargs: Any) -> Any:
         if first_port_tensor((args, kwargs)) is None:
             return below.call_boxed(keys, *args, **kwargs)
-        if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "PrivateUse1"):
+        if has_kernel(op.name(), "PrivateUse1"):
             return tree_map_only(torch.Tensor, _without_empty_wrapper, below.call_boxed(keys, *args, **kwargs))
         try:
             return op._op_dk(_EXPLICIT, *args, **kwargs)

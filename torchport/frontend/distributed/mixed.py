@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 from torch.utils._pytree import tree_map_only
 
+from ...core import releases
 from ...trace.handle import DEVICE_TYPE, LazyTensor
 from ..device.inplace import overriding
 from ..device.opaque import opaque
@@ -28,6 +29,8 @@ __all__ = ["install"]
 _KEY: Final = "PythonTLSSnapshot"
 _KEYS: Final = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_KEY))
 _PAST_FUNCTIONALIZATION: Final = _KEYS | torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
+_STAYS: Final = releases.version() < (2, 13)
+"""Whether a call that leaves the key out fails an assertion of PyTorch's: its kernel there has to be passed."""
 _library: Final[list[torch.library.Library]] = []
 
 
@@ -75,19 +78,28 @@ def _for_all_in_parts(module: Any, op: Any, stock: Any) -> Callable[..., Any]:
     given_out = any(argument.kwarg_only and flag for argument, flag in zip(arguments, written, strict=True))
     slots = [at for at, argument in enumerate(arguments) if str(argument.type) in ("Tensor", "Optional[Tensor]")]
 
+    of_a_number = getattr(op.overloadpacket, op._overloadname.replace("Tensor", "Scalar"), None) if _STAYS else None
+
     def as_it_was(keys: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if any(at < len(args) and isinstance(args[at], (int, float, complex)) for at in slots):
+            if of_a_number is not None and isinstance(args[0], torch.Tensor):
+                return of_a_number(*args, **kwargs)
             with torch._C._ExcludeDispatchKeyGuard(_KEYS):  # a number for a tensor is nothing that a kernel takes
                 return op(*args, **kwargs)
         return stock.call_boxed(keys, *args, **kwargs)
+
+    def past_functionalization(keys: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if _STAYS:
+            return stock.call_boxed(keys.remove(torch._C.DispatchKey.Functionalize), *args, **kwargs)
+        with torch._C._ExcludeDispatchKeyGuard(_PAST_FUNCTIONALIZATION):
+            return op(*args, **kwargs)
 
     def call(keys: Any, *args: Any, **kwargs: Any) -> Any:
         mesh = _mesh_among(cls, (*args, *kwargs.values()) if kwargs else args)
         if mesh is None or given_out:
             return as_it_was(keys, args, kwargs)
         if op in cls._op_dispatcher._custom_op_handlers:  # as that of ``loss_parallel``, which takes plain tensors
-            with torch._C._ExcludeDispatchKeyGuard(_PAST_FUNCTIONALIZATION):
-                return op(*args, **kwargs)
+            return past_functionalization(keys, args, kwargs)
         whole = [module.Replicate()] * mesh.ndim
         changed, refused = list[bool](), list[bool]()
 
@@ -107,8 +119,7 @@ def _for_all_in_parts(module: Any, op: Any, stock: Any) -> Callable[..., Any]:
         ]
         named = {name: tree_map_only(torch.Tensor, replicated, value) for name, value in kwargs.items()}
         if refused:
-            with torch._C._ExcludeDispatchKeyGuard(_PAST_FUNCTIONALIZATION):  # where PyTorch says so
-                return op(*args, **kwargs)
+            return past_functionalization(keys, args, kwargs)  # where PyTorch says so
         return op(*wanted, **named) if changed else as_it_was(keys, args, kwargs)
 
     return call
