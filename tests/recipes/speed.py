@@ -1,10 +1,11 @@
 """Training steps of the recipes' libraries at a size that computes, on ``port`` against CPU eager.
 
-    python tests/recipes/speed.py [--backend inductor] [--rounds 15] [names]
+    python tests/recipes/speed.py [--backend inductor] [--rounds 15] [--clock THREADS] [names]
 
 Prints a row per library: processor time of a step on the CPU and on the device, all threads of the process together,
 and the ratio of the medians; the two run in turn in one process, one thread. Processor time holds on a machine that
-does other things, too. What is compiled is compiled before.
+does other things, too. What is compiled is compiled before. With ``--clock``: by the clock, with so many
+threads; the loss of every tenth step is read.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from time import process_time
+from time import perf_counter, process_time
 from typing import Any, Final
 
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false", KERAS_BACKEND="torch")
@@ -189,14 +190,18 @@ ROWS: Final[dict[str, tuple[str, Callable[[str], Step]]]] = {
 """The library of each row, and what makes its step on a device."""
 
 
-def measured(name: str, backend: str, rounds: int) -> tuple[float, float]:
-    """Milliseconds of processor time of a step, on the CPU and on the device: medians."""
+AT_ONCE: Final = 10
+"""Steps per reading of the loss, where the clock is looked at."""
+
+
+def measured(name: str, backend: str, rounds: int, threads: int = 0) -> tuple[float, float]:
+    """Milliseconds of a step, on the CPU and the device: medians. Processor time, or by the clock with ``threads``."""
     import torchport
     from torchport.core.config import config
 
     config.tiers = "off"
     torchport.use(backend)
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads or 1)
     make = ROWS[name][1]
     steps = {}
     for device in ("cpu", "port"):
@@ -208,18 +213,27 @@ def measured(name: str, backend: str, rounds: int) -> tuple[float, float]:
         float(steps[device]())
         return process_time() - start
 
+    def by_the_clock(device: str) -> float:
+        start = perf_counter()
+        for _ in range(AT_ONCE - 1):
+            steps[device]()
+        float(steps[device]())
+        return (perf_counter() - start) / AT_ONCE
+
     for device in steps:
         for _ in range(WARMUP):
             once(device)
     torchport.sync(wait=True)
-    taken = [(once("cpu"), once("port")) for _ in range(rounds)]
+    time = by_the_clock if threads else once
+    taken = [(time("cpu"), time("port")) for _ in range(rounds)]
     cpu, port = (median(column) * 1e3 for column in zip(*taken, strict=True))
     return cpu, port
 
 
-def figures(name: str, backend: str = "inductor", rounds: int = 15) -> tuple[float, float] | str:
+def figures(name: str, backend: str = "inductor", rounds: int = 15, threads: int = 0) -> tuple[float, float] | str:
     """The same from a process of its own, or the last line of what it said."""
-    command = [sys.executable, "-W", "ignore", __file__, "--backend", backend, "--rounds", str(rounds), "--here", name]
+    options = ["--backend", backend, "--rounds", str(rounds), "--clock", str(threads)]
+    command = [sys.executable, "-W", "ignore", __file__, *options, "--here", name]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
     except subprocess.TimeoutExpired:
@@ -235,13 +249,14 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(ROWS))
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--clock", type=int, default=0, metavar="THREADS", help="by the clock, not in processor time")
     parser.add_argument("--here", action="store_true", help="in this process; prints two numbers")
     arguments = parser.parse_args()
     for name in arguments.names or ROWS:
         if arguments.here:
-            print(*measured(name, arguments.backend, arguments.rounds))
+            print(*measured(name, arguments.backend, arguments.rounds, arguments.clock))
             continue
-        found = figures(name, arguments.backend, arguments.rounds)
+        found = figures(name, arguments.backend, arguments.rounds, arguments.clock)
         if isinstance(found, str):
             print(f"{name:30} {found[:200]}", flush=True)
         else:
