@@ -23,7 +23,6 @@ if TYPE_CHECKING:  # the runtime of program files runs without PyTorch where no 
     from torch import fx
 
 __all__ = [
-    "VIEWS",
     "ArrayData",
     "Backend",
     "BackendData",
