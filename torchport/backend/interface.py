@@ -62,7 +62,8 @@ class BackendData:
     ``device`` and ``spec`` are fixed; ``info`` and ``exported`` are for the executor's own notes: the latter says that
     somebody else may see the value's memory, or :data:`VIEWS` if that is only for as long as the memory has other
     references. A subclass adds the value.
-    A value is immutable once it has been handed out: torchport never writes into it.
+    A value is immutable once it has been handed out: torchport writes only into memory of PyTorch's own to which
+    nothing else refers.
     """
 
     __slots__ = ("__weakref__", "device", "exported", "info", "spec")

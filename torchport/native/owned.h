@@ -46,7 +46,9 @@ bool owns_memory(const at::Tensor& tensor, size_t counted) {
     return false;
   }
   const at::Tensor& memory = THPVariable_Unpack(held);
+  // Memory that is not PyTorch's, such as NumPy's or an engine's, may have other holders than tensors.
   return memory.use_count() == 1 && memory.has_storage() && memory.storage().use_count() == 1 &&
+      memory.storage().unsafeGetStorageImpl()->resizable() &&
       memory.is_non_overlapping_and_dense() && !memory.is_inference() && !memory.requires_grad();
 }
 
