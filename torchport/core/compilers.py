@@ -20,7 +20,7 @@ from typing import Any, Final, TypeVar
 
 from .forks import guarded_lock
 
-__all__ = ["run_compiler", "side_by_side"]
+__all__ = ["run_beside", "run_compiler", "side_by_side"]
 
 _Result = TypeVar("_Result")
 _running: Final[dict[subprocess.Popen[bytes], threading.Thread]] = {}
@@ -125,6 +125,11 @@ def side_by_side(calls: Iterable[Callable[[], _Result]]) -> list[_Result]:
     if errors:
         raise errors[min(errors)]
     return [results[at] for at in range(len(threads))]
+
+
+def run_beside(call: Callable[[], object]) -> None:
+    """Run a function that calls compilers on a thread that nobody waits for; what it raises is lost."""
+    threading.Thread(target=call, name="torchport build", daemon=True).start()
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -1,10 +1,11 @@
 """From generated C++ to a shared library: what is the same for every graph is compiled once, the rest in parallel.
 
-``torch._inductor``'s own build compiles everything per graph, one file after the other. Here the runtime interface and
-the model's constructor (most of a small graph's build) are object files made once per machine, both headers are
-precompiled once, and wrapper and kernels are compiled at the same time. The shared parts live in ``torchport`` inside
-Inductor's cache directory, each under a name that hashes the compiler, its flags and the torch version; they appear by
-``rename``, so any number of processes may build them at once.
+``torch._inductor``'s own build compiles everything per graph, one file after the other. Here the headers are
+precompiled once per machine, and wrapper and kernels are compiled at the same time. Most wrappers need a small runtime
+only, which is the header ``model.h``. For the others Inductor's runtime interface and the model's constructor (most of
+a small graph's build) are object files made once. The shared parts live in ``torchport`` inside Inductor's cache
+directory, each under a name that hashes the compiler, its flags and the torch version; they appear by ``rename``, so
+any number of processes may build them at once.
 """
 
 from __future__ import annotations
@@ -12,25 +13,30 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
+import logging
 import os
 import shlex
 import subprocess
+import sys
 import tempfile
 import threading
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from torchport.core.collection import made_to_stay
-from torchport.core.compilers import run_compiler, side_by_side
+from torchport.core.compilers import run_beside, run_compiler, side_by_side
 from torchport.core.errors import CompileError
 from torchport.core.forks import guarded_lock
 
 from .source import Wrapper
 
-__all__ = ["Toolchain", "build_library", "constants_assembly", "import_compiler"]
+__all__ = ["Toolchain", "begin", "build_library", "constants_assembly", "import_compiler"]
 
+log: Final = logging.getLogger("torchport.compile")
 _shared_lock = guarded_lock()
 
 
@@ -51,10 +57,13 @@ class Toolchain:
     wrapper_flags: tuple[str, ...]
     kernel_flags: tuple[str, ...]
     link_flags: tuple[str, ...]
-    wrapper_header: str
     kernel_header: str
+    own_header: str
+    """Text of the runtime that most wrappers need."""
+    wrapper_header: str
+    """Inductor's, for the others."""
     interface: str
-    """Source of the runtime interface (the C ABI), which does not depend on the graph."""
+    """Source of Inductor's runtime interface (the C ABI), which does not depend on the graph."""
     model: str
     """Source of the model's constructor, for graphs without constants."""
     cache_dir: Path
@@ -79,33 +88,59 @@ def _compiler_identity(compiler: Sequence[str]) -> str:
     return done.stdout.decode(errors="replace")
 
 
+_PARTS: Final = ("kernels", "own", "wrapper", "interface", "model", "libtorch", "libtorch_cpu")
+
+
 class _Shared:
-    """The parts that every graph shares: two precompiled headers and two object files, built where they are missing."""
+    """The parts that graphs share: precompiled headers and object files, each built when it is first asked for."""
 
     def __init__(self, toolchain: Toolchain) -> None:
         self._toolchain = toolchain
         self._identity = f"{toolchain.fingerprint}\0{_compiler_identity(toolchain.compiler)}"
-        self.wrapper_header, self.kernel_header = side_by_side(
-            functools.partial(self._header, header, flags)
-            for header, flags in (
-                (toolchain.wrapper_header, toolchain.wrapper_flags),
-                (toolchain.kernel_header, toolchain.kernel_flags),
-            )
-        )
-        self.interface, self.model = side_by_side(
-            functools.partial(self._object, name, text)
-            for name, text in (("interface", toolchain.interface), ("model", toolchain.model))
-        )
+        self._made: dict[str, str] = {}
+        self._locks = {name: guarded_lock() for name in _PARTS}
 
-    def _header(self, header: str, flags: Sequence[str]) -> str:
-        """A header to ``-include`` whose precompiled form lies next to it."""
-        if not self._toolchain.precompile:
-            return header
-        command = ["-x", "c++-header", "header.h", "-o", "header.h.gch", *flags]
-        return str(self._built("header.h", f"#include <{header}>\n", command) / "header.h")
+    def of(self, name: str) -> str:
+        """The path of a header to include (``kernels``, ``own``, ``wrapper``), or of what is linked: an object
+        (``interface``, ``model``) or an empty library (``libtorch``, ``libtorch_cpu``)."""
+        if name not in self._made:
+            with self._locks[name]:
+                if name not in self._made:
+                    self._made[name] = self._build(name)
+        return self._made[name]
+
+    def _build(self, name: str) -> str:
+        toolchain = self._toolchain
+        if name == "kernels":
+            return self._header(f"#include <{toolchain.kernel_header}>\n", toolchain.kernel_flags)
+        if name == "own":
+            return self._header(toolchain.own_header, toolchain.wrapper_flags)
+        if name == "wrapper":
+            return self._header(f"#include <{toolchain.wrapper_header}>\n", toolchain.wrapper_flags)
+        if name.startswith("lib"):
+            return self._empty_library(name)
+        return self._object(name, toolchain.interface if name == "interface" else toolchain.model)
+
+    def link_flags(self) -> list[str]:
+        """The flags, with empty libraries for PyTorch's own: the linker need not read 400 MB to note their names."""
+        if sys.platform != "linux":
+            return list(self._toolchain.link_flags)
+        replaced = {"-ltorch": "libtorch", "-ltorch_cpu": "libtorch_cpu"}
+        flags = [self.of(replaced[flag]) if flag in replaced else flag for flag in self._toolchain.link_flags]
+        return ["-Wl,--no-as-needed", *flags]
+
+    def _empty_library(self, name: str) -> str:
+        library = f"{name}.so"
+        command = ["-shared", "-nostdlib", f"-Wl,-soname,{library}", f"{name}.cpp", "-o", library]
+        return str(self._built(f"{name}.cpp", "", command) / library)
+
+    def _header(self, text: str, flags: Sequence[str]) -> str:
+        """A header to ``-include``, whose precompiled form lies next to it where that is worth making."""
+        command = ["-x", "c++-header", "header.h", "-o", "header.h.gch", *flags] if self._toolchain.precompile else []
+        return str(self._built("header.h", text, command) / "header.h")
 
     def _object(self, name: str, text: str) -> str:
-        flags = [*self._toolchain.wrapper_flags, "-include", self.wrapper_header]
+        flags = [*self._toolchain.wrapper_flags, "-include", self.of("wrapper")]
         return str(self._built(f"{name}.cpp", text, ["-c", f"{name}.cpp", "-o", f"{name}.o", *flags]) / f"{name}.o")
 
     def _built(self, name: str, content: str, command: Sequence[str]) -> Path:
@@ -121,7 +156,8 @@ class _Shared:
             inside = Path(private) / "made"
             inside.mkdir()
             (inside / name).write_text(content)
-            _call([*self._toolchain.compiler, *command], inside)
+            if command:
+                _call([*self._toolchain.compiler, *command], inside)
             try:
                 inside.rename(folder)
             except OSError:
@@ -140,6 +176,18 @@ def _shared_parts(toolchain: Toolchain) -> _Shared:
         return _shared[toolchain]
 
 
+def begin(toolchain: Toolchain) -> None:
+    """Have a thread make what nearly every graph needs, while Inductor is still writing this one's C++."""
+
+    def make(name: str) -> None:
+        with suppress(CompileError, OSError):  # whoever needs it tries again, and says why
+            _shared_parts(toolchain).of(name)
+
+    if toolchain.precompile and toolchain not in _shared:
+        for name in ("own", "kernels"):
+            run_beside(functools.partial(make, name))
+
+
 def constants_assembly(constants: bytes) -> str:
     """Assembly that puts bytes between the two symbols the runtime looks for."""
     words = [f"\t.byte {','.join(map(str, constants[i : i + 64]))}" for i in range(0, len(constants), 64)]
@@ -151,10 +199,20 @@ def constants_assembly(constants: bytes) -> str:
 
 def build_library(toolchain: Toolchain, wrapper: Wrapper, kernels: Sequence[str], constants: bytes) -> bytes:
     """Compile and link; returns the shared library's bytes. Raises :class:`CompileError` with the compiler's output."""
+    try:
+        return _build(toolchain, wrapper, kernels, constants)
+    except CompileError as error:
+        if not wrapper.own_runtime or "wrapper.cpp" not in str(error):
+            raise
+        log.info("a wrapper needs more than torchport's small runtime, and gets Inductor's: %s", error)
+    return _build(toolchain, Wrapper(wrapper.text, shared_model=True), kernels, constants)
+
+
+def _build(toolchain: Toolchain, wrapper: Wrapper, kernels: Sequence[str], constants: bytes) -> bytes:
     shared = _shared_parts(toolchain)
     sources = {"wrapper.cpp": wrapper.text}
     sources |= {f"kernels{number}.cpp": text for number, text in enumerate(kernels)}
-    if not wrapper.shared_model:
+    if not (wrapper.shared_model or wrapper.own_runtime):
         sources["constants.s"] = constants_assembly(constants)
     with tempfile.TemporaryDirectory(prefix="torchport-inductor-", ignore_cleanup_errors=True) as private:
         folder = Path(private)
@@ -164,9 +222,10 @@ def build_library(toolchain: Toolchain, wrapper: Wrapper, kernels: Sequence[str]
             target = name.rsplit(".", 1)[0] + ".o"
             command = [*toolchain.compiler, "-c", name, "-o", target]
             if name == "wrapper.cpp":
-                command += [*toolchain.wrapper_flags, "-include", shared.wrapper_header]
+                header = shared.of("own" if wrapper.own_runtime else "wrapper")
+                command += [*toolchain.wrapper_flags, "-include", header]
             elif name.endswith(".cpp"):
-                command += [*toolchain.kernel_flags, "-include", shared.kernel_header]
+                command += [*toolchain.kernel_flags, "-include", shared.of("kernels")]
             _call(command, folder)
             return target
 
@@ -176,8 +235,10 @@ def build_library(toolchain: Toolchain, wrapper: Wrapper, kernels: Sequence[str]
             with free:
                 return compile_one(name)
 
-        objects = [*side_by_side(functools.partial(in_turn, name) for name in sources), shared.interface]
+        objects = side_by_side(functools.partial(in_turn, name) for name in sources)
+        if not wrapper.own_runtime:
+            objects.append(shared.of("interface"))
         if wrapper.shared_model:
-            objects.append(shared.model)
-        _call([*toolchain.compiler, *objects, "-o", "model.so", *toolchain.link_flags], folder)
+            objects.append(shared.of("model"))
+        _call([*toolchain.compiler, *objects, "-o", "model.so", *shared.link_flags()], folder)
         return (folder / "model.so").read_bytes()

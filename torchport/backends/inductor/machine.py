@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["avx512_without_mkl", "has_room", "here", "keep_freed_memory", "misfit"]
+__all__ = ["avx512_without_mkl", "has_room", "has_sleef", "here", "keep_freed_memory", "misfit"]
 
 _INSTRUCTIONS = re.compile(
     r"^(3dnow|abm|adx|aes|amx|asimd|avx|bf16|bmi|cldemote|clflushopt|clwb|f16c|fma|gfni|i8mm|lzcnt|movbe|movdir|pclmul"
@@ -41,6 +41,15 @@ def avx512_without_mkl() -> bool:
         return False
     vendor = re.search(r"^vendor_id\s*:\s*(.*)$", text, re.MULTILINE)
     return vendor is not None and vendor.group(1) != "GenuineIntel" and "avx512f" in _extensions()
+
+
+@functools.cache
+def has_sleef() -> bool:
+    """Whether PyTorch's library has SLEEF's functions, which vectorized code calls, for AVX2 and AVX-512."""
+    if platform.machine() != "x86_64":
+        return False
+    library = ctypes.CDLL(torch._C.__file__)
+    return all(hasattr(library, name) for name in ("Sleef_expf8_u10", "Sleef_expf16_u10"))
 
 
 @functools.cache

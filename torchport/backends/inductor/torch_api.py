@@ -14,8 +14,6 @@ torch._inductor.config._config, _is_default                     what a program h
 torch._inductor.compile_fx: _recursive_joint_graph_passes,      its passes over a graph, without its second tracing
   fake_tensor_prop, _recursive_record_original_output_strides,    through AOTAutograd, which a graph in normal form
   _recursive_post_grad_passes                                     does not need
-torch._inductor.cpp_builder.CppTorchDeviceOptions, is_gcc       compiler flags for wrapper, kernels and linking
-torch._inductor.cpu_vec_isa.pick_vec_isa                        the CPU's vector instructions, for those flags
 torch._inductor.debug.DebugContext                              lowering reports to one; it does nothing by default
 torch._inductor.decomposition.select_decomp_table               decompositions that Inductor's lowerings count on
 torch._inductor.dtype_propagation (its one handler)             __init__ is made to run once while compiling
@@ -23,12 +21,10 @@ torch._inductor.fx_passes.post_grad.view_to_reshape             as compile_fx do
 torch._inductor.graph.GraphLowering                             FX graph → C++; its placeholder is extended
 torch._inductor.ir.DonatedBuffer                                an input that results may be written over
 torch._inductor.lowering.constrain_to_fx_strides                a matrix as the graph says that it lies in memory
-torch._inductor.runtime.cache_dir_utils.cache_dir               where Inductor keeps its files
 torch._inductor.virtualized.V                                   graph, fake mode and AOT mode of one compilation
 torch._subclasses.FakeTensorMode, symbolic_shapes.ShapeEnv      shapes without data while lowering
 torch.fx.experimental.proxy_tensor.make_fx                      tracing decompositions
 torch.utils._python_dispatch._disable_current_modes             a caller's dispatch modes must not see the compiler
-_inductor/codegen/aoti_runtime/interface.cpp (file)             the C ABI's source, compiled once and not per graph
 aoti_runtime/model.h (header)                                   base class of the compiled model
 ==============================================================  ===================================================
 
@@ -42,13 +38,11 @@ import gc
 import logging
 import math
 import os
-import shlex
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -60,10 +54,11 @@ from torchport.core.forks import guarded_rlock
 from torchport.core.releases import takes
 
 from . import machine, onednn
-from .build import Toolchain
+from .build import Toolchain, begin
 from .complex_values import give_complex_tensors, scatters
 from .rows import additions
-from .source import MODEL, Wrapper, guard_kernels, quiet_interface, split_kernels, strip_wrapper
+from .source import Wrapper, guard_kernels, split_kernels, strip_wrapper
+from .toolchain import interface_source, toolchain_in_force
 
 __all__ = ["Generated", "channels_last_pays", "generate", "last_error", "proxy_runner", "take_handles", "take_tensors"]
 
@@ -450,7 +445,7 @@ def _lowering_class(donated: Set[int]) -> Any:
     return DonatingLowering
 
 
-def _lower(graph: fx.GraphModule, inputs: list[torch.Tensor], precompile: bool, donated: Set[int]) -> Generated:
+def _lower(graph: fx.GraphModule, inputs: list[torch.Tensor], toolchain: Toolchain, donated: Set[int]) -> Generated:
     from torch._inductor.graph import GraphLowering
     from torch._inductor.virtualized import V
 
@@ -478,59 +473,16 @@ def _lower(graph: fx.GraphModule, inputs: list[torch.Tensor], precompile: bool, 
             extern = lowering.extern_node_serializer(V.extern_kernel_nodes) if V.extern_kernel_nodes else ""
     constants = _constant_bytes(lowering)
     outputs = len(lowering.graph_outputs)
-    body = strip_wrapper(wrapper.value, _interface(), len(inputs), outputs, bool(lowering.constants))
+    body = strip_wrapper(
+        wrapper.value, interface_source(), len(inputs), outputs, bool(lowering.constants), by_name=bool(extern)
+    )
     files = split_kernels(guard_kernels(kernels.value, _threads()), max(1, (os.cpu_count() or 1) - 1))
-    return Generated(body, files, constants, extern, borrowed, tuple(sorted(donated)), _toolchain(precompile))
+    return Generated(body, files, constants, extern, borrowed, tuple(sorted(donated)), toolchain)
 
 
 def _threads() -> int:
     """The most threads a kernel may use; not just torch's setting of the moment, since the code may outlive it."""
     return max(torch.get_num_threads(), os.cpu_count() or 1)
-
-
-def _interface() -> str:
-    from torch._inductor import config
-
-    return (Path(config.__file__).parent / "codegen" / "aoti_runtime" / "interface.cpp").read_text()
-
-
-def _toolchain(precompile: bool) -> Toolchain:
-    """The compiler and flags Inductor would use, under the options in force."""
-    from torch._inductor import cpp_builder
-    from torch._inductor.cpu_vec_isa import pick_vec_isa
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    isa = pick_vec_isa()
-    gcc = ["-fno-gnu-unique"] if cpp_builder.is_gcc() else []  # else libraries share variables of inline functions
-    symbolic = ["-Wl,-Bsymbolic"] if sys.platform == "linux" else []  # a library uses its own kernels
-
-    def flags(options: Any) -> tuple[str, ...]:
-        arguments = [f"-D{name.strip()}" for name in options.get_definitions()]
-        arguments += [f"-{flag}" for flag in options.get_cflags()]
-        arguments += [f"-I{path}" for path in options.get_include_dirs()]
-        arguments += options.get_passthrough_args()
-        return tuple(shlex.split(" ".join([*arguments, *gcc])))
-
-    common: dict[str, Any] = {"vec_isa": isa, "device_type": "cpu", "aot_mode": True}
-    wrapper = cpp_builder.CppTorchDeviceOptions(compile_only=True, min_optimize=True, **common)
-    kernel = cpp_builder.CppTorchDeviceOptions(compile_only=True, **common)
-    link = cpp_builder.CppTorchDeviceOptions(**common)
-    link_arguments = [f"-{flag}" for flag in [*link.get_cflags(), *link.get_ldflags()]]
-    link_arguments += [f"-L{path}" for path in link.get_libraries_dirs()]
-    link_arguments += [f"-l{name}" for name in link.get_libraries()]
-    return Toolchain(
-        compiler=tuple(shlex.split(wrapper.get_compiler())),
-        wrapper_flags=flags(wrapper),
-        kernel_flags=flags(kernel),
-        link_flags=tuple(shlex.split(" ".join([*link_arguments, *symbolic]))),
-        wrapper_header="torch/csrc/inductor/aoti_include/cpu.h",
-        kernel_header="torch/csrc/inductor/cpp_prefix.h",
-        interface=quiet_interface(_interface()),
-        model=MODEL,
-        cache_dir=Path(cache_dir()) / "torchport",
-        precompile=precompile,
-        fingerprint=f"{torch.__version__} {machine.here(native=True)}",
-    )
 
 
 def channels_last_pays(graph: fx.GraphModule) -> bool:
@@ -577,9 +529,15 @@ def generate(graph: fx.GraphModule, options: Mapping[str, Any]) -> Generated:
         if unknown:
             raise ConfigError(f'"inductor.options" names no option of torch._inductor.config: {", ".join(unknown)}')
         computed = {"cpp.threads": _threads(), "layout_optimization": channels_last_pays(graph)}
+        if config.cpp.vec_isa_ok is None and machine.has_sleef():
+            # Else Inductor compiles and loads a file per set of vector instructions to see it: 5 s, once per machine.
+            # What the compiler knows of newer instructions it tries all the same.
+            computed["cpp.vec_isa_ok"] = True
         stack.enter_context(_separate_updates(graph))
         stack.enter_context(config.patch({**_known(config, _OPTIONS), **computed, **options}))
         stack.enter_context(V.set_aot_compilation(True))
+        toolchain = toolchain_in_force(precompile=not options)
+        begin(toolchain)
         stack.enter_context(DebugContext())
         stack.enter_context(_disable_current_modes())
         mode = _symbols_of(graph) or FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
@@ -590,4 +548,4 @@ def generate(graph: fx.GraphModule, options: Mapping[str, Any]) -> Generated:
         _annotate_constants(decomposed, mode)
         placeholders = graph.graph.find_nodes(op="placeholder")
         donated = {position for position, node in enumerate(placeholders) if node.meta.get("donated")}
-        return _lower(decomposed, inputs, precompile=not options, donated=donated)
+        return _lower(decomposed, inputs, toolchain, donated=donated)
