@@ -46,9 +46,10 @@ def avx512_without_mkl() -> bool:
 @functools.cache
 def has_sleef() -> bool:
     """Whether PyTorch's library has SLEEF's functions, which vectorized code calls, for AVX2 and AVX-512."""
-    if platform.machine() != "x86_64":
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    if platform.machine() != "x86_64" or not path.exists():
         return False
-    library = ctypes.CDLL(torch._C.__file__)
+    library = ctypes.CDLL(str(path))
     return all(hasattr(library, name) for name in ("Sleef_expf8_u10", "Sleef_expf16_u10"))
 
 
