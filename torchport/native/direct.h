@@ -4,6 +4,7 @@
 // Only the plain case of ``direct.run`` is done here. Every other call goes to the Python kernel.
 #pragma once
 #include "calls.h"
+#include "threads.h"
 
 #include <algorithm>
 #include <unordered_map>
@@ -381,6 +382,7 @@ struct DirectCall {
     bool done = true;
     const c10::IValue written = in_place != nullptr ? stack[0] : c10::IValue();
     try {
+      const FewerThreads while_compiling;
       (in_place != nullptr ? *in_place : direct.callee).callBoxed(&stack);
     } catch (const std::exception&) {
       done = false;

@@ -24,6 +24,7 @@ from ..core.default_state import default_state, is_default
 from ..core.errors import TorchportError, UnsupportedOp
 from ..core.frames import user_line
 from ..core.specs import TensorSpec
+from ..core.threads import FewerThreads
 from ..trace.decide import draws_on_the_host
 from ..trace.handle import IndexedLazyTensor, LazyTensor, make_handle, make_unnamed
 from ..trace.layouts import kind_of, refusal
@@ -229,7 +230,9 @@ def _run(trace: Trace, runtime: DeviceRuntime, manner: How, args: Sequence[Any],
         if value.__class__ not in _NO_TENSOR:
             kwargs[name], _ = _real(trace, manner, value, used)
     trace.direct += 1
-    result = interpret(manner, real_args, kwargs, runtime.next_key() if manner.draws else 0)
+    random_key = runtime.next_key() if manner.draws else 0
+    with FewerThreads():
+        result = interpret(manner, real_args, kwargs, random_key)
     shares: bool | str = False
     if manner.shares:
         shares = VIEWS

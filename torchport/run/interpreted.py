@@ -18,6 +18,7 @@ from ..backend.execution import Computation
 from ..backend.interface import Backend, BackendData, ExecutionContext, Processed, TensorData
 from ..backend.interpret import How, as_it_is, how, interpret, settled
 from ..core.specs import CompileSpecs, TensorSpec, is_dense
+from ..core.threads import FewerThreads
 from ..trace.graph import needed, templates_of
 from ..trace.handle import intern_spec, shown_as, shown_spec
 from ..trace.trie import HostScalar, Leaf, Node, RandomKey, ScalarInput, Value
@@ -266,7 +267,7 @@ class _Interpreter(Backend):
         tensors = [as_tensor(backend, arg) for arg in args]
         run = _PathRun(handle, tensors)  # type: ignore[arg-type]
         values = run.values
-        with torch.no_grad():
+        with torch.no_grad(), FewerThreads():
             for step, ends in zip(handle.steps, handle.ends, strict=True):
                 run.step(step)
                 for number in ends:

@@ -29,6 +29,7 @@ from ..core.config import config
 from ..core.default_state import default_state
 from ..core.errors import CompileError
 from ..core.forks import guarded_lock, guarded_rlock
+from ..core.threads import leave_cores
 from .process import Worker
 from .progress import ProgressLine
 from .protocol import BrokenMessage
@@ -296,6 +297,7 @@ class Service:
         """Wait for something to do: the next ticket, or ``None`` where the worker has been ended meanwhile."""
         with state.changed:
             state.running[place] = None
+            leave_cores(sum(running is not None for running in state.running))
             state.changed.wait_for(lambda: bool(state.waiting) or (worker is not None and worker.ended))
             if not state.waiting:
                 return None
@@ -303,6 +305,7 @@ class Service:
             ticket = next((one for one in state.waiting if one.is_wanted(now)), state.waiting[0])
             state.waiting.remove(ticket)
             state.running[place] = ticket
+            leave_cores(sum(running is not None for running in state.running))
             return ticket
 
     def _serve(self, state: _State, ticket: Ticket, worker: Worker | None) -> Worker | None:

@@ -10,6 +10,7 @@ import torch
 from torchport.backend.interface import BackendData, ExecutionContext, TensorData
 from torchport.backend.optional import Chain, ChainRun
 from torchport.core.errors import ExecutionError
+from torchport.core.threads import FewerThreads
 
 from . import caller
 from .library import Library, plain_message
@@ -41,7 +42,8 @@ def linked(chain: Chain) -> ChainRun | None:
             args[position].tensor = None  # type: ignore[attr-defined]
         # In a thread that has not run torch yet OpenMP would use every core: this call gives it torch's number.
         torch.get_num_threads()
-        values = functions.run_chain(made, tensors)
+        with FewerThreads():
+            values = functions.run_chain(made, tensors)
         if values.__class__ is str:
             raise ExecutionError(f"the compiled computation failed: {plain_message(values)}")
         device = context.device

@@ -17,6 +17,7 @@ import torch
 from torchport.core.errors import CompileError, ExecutionError
 from torchport.core.forks import guarded_lock
 from torchport.core.specs import TensorSpec
+from torchport.core.threads import FewerThreads, at_most
 
 from . import caller, machine, torch_api
 from .container import InductorArtifact
@@ -151,7 +152,7 @@ class Library:
     def _call_fast(self, tensors: list[torch.Tensor], let_go: bool) -> list[torch.Tensor] | None:
         """What :meth:`_call` does, by ``caller.cpp``; ``None`` if a tensor is not quite as the code expects it."""
         assert self._caller is not None
-        with self._lock:
+        with self._lock, FewerThreads():
             if not self._container:
                 return None
             results = self._caller.call(self._code, tensors, let_go)
@@ -165,7 +166,9 @@ class Library:
         ``given`` are tensors and slots, those ``donated`` are nobody else's.
         """
         assert self._caller is not None
-        return self._caller.start(self._code, given, donated, self._overwritten, self._copies, torch.get_num_threads())
+        return self._caller.start(
+            self._code, given, donated, self._overwritten, self._copies, at_most(torch.get_num_threads())
+        )
 
     @property
     def link(self) -> tuple[int, tuple[int, ...]] | None:

@@ -13,6 +13,8 @@ from typing import Any, Final
 
 import torch
 
+from torchport.core.torch_library import cpu_library
+
 __all__ = ["avx512_without_mkl", "has_room", "has_sleef", "here", "keep_freed_memory", "misfit"]
 
 _INSTRUCTIONS = re.compile(
@@ -46,10 +48,9 @@ def avx512_without_mkl() -> bool:
 @functools.cache
 def has_sleef() -> bool:
     """Whether PyTorch's library has SLEEF's functions, which vectorized code calls, for AVX2 and AVX-512."""
-    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    if platform.machine() != "x86_64" or not path.exists():
+    library = cpu_library()
+    if platform.machine() != "x86_64" or library is None:
         return False
-    library = ctypes.CDLL(str(path))
     return all(hasattr(library, name) for name in ("Sleef_expf8_u10", "Sleef_expf16_u10"))
 
 

@@ -15,6 +15,7 @@ from ...backend.infer import observed
 from ...backend.interface import VIEWS, BackendData, TensorData
 from ...backend.interpret import How
 from ...core.specs import TensorSpec
+from ...core.threads import native_arguments
 from ...dispatch import Functionality
 from ...native.twins import twins
 from ...run import direct, regions
@@ -120,6 +121,9 @@ def _use_follow(
 
 def _use_direct(library: ctypes.PyDLL, kernels: Sequence[Kernel]) -> None:
     """Have C++ interpret operators at once, in the plain case: each from the second time that it is interpreted."""
+    limit = library.torchport_thread_limit
+    limit.argtypes, limit.restype = [ctypes.c_void_p] * 4, None
+    limit(*native_arguments())
     (start,) = _functions(library, direct_start=7)
     start(TensorData, TensorSpec, trace.Trace, How, _template_of, observed.append, VIEWS)
     register = library.torchport_direct

@@ -1,0 +1,101 @@
+"""Cores for the compiler's process: while one compiles, what the program computes takes fewer threads.
+
+OpenMP's threads meet after each loop. If a compiler has the core of one of them the others wait for it, spinning,
+through every operator, and between them they leave the compiler next to nothing. On two cores a GPT-2's compile took
+80 s beside a training of two threads, and 30 s beside the same training on one, whose steps took no longer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any, Final
+
+import torch
+
+from .torch_library import cpu_library
+
+__all__ = ["FewerThreads", "at_most", "leave_cores", "most", "native_arguments"]
+
+most: Final = ctypes.c_int(0)
+"""The most threads that computing should take, which C++ reads, too; 0: as many as PyTorch is set to."""
+
+
+def _none_busy() -> None:
+    most.value = 0
+
+
+os.register_at_fork(after_in_child=_none_busy)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def leave_cores(count: int) -> None:
+    """From now on leave this many of the machine's cores to others, but one."""
+    most.value = max(1, _cores() - count) if count else 0
+
+
+class _Functions:
+    """What sets the calling thread's number of threads. MKL has one of its own once PyTorch's is set."""
+
+    def __init__(self, library: Any) -> None:
+        self.set = library.omp_set_num_threads
+        self.get = library.omp_get_max_threads
+        self.of_mkl = getattr(library, "MKL_Set_Num_Threads_Local", None)
+        self.set.argtypes, self.set.restype = [ctypes.c_int], None
+        self.get.argtypes, self.get.restype = [], ctypes.c_int
+        if self.of_mkl is not None:
+            self.of_mkl.argtypes, self.of_mkl.restype = [ctypes.c_int], ctypes.c_int
+
+
+def _find() -> _Functions | None:
+    try:
+        return _Functions(cpu_library())
+    except AttributeError:  # another library than OpenMP, or none that can be found
+        return None
+
+
+_functions: Final = _find()
+
+
+def native_arguments() -> tuple[int, int, int, int]:
+    """For C++: where :data:`most` is, and the functions that set, ask and set MKL's; zeros where there are none."""
+    if _functions is None:
+        return 0, 0, 0, 0
+    functions = (_functions.set, _functions.get, _functions.of_mkl)
+    addresses = [ctypes.cast(one, ctypes.c_void_p).value or 0 if one is not None else 0 for one in functions]
+    return ctypes.addressof(most), addresses[0], addresses[1], addresses[2]
+
+
+def at_most(threads: int) -> int:
+    """How many of these threads to take now."""
+    return min(threads, most.value) if most.value and not torch.are_deterministic_algorithms_enabled() else threads
+
+
+class FewerThreads:
+    """A block whose operators take no more threads than :data:`most`; not in PyTorch's deterministic mode.
+
+    Sums over several threads have another order: when a compile began must not show there.
+    C++ has the same in ``native/threads.h``.
+    """
+
+    __slots__ = ("_before", "_of_mkl")
+
+    def __enter__(self) -> None:
+        self._before = 0
+        if not most.value or _functions is None:
+            return
+        before = _functions.get()
+        if at_most(before) < before:
+            self._before = before
+            _functions.set(most.value)
+            self._of_mkl = 0 if _functions.of_mkl is None else _functions.of_mkl(most.value)
+
+    def __exit__(self, *_: object) -> None:
+        if self._before:
+            assert _functions is not None
+            _functions.set(self._before)
+            if _functions.of_mkl is not None:
+                _functions.of_mkl(self._of_mkl)
