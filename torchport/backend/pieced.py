@@ -199,8 +199,9 @@ class _Pieced(CallingBackend):
         backend = self.of
         values: list[Any] = [*args, *[None] * (handle.values - len(args))]
         at = len(args)
+        on_host = {source: backend.from_device(values[source]) for source in {source for source, _ in handle.packs}}
         for source, take in handle.packs:
-            values[at] = backend.to_device(take(backend.from_device(values[source])), context.device)
+            values[at] = backend.to_device(take(on_host[source]), context.device)
             at += 1
         for call, told in zip(handle.calls, handle.contexts_for(context.donated), strict=True):
             computation = call.computation
