@@ -392,7 +392,7 @@ def test_the_table_names_functions_that_are_there() -> None:
 
 
 def test_every_function_that_python_calls_is_in_the_table() -> None:
-    """Less those that only begin: they are told what they need of Python, or count, or hear of regions."""
+    """Less those that only begin: they are told what they need of Python, or count, or hear of regions and threads."""
     exported = {
         name
         for source in native.flush.source.parent.glob("*.[ch]*")
@@ -404,6 +404,7 @@ def test_every_function_that_python_calls_is_in_the_table() -> None:
         "torchport_flush_start",
         "torchport_follow_start",
         "torchport_followed",
+        "torchport_thread_limit",
     }
 
 
