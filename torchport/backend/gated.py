@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 __all__ = ["gated_layers", "takes_gated"]
@@ -105,6 +106,7 @@ class _Direction(torch.autograd.Function):
         return states[1:]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         sequence, of_input, of_state, gates, news, adds, states = ctx.saved_tensors
         steps, batch, width = news.shape

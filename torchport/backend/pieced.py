@@ -203,6 +203,7 @@ class _Pieced(CallingBackend):
         for source, take in handle.packs:
             values[at] = backend.to_device(take(on_host[source]), context.device)
             at += 1
+        del on_host
         for call, told in zip(handle.calls, handle.contexts_for(context.donated), strict=True):
             computation = call.computation
             given = [values[one] for one in call.inputs]

@@ -15,7 +15,7 @@ import torch
 
 from .torch_library import cpu_library
 
-__all__ = ["FewerThreads", "at_most", "leave_cores", "most", "native_arguments"]
+__all__ = ["FewerThreads", "leave_cores", "most", "native_arguments"]
 
 most: Final = ctypes.c_int(0)
 """The most threads that computing should take, which C++ reads, too; 0: as many as PyTorch is set to."""
@@ -42,10 +42,8 @@ class _Functions:
 
     def __init__(self, library: Any) -> None:
         self.set = library.omp_set_num_threads
-        self.get = library.omp_get_max_threads
         self.of_mkl = getattr(library, "MKL_Set_Num_Threads_Local", None)
         self.set.argtypes, self.set.restype = [ctypes.c_int], None
-        self.get.argtypes, self.get.restype = [], ctypes.c_int
         if self.of_mkl is not None:
             self.of_mkl.argtypes, self.of_mkl.restype = [ctypes.c_int], ctypes.c_int
 
@@ -60,18 +58,13 @@ def _find() -> _Functions | None:
 _functions: Final = _find()
 
 
-def native_arguments() -> tuple[int, int, int, int]:
-    """For C++: where :data:`most` is, and the functions that set, ask and set MKL's; zeros where there are none."""
+def native_arguments() -> tuple[int, int, int]:
+    """For C++: where :data:`most` is, and the functions that set OpenMP's and MKL's number; zeros where none are."""
     if _functions is None:
-        return 0, 0, 0, 0
-    functions = (_functions.set, _functions.get, _functions.of_mkl)
-    addresses = [ctypes.cast(one, ctypes.c_void_p).value or 0 if one is not None else 0 for one in functions]
-    return ctypes.addressof(most), addresses[0], addresses[1], addresses[2]
-
-
-def at_most(threads: int) -> int:
-    """How many of these threads to take now."""
-    return min(threads, most.value) if most.value and not torch.are_deterministic_algorithms_enabled() else threads
+        return 0, 0, 0
+    functions = (_functions.set, _functions.of_mkl)
+    of_openmp, of_mkl = (0 if one is None else ctypes.cast(one, ctypes.c_void_p).value or 0 for one in functions)
+    return ctypes.addressof(most), of_openmp, of_mkl
 
 
 class FewerThreads:
@@ -84,14 +77,14 @@ class FewerThreads:
     __slots__ = ("_before", "_of_mkl")
 
     def __enter__(self) -> None:
-        self._before = 0
-        if not most.value or _functions is None:
+        self._before, limit = 0, most.value  # asked once: a compile may end at any moment
+        if not limit or _functions is None or torch.are_deterministic_algorithms_enabled():
             return
-        before = _functions.get()
-        if at_most(before) < before:
+        before = torch.get_num_threads()  # in a thread that has not computed yet this sets PyTorch's number
+        if limit < before:
             self._before = before
-            _functions.set(most.value)
-            self._of_mkl = 0 if _functions.of_mkl is None else _functions.of_mkl(most.value)
+            _functions.set(limit)
+            self._of_mkl = 0 if _functions.of_mkl is None else _functions.of_mkl(limit)
 
     def __exit__(self, *_: object) -> None:
         if self._before:

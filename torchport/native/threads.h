@@ -1,15 +1,15 @@
 // Fewer threads for operators while a compiler runs beside the program. Part of follow.cpp.
 #pragma once
 #include <ATen/Context.h>
+#include <ATen/Parallel.h>
 
 namespace {
 
-// How many threads to take at most (0: as many as there are), and what sets and asks for their number; see
+// How many threads to take at most (0: as many as there are), and what sets their number; see
 // ``core/threads.py``.
 struct ThreadLimit {
   const int* most = nullptr;
   void (*set)(int) = nullptr;
-  int (*get)() = nullptr;
   int (*of_mkl)(int) = nullptr;
 };
 
@@ -23,7 +23,7 @@ class FewerThreads {
     if (most == 0 || at::globalContext().deterministicAlgorithms()) {
       return;
     }
-    const int before = thread_limit.get();
+    const int before = at::get_num_threads(); // in a thread that has not computed yet this sets PyTorch's number
     if (before > most) {
       before_ = before;
       thread_limit.set(most);
@@ -48,6 +48,6 @@ class FewerThreads {
 
 } // namespace
 
-extern "C" void torchport_thread_limit(const int* most, void (*set)(int), int (*get)(), int (*of_mkl)(int)) {
-  thread_limit = {most, set, get, of_mkl};
+extern "C" void torchport_thread_limit(const int* most, void (*set)(int), int (*of_mkl)(int)) {
+  thread_limit = {most, set, of_mkl};
 }

@@ -56,6 +56,24 @@ def test_a_wrapper_that_needs_more_gets_inductors_runtime(
     assert "ConstantMap" in caplog.text
 
 
+@pytest.mark.parametrize("precompiled", [True, False])
+def test_where_the_small_runtime_does_not_compile_every_graph_gets_inductors(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, precompiled: bool
+) -> None:
+    """As on a release of PyTorch whose headers are elsewhere."""
+    known = torch_api.toolchain_in_force
+
+    def other(precompile: bool) -> Any:
+        return dataclasses.replace(known(precompile), own_header="#include <nowhere.h>\n", precompile=precompiled)
+
+    monkeypatch.setattr(torch_api, "toolchain_in_force", other)
+    with caplog.at_level("INFO", "torchport.compile"):
+        for size in (3, 4):
+            text = _bytes_of_library(lambda x: x + 1, [torch.randn(size)])
+            assert "AOTInductorModelContainerUpdateConstantBuffer" in text
+    assert "nowhere.h" in caplog.text
+
+
 def test_what_a_small_runtime_says_of_an_error() -> None:
     """The message is the library's own; the next call is right again."""
     graph, given = normal_form(lambda x, i: x[i], [torch.arange(4.0), torch.tensor([9])])

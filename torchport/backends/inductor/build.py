@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import torch
+
 from torchport.core.collection import made_to_stay
 from torchport.core.compilers import run_beside, run_compiler, side_by_side
 from torchport.core.errors import CompileError
@@ -91,6 +93,10 @@ def _compiler_identity(compiler: Sequence[str]) -> str:
 _PARTS: Final = ("kernels", "own", "wrapper", "interface", "model", "libtorch", "libtorch_cpu")
 
 
+class _OfWrapper(CompileError):
+    """It was the wrapper that does not compile."""
+
+
 class _Shared:
     """The parts that graphs share: precompiled headers and object files, each built when it is first asked for."""
 
@@ -98,7 +104,9 @@ class _Shared:
         self._toolchain = toolchain
         self._identity = f"{toolchain.fingerprint}\0{_compiler_identity(toolchain.compiler)}"
         self._made: dict[str, str] = {}
-        self._locks = {name: guarded_lock() for name in _PARTS}
+        self._locks = {name: threading.Lock() for name in _PARTS}
+        self.own_fails = False
+        """Whether the small runtime does not compile here, and every wrapper gets Inductor's."""
 
     def of(self, name: str) -> str:
         """The path of a header to include (``kernels``, ``own``, ``wrapper``), or of what is linked: an object
@@ -125,14 +133,19 @@ class _Shared:
         """The flags, with empty libraries for PyTorch's own: the linker need not read 400 MB to note their names."""
         if sys.platform != "linux":
             return list(self._toolchain.link_flags)
-        replaced = {"-ltorch": "libtorch", "-ltorch_cpu": "libtorch_cpu"}
-        flags = [self.of(replaced[flag]) if flag in replaced else flag for flag in self._toolchain.link_flags]
+        names = {"-ltorch": "libtorch", "-ltorch_cpu": "libtorch_cpu"}
+        flags = [self.of(names[flag]) if flag in names else flag for flag in self._toolchain.link_flags]
         return ["-Wl,--no-as-needed", *flags]
 
     def _empty_library(self, name: str) -> str:
+        """An empty library's path; the flag that links PyTorch's own where that has a version in its name, or it fails."""
         library = f"{name}.so"
-        command = ["-shared", "-nostdlib", f"-Wl,-soname,{library}", f"{name}.cpp", "-o", library]
-        return str(self._built(f"{name}.cpp", "", command) / library)
+        real = Path(torch.__file__).parent / "lib" / library
+        if real.exists() and not real.is_symlink():
+            command = ["-shared", "-nostdlib", f"-Wl,-soname,{library}", f"{name}.cpp", "-o", library]
+            with suppress(CompileError):
+                return str(self._built(f"{name}.cpp", "", command) / library)
+        return f"-l{name.removeprefix('lib')}"
 
     def _header(self, text: str, flags: Sequence[str]) -> str:
         """A header to ``-include``, whose precompiled form lies next to it where that is worth making."""
@@ -167,6 +180,7 @@ class _Shared:
 
 
 _shared: dict[Toolchain, _Shared] = {}
+os.register_at_fork(after_in_child=_shared.clear)  # a thread of the parent's may hold the lock of a part
 
 
 def _shared_parts(toolchain: Toolchain) -> _Shared:
@@ -184,8 +198,9 @@ def begin(toolchain: Toolchain) -> None:
             _shared_parts(toolchain).of(name)
 
     if toolchain.precompile and toolchain not in _shared:
-        for name in ("own", "kernels"):
-            run_beside(functools.partial(make, name))
+        with suppress(RuntimeError):  # no further thread can be started
+            for name in ("own", "kernels"):
+                run_beside(functools.partial(make, name))
 
 
 def constants_assembly(constants: bytes) -> str:
@@ -199,13 +214,21 @@ def constants_assembly(constants: bytes) -> str:
 
 def build_library(toolchain: Toolchain, wrapper: Wrapper, kernels: Sequence[str], constants: bytes) -> bytes:
     """Compile and link; returns the shared library's bytes. Raises :class:`CompileError` with the compiler's output."""
+    shared = _shared_parts(toolchain)
+    with_inductors = Wrapper(wrapper.text, shared_model=True)
+    if wrapper.own_runtime and not shared.own_fails:
+        try:
+            shared.of("own")
+        except CompileError as error:
+            shared.own_fails = True
+            log.info("torchport's small runtime does not compile here, and graphs get Inductor's: %s", error)
+    if not wrapper.own_runtime or shared.own_fails:
+        return _build(toolchain, with_inductors if wrapper.own_runtime else wrapper, kernels, constants)
     try:
         return _build(toolchain, wrapper, kernels, constants)
-    except CompileError as error:
-        if not wrapper.own_runtime or "wrapper.cpp" not in str(error):
-            raise
+    except _OfWrapper as error:
         log.info("a wrapper needs more than torchport's small runtime, and gets Inductor's: %s", error)
-    return _build(toolchain, Wrapper(wrapper.text, shared_model=True), kernels, constants)
+    return _build(toolchain, with_inductors, kernels, constants)
 
 
 def _build(toolchain: Toolchain, wrapper: Wrapper, kernels: Sequence[str], constants: bytes) -> bytes:
@@ -226,7 +249,12 @@ def _build(toolchain: Toolchain, wrapper: Wrapper, kernels: Sequence[str], const
                 command += [*toolchain.wrapper_flags, "-include", header]
             elif name.endswith(".cpp"):
                 command += [*toolchain.kernel_flags, "-include", shared.of("kernels")]
-            _call(command, folder)
+            try:
+                _call(command, folder)
+            except CompileError as error:
+                if name == "wrapper.cpp":
+                    raise _OfWrapper(error.message) from error
+                raise
             return target
 
         free = threading.BoundedSemaphore(os.cpu_count() or 1)

@@ -17,7 +17,7 @@ import torch
 from torchport.core.errors import CompileError, ExecutionError
 from torchport.core.forks import guarded_lock
 from torchport.core.specs import TensorSpec
-from torchport.core.threads import FewerThreads, at_most
+from torchport.core.threads import FewerThreads
 
 from . import caller, machine, torch_api
 from .container import InductorArtifact
@@ -50,6 +50,8 @@ def _message(dll: ctypes.CDLL) -> str:
 
 def plain_message(message: str) -> str:
     """A C++ error message without the function and file it starts with and the stack trace it ends in."""
+    if "API call failed at" in message and torch_api.last_error is None:
+        return _NOT_SAID
     return re.sub(r"^\w+, \S+:\d+, ", "", message.split("\nException raised from ")[0])
 
 
@@ -166,9 +168,7 @@ class Library:
         ``given`` are tensors and slots, those ``donated`` are nobody else's.
         """
         assert self._caller is not None
-        return self._caller.start(
-            self._code, given, donated, self._overwritten, self._copies, at_most(torch.get_num_threads())
-        )
+        return self._caller.start(self._code, given, donated, self._overwritten, self._copies, torch.get_num_threads())
 
     @property
     def link(self) -> tuple[int, tuple[int, ...]] | None:
@@ -212,7 +212,8 @@ class Library:
             if self._runner is None and not self._container:
                 raise ExecutionError("the computation was destroyed; it cannot run any more")
             try:
-                results = self._call(inputs)
+                with FewerThreads():
+                    results = self._call(inputs)
             except RuntimeError as error:
                 if isinstance(error, ExecutionError):
                     raise

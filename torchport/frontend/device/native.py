@@ -122,7 +122,7 @@ def _use_follow(
 def _use_direct(library: ctypes.PyDLL, kernels: Sequence[Kernel]) -> None:
     """Have C++ interpret operators at once, in the plain case: each from the second time that it is interpreted."""
     limit = library.torchport_thread_limit
-    limit.argtypes, limit.restype = [ctypes.c_void_p] * 4, None
+    limit.argtypes, limit.restype = [ctypes.c_void_p] * 3, None
     limit(*native_arguments())
     (start,) = _functions(library, direct_start=7)
     start(TensorData, TensorSpec, trace.Trace, How, _template_of, observed.append, VIEWS)
