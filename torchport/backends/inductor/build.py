@@ -138,7 +138,7 @@ class _Shared:
         return ["-Wl,--no-as-needed", *flags]
 
     def _empty_library(self, name: str) -> str:
-        """An empty library's path; the flag that links PyTorch's own where that has a version in its name, or it fails."""
+        """An empty library's path; the flag that links PyTorch's own where its name has a version, or this fails."""
         library = f"{name}.so"
         real = Path(torch.__file__).parent / "lib" / library
         if real.exists() and not real.is_symlink():
