@@ -1,13 +1,15 @@
 """Layers that repeat: what compiling a deep transformer takes, in pieces and as a whole, and what a step takes after.
 
-    python -m benchmarks.layers [--backends inductor,xla] [--rows depth,odd,edit,step] [--width 128] [--rounds 1]
+    python -m benchmarks.layers [--backends inductor,xla] [--rows depth,odd,edit,step,turn] [--width 128] [--rounds 1]
 
 A GPT-2 with small layers, one thread, ``tiers`` off and an empty disk cache, one process per figure. *compiling* is the
 processor time of a process and its children from the first step's start to the second step's end, less two steps:
 tracing and writing the graphs included. Training compiles two computations, as the first step differs from the others.
 ``edit`` fills the cache with one process and compiles in a second one, whose layer in the middle is another; *engine*
 is what the backend's ``preprocess`` takes of it. *Whole* is a cold compile without pieces: equal layers count once each
-in a compile in pieces, so that a cold one is a few layers' work itself.
+in a compile in pieces, so that a cold one is a few layers' work itself. ``turn`` is training with tiers on, until the
+whole graph was compiled beside its pieces and both have run in turn, by the clock: as every program does that runs for
+long enough.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from .common import table
 
 __all__ = ["main"]
 
-ROWS = ("depth", "odd", "edit", "step")
+ROWS = ("depth", "odd", "edit", "step", "turn")
 
 _PROGRAM = """
 import json, resource, sys, time
@@ -36,7 +38,7 @@ from torchport.backend import kept
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 layers, train, odd, steps, width = {layers}, {train}, {odd}, {steps}, {width}
-torchport.config.tiers = "off"
+torchport.config.tiers = {tiers!r}
 torchport.use({backend!r})
 torch.manual_seed(0)
 
@@ -91,23 +93,36 @@ for _ in range(steps):
     float(step())
     times.append(time.perf_counter() - start)
     cpu.append(time.process_time() - own)
+while {tiers!r} != "off" and not any(map(torchport.metrics.counter, ("WholeTookOver", "PiecesStay"))):
+    float(step())
 counters = torchport.metrics.snapshot()["counters"]
 print(json.dumps({{
     "compiling": compiling, "engine": engine[0], "wall": times, "cpu": cpu, "values": values,
     "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-    "pieces": int(counters.get("PiecesCompiled", 0)), "calls": int(counters.get("PiecesCalled", 0)),
+    "tiers": [str(one) for one in torchport.tiers()], "pieces": int(counters.get("PiecesCompiled", 0)), "calls": int(counters.get("PiecesCalled", 0)),
 }}))
 """
 
 
 def _process(
-    backend: str, layers: int, train: bool, pieces: str, folder: str, *, odd: bool = False, steps: int = 8, width: int
+    backend: str,
+    layers: int,
+    train: bool,
+    pieces: str,
+    folder: str,
+    *,
+    odd: bool = False,
+    steps: int = 8,
+    width: int,
+    tiers: str = "off",
 ) -> dict[str, Any]:
     environ = {
         **os.environ, "TORCHPORT_CACHE_DIR": folder, "TORCHPORT_CACHE": "on", "OMP_NUM_THREADS": "1",
         "TORCHPORT_PIECES": pieces, "HF_HUB_OFFLINE": "1", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
     }  # fmt: skip
-    program = _PROGRAM.format(backend=backend, layers=layers, train=train, odd=odd, steps=steps, width=width)
+    program = _PROGRAM.format(
+        backend=backend, layers=layers, train=train, odd=odd, steps=steps, width=width, tiers=tiers
+    )
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program],
         env=environ, capture_output=True, text=True, timeout=3_600, check=False,
@@ -161,6 +176,17 @@ def step(backends: list[str], width: int, layers: int, rounds: int) -> list[list
     return rows
 
 
+def turn(backends: list[str], width: int, layers: int) -> list[list[str]]:
+    """Pieces and the whole graph in turn, in one process, which decides for one of them."""
+    rows: list[list[str]] = []
+    for backend in backends:
+        found = _fresh(backend, layers, True, "auto", width=width, steps=1, tiers="auto")
+        said = [text for text in found["tiers"] if "whole" in text]
+        rows.append([backend, "training", str(layers), "; ".join(text.partition("): ")[2] for text in said)])
+        print(*rows[-1], flush=True)
+    return rows
+
+
 def edit(backends: list[str], width: int) -> list[list[str]]:
     """One layer of 24 is changed: the second process against the first."""
     rows: list[list[str]] = []
@@ -202,6 +228,9 @@ def main(argv: list[str] | None = None) -> None:
             "all, after the edit, s", "cold, s", "ratio", "cold, whole, s", "ratio",
         )  # fmt: skip
         table("one layer of 24 is changed", head, edit(backends, options.width))
+    if "turn" in rows:
+        head = ("backend", "what", "layers", "torchport.tiers()")
+        table("in pieces or as a whole, by the clock", head, turn(backends, options.width, options.layers))
     if "step" in rows:
         head = (
             "backend", "what", "layers", "in pieces, ms", "whole, ms", "ratio", "compiling, s", "whole, s",
