@@ -99,7 +99,8 @@ counters = torchport.metrics.snapshot()["counters"]
 print(json.dumps({{
     "compiling": compiling, "engine": engine[0], "wall": times, "cpu": cpu, "values": values,
     "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-    "tiers": [str(one) for one in torchport.tiers()], "pieces": int(counters.get("PiecesCompiled", 0)), "calls": int(counters.get("PiecesCalled", 0)),
+    "tiers": [str(one) for one in torchport.tiers()],
+    "pieces": int(counters.get("PiecesCompiled", 0)), "calls": int(counters.get("PiecesCalled", 0)),
 }}))
 """
 
