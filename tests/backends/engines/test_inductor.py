@@ -330,8 +330,10 @@ def test_bad_values_raise(fn: Callable[..., Any], good: torch.Tensor, bad: int, 
     handle, context = load(backend, graph)
     broken = args[0].clone()
     broken.view(-1)[5] = bad
+    of_operator = message.startswith("index 64")  # what an operator of PyTorch's says, older releases do not tell
+    said = message if SAYS_WHY or not of_operator else "does not say why"
     for _ in range(2):
-        with pytest.raises(ExecutionError, match=message if SAYS_WHY else "does not say why") as caught:
+        with pytest.raises(ExecutionError, match=said) as caught:
             backend.execute(handle, data_of([broken, *args[1:]]), context)
         assert "frame #" not in str(caught.value)
     backend.execute(handle, data_of(args), context)
