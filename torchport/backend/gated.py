@@ -107,7 +107,7 @@ class _Direction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         sequence, of_input, of_state, gates, news, adds, states = ctx.saved_tensors
         steps, batch, width = news.shape
         reset, update = gates[:, :, :width], gates[:, :, width:]
