@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -13,8 +15,10 @@ import pytest
 
 import torchport
 from torchport.backend import registry as registry_module
+from torchport.backend.host import cpu_fallback
 from torchport.backend.interface import Backend, BackendDevice, Processed
 from torchport.backend.prepare import failure_of
+from torchport.backend.registrar import registrar_of
 from torchport.backend.registry import Registry, resolve_device
 from torchport.core.errors import BackendNotFound, BackendUnavailable, CompileError, ConfigError, TorchportError
 
@@ -238,6 +242,26 @@ def test_an_operator_that_a_backend_names_is_the_errors() -> None:
     assert str(named).count("aten.mm.default") == 1
     plain = failure_of(chip, ValueError("no such shape"), "a graph", "x.py:1")
     assert (plain.op, plain.source) == ("a graph", "x.py:1")
+
+
+def test_a_name_is_free_again_once_its_backend_is_gone() -> None:
+    """Kernels that hold nothing of the backend let it go, and stayed registered under its name."""
+
+    class Passing(Null):
+        name = "passing"
+
+        def register_kernels(self, registrar: Any) -> None:
+            registrar.fallback("Dense", cpu_fallback)
+
+    first = Passing()
+    known = weakref.ref(first)
+    registrar_of(first)
+    del first
+    gc.collect()
+    assert known() is None
+    second = Passing()
+    assert registrar_of(second).boxed is cpu_fallback
+    registrar_of(second).remove_all()
 
 
 def test_ordinals() -> None:

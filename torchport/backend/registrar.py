@@ -131,7 +131,8 @@ class BackendRegistrar:
 
 
 _registrars: Final[weakref.WeakKeyDictionary[Backend, BackendRegistrar]] = weakref.WeakKeyDictionary()
-_owner_of: Final[weakref.WeakValueDictionary[str, Backend]] = weakref.WeakValueDictionary()
+_of_name: Final[dict[str, BackendRegistrar]] = {}
+"""The registrar of each name's newest backend, which may be gone: its kernels stay registered until another comes."""
 
 
 def registrar_of(backend: Backend) -> BackendRegistrar:
@@ -141,11 +142,10 @@ def registrar_of(backend: Backend) -> BackendRegistrar:
     """
     registrar = _registrars.get(backend)
     if registrar is None:
-        former = _owner_of.get(backend.name)
-        if former is not None and former in _registrars:
-            _registrars[former].remove_all()
-        registrar = _registrars[backend] = BackendRegistrar(backend)
-        _owner_of[backend.name] = backend
+        former = _of_name.get(backend.name)
+        if former is not None:
+            former.remove_all()
+        registrar = _registrars[backend] = _of_name[backend.name] = BackendRegistrar(backend)
         backend.register_kernels(registrar)
         for own in list(kernels_of(backend.name).values()):
             _take(backend, registrar, own)
