@@ -33,7 +33,7 @@ def _cores() -> int:
 
 
 def leave_cores(count: int) -> None:
-    """From now on leave this many of the machine's cores to others, but one."""
+    """Compute on so many cores less than there are, and on one at least; with 0, on as many as PyTorch is set to."""
     most.value = max(1, _cores() - count) if count else 0
 
 

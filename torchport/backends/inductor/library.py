@@ -117,7 +117,7 @@ class Library:
         if layouts is None or self._caller is None:
             return
         close = self._dll.AOTInductorModelContainerDelete
-        says_why = hasattr(self._dll, "AOTInductorGetLastError")  # not before PyTorch 2.13
+        says_why = hasattr(self._dll, "AOTInductorGetLastError")  # Inductor's own runtime: since PyTorch 2.13
         last_error = self._dll.AOTInductorGetLastError if says_why else None
         functions: tuple[Any, ...] = (self._run, close, last_error, torch_api.last_error)
         addresses = [ctypes.cast(function, ctypes.c_void_p) for function in functions]
