@@ -24,7 +24,7 @@ import torch
 import torchport
 from torchport import native
 from torchport.core import metrics
-from torchport.run.tiers import costs
+from torchport.run.worth import costs
 from torchport.worker.service import service
 
 from .common import table

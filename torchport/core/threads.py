@@ -15,7 +15,7 @@ import torch
 
 from .torch_library import cpu_library
 
-__all__ = ["FewerThreads", "leave_cores", "most", "native_arguments"]
+__all__ = ["FewerThreads", "cores", "leave_cores", "most", "native_arguments"]
 
 most: Final = ctypes.c_int(0)
 """The most threads that computing should take, which C++ reads, too; 0: as many as PyTorch is set to."""
@@ -28,13 +28,14 @@ def _none_busy() -> None:
 os.register_at_fork(after_in_child=_none_busy)
 
 
-def _cores() -> int:
+def cores() -> int:
+    """How many cores the program may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def leave_cores(count: int) -> None:
     """Compute on so many cores less than there are, and on one at least; with 0, on as many as PyTorch is set to."""
-    most.value = max(1, _cores() - count) if count else 0
+    most.value = max(1, cores() - count) if count else 0
 
 
 class _Functions:

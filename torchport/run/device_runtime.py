@@ -41,8 +41,9 @@ from .jobs import Job
 from .queue import queue_of, queues
 from .regions import Regions
 from .replay import replay
-from .tiers import costs_enough, is_tiered, is_worth_recording, share_to_record
+from .tiers import is_tiered
 from .values import settle
+from .worth import costs_enough, is_worth_recording, share_to_record
 
 if TYPE_CHECKING:
     from ..trace.kernels import Kernel
@@ -125,7 +126,7 @@ class DeviceRuntime:
 
     def share_to_record(self, sights: Sights) -> int:
         """How many operators of it are to be recorded at one time."""
-        return share_to_record(sights)
+        return share_to_record(self.backend, sights)
 
     def is_worth_comparing(self, seconds: float, ops: int) -> bool:
         """Whether paths that never came back have cost so much that it pays to look for what they have in common."""

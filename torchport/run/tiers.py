@@ -11,15 +11,14 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Final
 
 from .. import native
 from ..backend.compiler import EntryRefused, SizesRefused, computations
 from ..backend.execution import Computation
 from ..backend.interface import BackendDevice
-from ..backend.optional import optional_of
 from ..backend.pieced import is_pieced
 from ..backend.sizes.sized import is_sized
 from ..core import metrics
@@ -29,6 +28,7 @@ from ..core.specs import CompileSpecs, TensorSpec
 from ..worker.paths import NotSendable
 from ..worker.request import Answer, NotKnown, path_request
 from ..worker.service import Cancelled, Ticket, service
+from . import worth
 from .checked_swap import CheckedPlan, make_checked
 from .history import history
 from .interpreted import InterpretedPlan, make_interpreted
@@ -36,90 +36,25 @@ from .plans import ExecutionPlan, make_plan, plan_of
 from .sizes import FREE, Family, family_of, skeleton_of
 from .tier_record import TierRecord
 from .whole import watch_pieces
+from .worth import costs, may_be_kept, price
 
 if TYPE_CHECKING:
     from ..backend.interface import Backend
-    from ..trace.trie import Node, Sights
+    from ..trace.trie import Node
     from .device_runtime import DeviceRuntime
 
 __all__ = [
-    "CompileCosts",
     "Progress",
     "claim",
-    "costs",
-    "costs_enough",
     "first_plan",
     "is_tiered",
-    "is_worth_recording",
     "loader",
     "next_plan",
     "say_it_stays",
-    "share_to_record",
 ]
 
 
 log: Final = logging.getLogger("torchport.compile")
-
-
-class CompileCosts:
-    """What compiling costs with each backend, in seconds per operator, learned from what was compiled."""
-
-    FIRST_GUESS: Final = 0.004
-    """Where nothing was compiled yet."""
-    MEMORY: Final = 0.7
-    """How much of what was learned stays at each new observation."""
-
-    def __init__(self) -> None:
-        self._per_operator: dict[str, float] = {}
-        self._ignored = 0
-
-    def note(self, backend: str, operators: int, seconds: float) -> None:
-        """A graph of so many operators took so long."""
-        seen = seconds / max(operators, 1)
-        known = self._per_operator.get(backend)
-        self._per_operator[backend] = seen if known is None else self.MEMORY * known + (1 - self.MEMORY) * seen
-
-    @contextmanager
-    def ignored(self) -> Iterator[None]:
-        """Inside of the block, everything is worth compiling."""
-        self._ignored += 1
-        try:
-            yield
-        finally:
-            self._ignored -= 1
-
-    def expected(self, backend: str, operators: int) -> float:
-        """Seconds that a graph of so many operators may take."""
-        if self._ignored:
-            return 0.0
-        return self._per_operator.get(backend, self.FIRST_GUESS) * operators
-
-
-costs: Final = CompileCosts()
-
-WORTH_WAITING: Final = 1.0
-"""Part of the expected cost of compiling that interpreting has to have cost before the program itself compiles. At 1 it
-never spends more than twice what it would have spent had it known how often the computation comes back (ski rental)."""
-
-WORTH_A_PROCESS: Final = 0.1
-"""The same where another process compiles, at low priority, while the program goes on."""
-
-
-RECORDING: Final = 150e-6
-"""Seconds per operator that recording a path takes, and making runnable what was compiled of it: the program's own."""
-
-
-SHARE: Final = 0.7
-"""Part of a path's usual time that is spent on recording it, each time that it comes, until all of it is recorded."""
-
-LEAST_SHARE: Final = 64
-"""Operators that are recorded at one time at least: each time ends in a flush more."""
-
-FEW: Final = 8
-"""Operators that are better interpreted, unless they compute for long: to run a computation takes as much."""
-
-LITTLE: Final = 1e-3
-"""Seconds per operator, with what the program does in between."""
 
 
 class Progress:
@@ -146,35 +81,6 @@ class Progress:
 def is_tiered(backend: Backend) -> bool:
     """Whether what is new to the program is interpreted at first, as far as the settings and the backend say."""
     return config.tiers == "on" or (config.tiers == "auto" and backend.capabilities.slow_to_compile)
-
-
-def is_worth_recording(backend: Backend, sights: Sights) -> bool:
-    """Whether a path that was computed at once so far has cost so much that the compiler's process is to have it.
-
-    To record a path costs several times what it costs to compute it at once, and gains nothing but that.
-    """
-    if sights.times == 0:
-        return False
-    is_short = sights.ops < FEW and sights.seconds < sights.times * sights.ops * LITTLE
-    if is_short and WORTH_A_PROCESS * costs.expected(backend.name, 1):
-        return False
-    if Family.any_shared and optional_of(backend).symbolic_sizes is not None:
-        return sights.seconds >= RECORDING * sights.ops  # it may be another size of what is compiled
-    return costs_enough(backend, sights.seconds, sights.ops)
-
-
-def share_to_record(sights: Sights) -> int:
-    """How many operators of a path that is worth it are recorded at one time: no step is to take twice as long."""
-    if not RECORDING or not costs.expected("", 1):
-        return sys.maxsize  # it costs nothing, or whoever waits for it wants all at once
-    usual = sights.seconds / max(sights.times, 1)
-    return max(LEAST_SHARE, int(SHARE * usual / RECORDING))
-
-
-def costs_enough(backend: Backend, seconds: float, ops: int) -> bool:
-    """Whether so many operators have cost so many seconds that the compiler's process is to have them."""
-    compiling = WORTH_A_PROCESS * costs.expected(backend.name, max(ops, 1))
-    return not compiling or seconds >= compiling + RECORDING * ops
 
 
 def first_plan(
@@ -209,17 +115,21 @@ def next_plan(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
     if plan.stays or progress.runtime.is_lost:
         return plan
     plan.seconds += computation.seconds
-    expected = costs.expected(progress.runtime.backend.name, computation.graph_ops)
+    backend = progress.runtime.backend
+    expected = costs.expected(backend, computation.graph_ops)
     if plan.record is not None:
         plan.record.expected = expected
-    if plan.seconds >= WORTH_A_PROCESS * expected or Family.any_shared:
+    is_worth_a_look = plan.seconds >= worth.WORTH_A_PROCESS * expected
+    if is_worth_a_look or Family.any_shared:
         expected *= _family(plan, progress).factor(plan.sizes)
-    if not plan.here and plan.seconds >= WORTH_A_PROCESS * expected:
+    if not plan.here and is_worth_a_look and plan.seconds >= price() * expected:
         _request(plan, progress)
-    elif not plan.here and not plan.asked and plan.family is not None and plan.family.shared:
-        plan.asked = True
-        _request(plan, progress, known=True)
-    if plan.here and plan.seconds >= WORTH_WAITING * expected:
+    elif not plan.here and not plan.asked:
+        is_shared = plan.family is not None and plan.family.shared
+        if is_shared or (is_worth_a_look and may_be_kept(backend)):
+            plan.asked = True
+            _request(plan, progress, known=True)
+    if plan.here and plan.seconds >= worth.WORTH_WAITING * expected:
         return _compiled_here(plan, progress)
     return plan
 
@@ -323,7 +233,7 @@ def _compiled_here(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
         _give_up(plan, error)
         return plan
     assert made.computation is not None
-    costs.note(runtime.backend.name, made.computation.graph_ops, made.computation.compile_seconds)
+    costs.note(runtime.backend, made.computation.graph_ops, made.computation.compile_seconds)
     return _successor(plan, progress, made)
 
 
@@ -362,7 +272,7 @@ def claim(ticket: Ticket, backend: Backend, device: BackendDevice, specs: Compil
     for its own sizes alone."""
     answer = ticket.result()
     if not answer.kept and answer.seconds:
-        costs.note(backend.name, answer.ops, answer.seconds)
+        costs.note(backend, answer.ops, ticket.seconds or answer.seconds)
     native.announce()
     if isinstance(ticket.loaded, Exception):
         raise ticket.loaded.with_traceback(None)

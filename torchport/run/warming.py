@@ -8,7 +8,7 @@ from typing import Final, ParamSpec, TypeVar
 from ..core import metrics
 from ..worker.service import service
 from .sync import compute_pending
-from .tiers import costs
+from .worth import costs
 
 __all__ = ["compiled", "warm"]
 

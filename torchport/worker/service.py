@@ -75,6 +75,7 @@ class Ticket:
         "gave_way",
         "loaded",
         "request",
+        "seconds",
     )
 
     def __init__(self, service: Service, request: Request, load: Load | None = None) -> None:
@@ -88,6 +89,8 @@ class Ticket:
         self.request = request
         self.began: float | None = None
         """When a worker was given it, by ``time.monotonic()``; ``None`` while it waits."""
+        self.seconds = 0.0
+        """How long a worker was at it, by the clock."""
         self.gave_way = False
         """Whether a worker was ended for something else while it was at this."""
         self._asked = time.monotonic()
@@ -142,6 +145,8 @@ class Ticket:
     def _end(self, answer: bytes | Answer | None, error: Exception | None) -> None:
         if not self._done:
             self._answer, self._error = answer, error
+            if self.began is not None:
+                self.seconds = time.monotonic() - self.began
             self._done = True
         self._load = None
 

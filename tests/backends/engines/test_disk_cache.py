@@ -514,8 +514,8 @@ def test_the_process_that_compiles_fills_it_and_reads_it(tmp_path: Path) -> None
         from torchport.worker.service import service
         config.tiers = "on"
         model = nn.Sequential(nn.Linear(3, 4), nn.Tanh()).to("port")
-        from torchport.run import tiers
-        tiers.WORTH_A_PROCESS = tiers.WORTH_WAITING = 0.0
+        from torchport.run import worth
+        worth.WORTH_A_PROCESS = worth.WORTH_WAITING = 0.0
         with torch.no_grad():
             for _ in range(4):
                 print(model(torch.ones(2, 3, device="port")).sum().item() != 0)

@@ -25,7 +25,7 @@ from torchport.backend.sizes import families as known
 from torchport.backends.inductor import InductorBackend
 from torchport.core.config import config
 from torchport.core.specs import CompileSpecs
-from torchport.run import flush, tiers
+from torchport.run import flush, worth
 from torchport.run import sizes as run_sizes
 
 REAL = ("inductor", "xla", "openvino")
@@ -297,10 +297,11 @@ def _train(steps: Sequence[int], tolerance: float) -> None:
 def test_with_tiers_a_later_size_is_served_when_it_has_cost_enough(
     symbolic: type[Symbolic], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiers.costs, "_per_operator", {"symbolic": 2e-5})
-    monkeypatch.setattr(tiers.costs, "note", lambda *args: None)
-    monkeypatch.setattr(tiers, "FEW", 0)
-    monkeypatch.setattr(tiers, "RECORDING", 0.0)
+    monkeypatch.setattr(worth.costs, "_per_operator", {"symbolic": 2e-5})
+    monkeypatch.setattr(worth.costs, "note", lambda *args: None)
+    monkeypatch.setattr(worth.CompileCosts, "FIXED", 0)
+    monkeypatch.setattr(worth, "FEW", 0)
+    monkeypatch.setattr(worth, "RECORDING", 0.0)
     with config.override(tiers="on", compile_workers=0):
         torchport.use("reference")
         torchport.use("symbolic")
@@ -502,9 +503,9 @@ def refused(*args):
     raise compiler.SizesRefused("no memory for as much")
 
 compiler.make_sized = refused
-from torchport.run import tiers
-tiers.costs._per_operator["inductor"], tiers.FEW, tiers.RECORDING = 1e-6, 0, 0.0
-type(tiers.costs).note = lambda *args: None
+from torchport.run import worth
+worth.costs._per_operator["inductor"], worth.FEW, worth.RECORDING = 1e-6, 0, 0.0
+type(worth.costs).note = lambda *args: None
 if {compiled}:
     made = torch.compile(own.Mixed().eval(), backend="torchport", dynamic=True, options={{"backend": "inductor"}})
     run = lambda length: made(torch.randn(2, length, 6))

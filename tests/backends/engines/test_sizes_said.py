@@ -220,9 +220,9 @@ def test_batch_norm_trains_on_batches_of_many_sizes(engine: str, rank: int) -> N
 # -- with tiers, in a process of its own ------------------------------------------------------------------------------
 _PROGRAM = """
 import torch, torchport
-from torchport.run import tiers
-tiers.costs._per_operator["inductor"], tiers.FEW, tiers.RECORDING = 1e-6, 0, 0.0
-type(tiers.costs).note = lambda *args: None
+from torchport.run import worth
+worth.costs._per_operator["inductor"], worth.FEW, worth.RECORDING = 1e-6, 0, 0.0
+type(worth.costs).note = lambda *args: None
 torchport.use("inductor")
 layer = torch.nn.Linear(8, 8).to("port")
 host = torch.nn.Linear(8, 8)

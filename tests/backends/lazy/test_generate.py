@@ -11,7 +11,7 @@ import torch
 
 from torchport import metrics
 from torchport.core.config import config
-from torchport.run import regions, tiers
+from torchport.run import regions, worth
 from torchport.trace.threads import threads
 
 PROMPTS = (3, 5, 9, 16, 17, 30, 41)
@@ -22,9 +22,9 @@ PROMPTS = (3, 5, 9, 16, 17, 30, 41)
 def _compiled_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tiers without another process; what is to be compiled is compiled at once, also of a small model."""
     monkeypatch.setattr(regions, "SHORTEST", 24)
-    monkeypatch.setattr(tiers, "WORTH_WAITING", 0.0)
-    monkeypatch.setattr(tiers, "RECORDING", 1e-9)
-    monkeypatch.setattr(tiers, "WORTH_A_PROCESS", 1e-9)
+    monkeypatch.setattr(worth, "WORTH_WAITING", 0.0)
+    monkeypatch.setattr(worth, "RECORDING", 1e-9)
+    monkeypatch.setattr(worth, "WORTH_A_PROCESS", 1e-9)
     runtime: Any = threads.of(0).runtime
     runtime.forget_decisions()  # the rounds that other tests ran count, too
     with config.override(tiers="auto", compile_workers=0):

@@ -19,7 +19,7 @@ from torchport.backend import host
 from torchport.backend.interface import BackendData, BackendDevice, ExecutionContext, KernelRegistrar, TensorData
 from torchport.core.config import config
 from torchport.core.specs import TensorSpec
-from torchport.run import device_runtime, tiers
+from torchport.run import device_runtime, worth
 from torchport.run.host_forms import HostForm, host_form
 from torchport.trace.threads import threads
 from torchport.trace.wrapping import unwrap
@@ -124,7 +124,7 @@ def test_what_takes_over_is_given_the_backends_own_form(
         runs.append(None)
         return 0.0 if len(runs) > at else float("inf")
 
-    monkeypatch.setattr(tiers.costs, "expected", expected)
+    monkeypatch.setattr(worth.costs, "expected", expected)
     before = torchport.metrics.counter("TakenOver")
     found = train(_net, 12, boxes.device)
     assert torchport.metrics.counter("TakenOver") > before
@@ -236,7 +236,7 @@ def test_values_move_to_another_index_and_back(boxes: Any) -> None:
 
 
 def test_a_swap_is_verified_on_both_forms(capfd: pytest.CaptureFixture[str], boxes: Any) -> None:
-    with config.override(verify_swap=2), tiers.costs.ignored():
+    with config.override(verify_swap=2), worth.costs.ignored():
         found = train(_net, 10, boxes.device)
     assert "the largest difference in 2 runs was 0" in capfd.readouterr().err
     assert len(found) == 16

@@ -18,14 +18,18 @@ from torch import nn
 import torchport
 from torchport import metrics, native
 from torchport.core.config import config
-from torchport.run import device_runtime, interpreted, tiers
+from torchport.run import device_runtime, interpreted, worth
 from torchport.trace.threads import threads
 from torchport.trace.wrapping import unwrap
 
 
 @pytest.fixture(autouse=True)
-def _interpreted() -> Iterator[None]:
-    """What is new is interpreted, by the C++ libraries where there is a compiler; nothing is known of the program."""
+def _interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """All is interpreted, by the C++ libraries where there is a compiler; nothing is known of the program.
+
+    Nothing is worth compiling, so that no operator is recorded because the machine was busy with something else.
+    """
+    monkeypatch.setattr(worth.costs, "expected", lambda backend, operators: float("inf"))
     torchport.use("reference")
     torch.ones(1, device="port")
     if COMPILER is not None:
@@ -247,7 +251,6 @@ def test_interpreted_training_is_that_of_the_compiled_bit_for_bit(
     _forget()
     at_once = _train("port", optimizer, 6)
     monkeypatch.setattr(device_runtime, "is_worth_recording", lambda backend, sights: True)
-    monkeypatch.setattr(tiers.costs, "expected", lambda backend, operators: float("inf"))
     _forget()
     before = metrics.counter("InterpretedRun")
     from_paths = _train("port", optimizer, 6)
@@ -267,7 +270,6 @@ def test_a_path_writes_to_what_it_made_itself(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(interpreted, "overwriting", noted)
     monkeypatch.setattr(device_runtime, "is_worth_recording", lambda backend, sights: True)
-    monkeypatch.setattr(tiers.costs, "expected", lambda backend, operators: float("inf"))
     _train("port", OPTIMIZERS["AdamW"], 4)
     names = {form._schema.name for forms in programs_made for form in forms if form is not None}
     assert {"aten::_foreach_addcdiv_", "aten::_foreach_div_", "aten::_foreach_add_"} <= names
@@ -276,7 +278,6 @@ def test_a_path_writes_to_what_it_made_itself(monkeypatch: pytest.MonkeyPatch) -
 def test_after_an_error_a_path_is_run_again_from_its_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was overwritten before the error is made again: values that do not depend on the error are right."""
     monkeypatch.setattr(device_runtime, "is_worth_recording", lambda backend, sights: True)
-    monkeypatch.setattr(tiers.costs, "expected", lambda backend, operators: float("inf"))
     table = torch.arange(6.0).reshape(3, 2).to("port")
     for index in (1, 1, 1, 7):
         x = _new(4)

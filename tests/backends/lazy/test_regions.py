@@ -15,7 +15,7 @@ from torch import nn
 import torchport
 from torchport import metrics
 from torchport.core.config import config
-from torchport.run import regions, tiers
+from torchport.run import regions, worth
 from torchport.trace.threads import threads
 
 
@@ -26,9 +26,9 @@ def _compiled_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     runtime: Any = threads.of(0).runtime
     runtime.forget_decisions()  # the rounds that other tests ran count, too
     monkeypatch.setattr(regions, "SHORTEST", 24)  # of small models
-    monkeypatch.setattr(tiers, "WORTH_WAITING", 0.0)
-    monkeypatch.setattr(tiers, "RECORDING", 1e-9)
-    monkeypatch.setattr(tiers, "WORTH_A_PROCESS", 1e-9)
+    monkeypatch.setattr(worth, "WORTH_WAITING", 0.0)
+    monkeypatch.setattr(worth, "RECORDING", 1e-9)
+    monkeypatch.setattr(worth, "WORTH_A_PROCESS", 1e-9)
     with config.override(tiers="auto", compile_workers=0):
         yield
     torchport.use("reference")
@@ -182,11 +182,11 @@ def test_regions_are_entered_in_almost_every_round() -> None:
 LATER = """
 import torch, torchport
 from torchport import metrics, native
-from torchport.run import regions, tiers
+from torchport.run import regions, worth
 regions.SHORTEST = 24
 torchport.config.native = False
 torchport.config.tiers, torchport.config.compile_workers = "auto", 0
-tiers.WORTH_WAITING = tiers.RECORDING = tiers.WORTH_A_PROCESS = 1e-9
+worth.WORTH_WAITING = worth.RECORDING = worth.WORTH_A_PROCESS = 1e-9
 torchport.use("reference")
 def loop(rounds, size):
     grown, sums = torch.ones(size, device="port"), []

@@ -21,7 +21,7 @@ import torchport
 from torchport import metrics
 from torchport.backend import infer
 from torchport.core.config import config
-from torchport.run import device_runtime, tiers
+from torchport.run import device_runtime, tiers, worth
 from torchport.trace.threads import threads
 
 
@@ -43,9 +43,9 @@ def _forget() -> None:
     runtime.forget_decisions()
 
 
-def _often(monkeypatch: pytest.MonkeyPatch, worth: Callable[[], bool]) -> None:
-    """Compile an interpreted plan when ``worth`` says so."""
-    monkeypatch.setattr(tiers.costs, "expected", lambda backend, operators: 0.0 if worth() else float("inf"))
+def _often(monkeypatch: pytest.MonkeyPatch, is_worth_it: Callable[[], bool]) -> None:
+    """Compile an interpreted plan when ``is_worth_it`` says so."""
+    monkeypatch.setattr(worth.costs, "expected", lambda backend, operators: 0.0 if is_worth_it() else float("inf"))
 
 
 def _record(monkeypatch: pytest.MonkeyPatch, after: int = 1) -> None:
@@ -253,14 +253,14 @@ def test_a_computation_that_does_not_compile_stays_interpreted(
 # -- what is compiled and what is kept -------------------------------------------------------------------------------
 def test_a_path_is_recorded_once_its_runs_have_cost_enough(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     wanted: list[bool] = []
-    asked = tiers.is_worth_recording
+    asked = worth.is_worth_recording
 
     def ask(backend: Any, sights: Any) -> bool:
         wanted.append(asked(backend, sights))
         return wanted[-1]
 
     monkeypatch.setattr(device_runtime, "is_worth_recording", ask)
-    monkeypatch.setattr(tiers.costs, "expected", lambda backend, operators: 0.002 * operators)
+    monkeypatch.setattr(worth.costs, "expected", lambda backend, operators: 0.002 * operators)
     x = torch.rand(16, 16)
     for _ in range(200):
         found, right = x.to("port").tan() @ x.to("port"), x.tan() @ x
@@ -390,7 +390,7 @@ def test_a_first_step_in_a_process_of_its_own(backend: str, native: str) -> None
 def test_the_compilers_process_brings_what_takes_over(backend: str) -> None:
     from torchport.worker.service import service
 
-    with config.override(compile_workers=1), tiers.costs.ignored():
+    with config.override(compile_workers=1), worth.costs.ignored():
         x = torch.rand(7, 13)
         taken = metrics.counter("TakenOver")
         for _ in range(40):
@@ -424,7 +424,7 @@ def test_a_swap_that_is_verified_goes_through_where_the_values_agree(
         wanted = _train(14)
     _forget()
     checked = metrics.counter("VerifiedSwap")
-    with config.override(verify_swap=3), tiers.costs.ignored():
+    with config.override(verify_swap=3), worth.costs.ignored():
         found = _train(14)
     assert metrics.counter("VerifiedSwap") >= checked + 3
     assert "the largest difference in 3 runs was" in capfd.readouterr().err
@@ -457,7 +457,7 @@ def test_a_compiled_graph_that_is_wrong_is_dropped_and_written_down(
     monkeypatch.setattr(tiers, "make_plan", wrong_plan)
     x = torch.rand(3, 11)
     refused = metrics.counter("RefusedSwap")
-    with config.override(verify_swap=2), tiers.costs.ignored():
+    with config.override(verify_swap=2), worth.costs.ignored():
         for _ in range(8):
             torch.testing.assert_close((x.to("port").cosh() * 5).sum().cpu(), (x.cosh() * 5).sum())
     assert metrics.counter("RefusedSwap") == refused + 1

@@ -31,7 +31,7 @@ from worker_support import family
 
 import torchport
 from torchport import metrics
-from torchport.run.tiers import costs
+from torchport.run.worth import costs
 from torchport.worker import service as services
 from torchport.worker.service import service
 

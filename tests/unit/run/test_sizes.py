@@ -13,7 +13,7 @@ from torch import nn
 import torchport
 from torchport import metrics
 from torchport.core.config import config
-from torchport.run import sizes, tiers
+from torchport.run import sizes, worth
 from torchport.run.sizes import FREE, Family, family_of
 
 
@@ -53,11 +53,12 @@ def test_as_many_skeletons_are_remembered_as_say(monkeypatch: pytest.MonkeyPatch
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted at first, and compiled by the program itself when it has cost a little."""
     torchport.use("reference")
-    monkeypatch.setattr(tiers.costs, "_per_operator", {"reference": 2e-5})
-    monkeypatch.setattr(tiers.costs, "note", lambda *args: None)
+    monkeypatch.setattr(worth.costs, "_per_operator", {"reference": 2e-5})
+    monkeypatch.setattr(worth.costs, "note", lambda *args: None)
     monkeypatch.setattr(sizes, "families", type(sizes.families)())
-    monkeypatch.setattr(tiers, "FEW", 0)
-    monkeypatch.setattr(tiers, "RECORDING", 0.0)
+    monkeypatch.setattr(worth.CompileCosts, "FIXED", 0)
+    monkeypatch.setattr(worth, "FEW", 0)
+    monkeypatch.setattr(worth, "RECORDING", 0.0)
 
 
 def _model() -> nn.Module:

@@ -16,7 +16,7 @@ from worker_engines import Troubled
 from worker_support import a_trace, family, wait_until
 
 import torchport
-from torchport.run.tiers import costs
+from torchport.run.worth import costs
 from torchport.worker.service import service
 
 

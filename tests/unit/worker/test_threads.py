@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not threads.native_arguments()[1], reason="PyTor
 def three_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """PyTorch is set to three threads, on a machine of three cores."""
     before = torch.get_num_threads()
-    monkeypatch.setattr(threads, "_cores", lambda: 3)
+    monkeypatch.setattr(threads, "cores", lambda: 3)
     torch.set_num_threads(3)
     yield
     leave_cores(0)

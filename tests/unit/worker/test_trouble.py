@@ -14,7 +14,7 @@ import torchport
 from torchport import metrics
 from torchport.core.config import config
 from torchport.core.specs import CompileSpecs
-from torchport.run import device_runtime, tiers
+from torchport.run import device_runtime, tiers, worth
 from torchport.trace.threads import threads
 from torchport.worker.service import service
 
@@ -26,7 +26,7 @@ def program(monkeypatch: pytest.MonkeyPatch, eager_workers: None) -> Iterator[An
     """Runs steps on the backend of ``worker_engines`` until its compiler has come to an end, in whatever way."""
     torchport.register(Troubled)
     monkeypatch.setattr(device_runtime, "is_worth_recording", lambda backend, sights: sights.times >= 1)
-    monkeypatch.setattr(tiers.costs, "expected", lambda backend, operators: 0.0)
+    monkeypatch.setattr(worth.costs, "expected", lambda backend, operators: 0.0)
     monkeypatch.setattr(tiers, "_said", set())
 
     def run(how: str) -> None:

@@ -200,6 +200,7 @@ class InductorBackend(Backend):
         releases_gil=True,
         concurrent=True,
         slow_to_compile=True,
+        seconds_per_operator=0.08,
         fixed_compile_cost=100,
         donation=True,
         restores_donated=True,

@@ -96,6 +96,7 @@ class XlaBackend(Backend):
             control_flow=True,
             holds_kernels=True,
             slow_to_compile=True,
+            seconds_per_operator=0.012,
             fixed_compile_cost=60,
             donation=any(device.type != "cpu" for device in self.devices()),
             compile_options={

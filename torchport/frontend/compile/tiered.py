@@ -37,8 +37,9 @@ from ...run.history import history
 from ...run.reasons import CompileReason
 from ...run.sizes import Family
 from ...run.tier_record import TierRecord
-from ...run.tiers import WORTH_A_PROCESS, claim, costs, each_size_by_itself, is_tiered, loader, say_it_stays
+from ...run.tiers import claim, each_size_by_itself, is_tiered, loader, say_it_stays
 from ...run.whole import watch_pieces
+from ...run.worth import costs, price
 from ...worker.paths import NotSendable
 from ...worker.request import graph_request
 from ...worker.service import Cancelled, Ticket, service
@@ -124,7 +125,7 @@ class Part:
         if service.failed:
             self._stay(service.failed)
             return
-        self.record.expected = costs.expected(self.backend.name, self.record.operators)
+        self.record.expected = costs.expected(self.backend, self.record.operators)
         reason = CompileReason(self.record.device, "torch.compile", "graph", why, self.record.operators, 0)
         history.reasons.append(reason)
         log.info("%s", reason)
@@ -149,8 +150,8 @@ class Part:
         assert self.family is not None
         factor = self.family.factor(self.sizes)
         if factor > 1:
-            expected = costs.expected(self.backend.name, self.record.operators)
-            if self.record.seconds < WORTH_A_PROCESS * expected * factor:
+            expected = costs.expected(self.backend, self.record.operators)
+            if self.record.seconds < price() * expected * factor:
                 return False
             metrics.count("OneMoreSize")
         self.family.add(self.sizes)
