@@ -18,6 +18,9 @@ attribute              environment variable        meaning
                                                    ``auto``: where the backend is slow to compile
 ``verify_swap``        ``TORCHPORT_VERIFY_SWAP``   runs of a computation that takes over to compare with the interpreter
 ``compile_workers``    ``TORCHPORT_COMPILE_WORKERS`` processes that compile beside the program; 0: none
+``compile_after``      ``TORCHPORT_COMPILE_AFTER`` how many times what compiling is expected to take a computation has
+                                                   to have cost before they are asked for it; ``auto``: by what that
+                                                   costs the program
 ``compile_timeout``    ``TORCHPORT_COMPILE_TIMEOUT`` seconds that one computation may compile there
 ``compile_nice``       ``TORCHPORT_COMPILE_NICE``  how far those processes stand back for the program, 0 to 19
 ``pieces``             ``TORCHPORT_PIECES``        ``auto`` | ``off``: a graph whose layers repeat is compiled
@@ -98,6 +101,18 @@ def _choice(*allowed: str) -> Callable[[object], str]:
     return parse
 
 
+def _auto_or_number(raw: object) -> str | float:
+    try:
+        value = -1.0 if isinstance(raw, bool) else float(raw)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        value = -1.0
+    if raw == "auto":
+        return "auto"
+    if not 0.0 <= value < float("inf"):
+        raise ValueError("auto, or a number that is not negative")
+    return value
+
+
 _FIELDS: Final[dict[str, tuple[Callable[[object], Any], Any]]] = {
     "backend": (_text, ""),
     "fallback": (_choice("allow", "warn", "error"), "allow"),
@@ -114,6 +129,7 @@ _FIELDS: Final[dict[str, tuple[Callable[[object], Any], Any]]] = {
     "tiers": (_choice("auto", "on", "off"), "auto"),
     "verify_swap": (_count(0), 0),
     "compile_workers": (_count(0), 1),
+    "compile_after": (_auto_or_number, "auto"),
     "compile_timeout": (_count(1), 600),
     "compile_nice": (_count(0, 19), 10),
     "pieces": (_choice("auto", "off"), "auto"),
@@ -143,6 +159,7 @@ class Config:
     tiers: str
     verify_swap: int
     compile_workers: int
+    compile_after: str | float
     compile_timeout: int
     compile_nice: int
     pieces: str

@@ -119,10 +119,11 @@ def next_plan(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
     expected = costs.expected(backend, computation.graph_ops)
     if plan.record is not None:
         plan.record.expected = expected
+    least = price()
     is_worth_a_look = plan.seconds >= worth.WORTH_A_PROCESS * expected
-    if is_worth_a_look or Family.any_shared:
+    if plan.seconds >= least * expected or is_worth_a_look or Family.any_shared:
         expected *= _family(plan, progress).factor(plan.sizes)
-    if not plan.here and is_worth_a_look and plan.seconds >= price() * expected:
+    if not plan.here and plan.seconds >= least * expected:
         _request(plan, progress)
     elif not plan.here and not plan.asked:
         is_shared = plan.family is not None and plan.family.shared

@@ -111,6 +111,8 @@ def price() -> float:
     That process takes a core. Where the program computes on as many threads as there are cores, it goes on with fewer
     (:mod:`..core.threads`).
     """
+    if config.compile_after != "auto":
+        return float(config.compile_after)
     if service.off:
         return WORTH_A_PROCESS  # nothing is compiled there: see ``WORTH_WAITING``
     left = max(cores() - config.compile_workers, 0.5)
@@ -158,7 +160,7 @@ def costs_enough(backend: Backend, seconds: float, ops: int) -> bool:
     expected = costs.expected(backend, ops)
     if not expected:
         return True
-    least = WORTH_A_PROCESS * expected + RECORDING * ops
-    if seconds < least:
-        return False
-    return seconds >= price() * expected + RECORDING * ops or may_be_kept(backend)
+    spent, least = seconds - RECORDING * ops, price()
+    if spent >= least * expected:
+        return True
+    return spent >= WORTH_A_PROCESS * expected and may_be_kept(backend)
