@@ -347,9 +347,9 @@ class Capabilities:
     then interprets what is new on CPU tensors and has it compiled beside the program once it comes back
     (``config.tiers``). ``init`` then runs on a thread of its own, while ``execute`` of other handles may run. Leave it
     out while you write a backend, so that yours is called at once."""
-    seconds_per_operator: float = 0.004
-    """About how long compiling takes for each operator of a graph, in seconds. It is believed until the program has
-    compiled something and knows better."""
+    seconds_per_operator: float = 0.0
+    """About how long compiling takes for each operator of a graph, in seconds (0: some milliseconds). It is believed
+    until the program has compiled something and knows better."""
     fixed_compile_cost: int = 0
     """How many operators take as long to compile as a graph of none. Where it is given, a graph whose layers repeat
     becomes pieces if that is quicker: each different one is compiled once, and called for each layer

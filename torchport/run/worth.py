@@ -66,6 +66,8 @@ class CompileCosts:
     A graph costs what its operators do, and as much more as :attr:`.Capabilities.fixed_compile_cost` of them.
     """
 
+    FIRST_GUESS: Final = 0.004
+    """Seconds per operator where a backend does not say, and nothing was compiled yet."""
     FIXED: Final = 20
     """Where a backend does not say what a graph of no operators costs."""
     MEMORY: Final = 0.7
@@ -98,7 +100,7 @@ class CompileCosts:
         if self._ignored:
             return 0.0
         known = self._per_operator.get(backend.name)
-        each = backend.capabilities.seconds_per_operator if known is None else known
+        each = (backend.capabilities.seconds_per_operator or self.FIRST_GUESS) if known is None else known
         return each * self._size(backend, operators)
 
 
