@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ..trace.trie import Node
     from .device_runtime import DeviceRuntime
 
-__all__ = ["CheckedPlan", "compare", "make_checked", "say_dropped", "say_that_it_agrees"]
+__all__ = ["CheckedPlan", "compare", "compiled_args", "make_checked", "say_dropped", "say_that_it_agrees"]
 
 _TOLERANCES: Final = {
     torch.float64: (1e-7, 1e-7),
@@ -139,6 +139,26 @@ def make_checked(
     return plan
 
 
+def compiled_args(
+    runtime: DeviceRuntime, mine: InterpretedPlan, theirs: ExecutionPlan, args: Sequence[BackendData]
+) -> list[Any]:
+    """What a compiled plan's computation is given, from what the interpreted plan's was that it takes the place of."""
+    backend, device = runtime.backend, runtime.device
+    leaves = dict(zip(mine.leaves, args, strict=False))
+    rest = [as_tensor(backend, value) for value in args[len(mine.leaves) :]]
+    numbers = dict(zip(mine.doubles, rest.pop(0).tolist(), strict=True)) if mine.doubles else {}
+    keys = dict(zip(mine.random_keys, rest.pop(0).tolist(), strict=True)) if mine.random_keys else {}
+    given: list[Any] = [own_form(runtime, leaves[at]) for at in theirs.leaves]
+    for places, source, dtype in (
+        (theirs.singles, numbers, torch.float32),
+        (theirs.doubles, numbers, torch.float64),
+        (theirs.random_keys, keys, torch.int64),
+    ):
+        if places:
+            given.append(backend.to_device(torch.tensor([source[at] for at in places], dtype=dtype), device))
+    return given
+
+
 class _Checker(Backend):
     """Runs both plans of a :class:`CheckedPlan` on the values that the interpreter is given."""
 
@@ -172,7 +192,9 @@ class _Checker(Backend):
         wanted = list(execute(self.interpreted.computation, args))
         plan.left -= 1
         try:
-            found = list(execute(self.compiled.computation, self._compiled_args(args)))
+            found = list(
+                execute(self.compiled.computation, compiled_args(self.runtime, self.interpreted, self.compiled, args))
+            )
         except TorchportError as error:
             self._refuse(0, str(error))
             return wanted
@@ -184,24 +206,6 @@ class _Checker(Backend):
             self._refuse(at, why)
             return wanted
         return found
-
-    def _compiled_args(self, args: Sequence[BackendData]) -> list[Any]:
-        """What the compiled computation is given, from what the interpreter was."""
-        backend, device = self.runtime.backend, self.runtime.device
-        mine, theirs = self.interpreted, self.compiled
-        leaves = dict(zip(mine.leaves, args, strict=False))
-        rest = [as_tensor(backend, value) for value in args[len(mine.leaves) :]]
-        numbers = dict(zip(mine.doubles, rest.pop(0).tolist(), strict=True)) if mine.doubles else {}
-        keys = dict(zip(mine.random_keys, rest.pop(0).tolist(), strict=True)) if mine.random_keys else {}
-        given: list[Any] = [own_form(self.runtime, leaves[at]) for at in theirs.leaves]
-        for places, source, dtype in (
-            (theirs.singles, numbers, torch.float32),
-            (theirs.doubles, numbers, torch.float64),
-            (theirs.random_keys, keys, torch.int64),
-        ):
-            if places:
-                given.append(backend.to_device(torch.tensor([source[at] for at in places], dtype=dtype), device))
-        return given
 
     def _refuse(self, at: int, why: str) -> None:
         """The compiled computation is wrong in the result at this position: say so, and write down what it needs."""

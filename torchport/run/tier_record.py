@@ -14,7 +14,8 @@ class TierRecord:
 
     ``frontend``: ``lazy`` or ``torch.compile``. ``device``: where it runs. ``operators``: how many it has. ``tier``:
     ``interpreted``, ``compiling`` (interpreted, while another process compiles it), ``checked`` (both run, for
-    ``config.verify_swap``), ``compiled`` or ``stays interpreted``. ``runs``, ``seconds``: how often it was interpreted,
+    ``config.verify_swap``), ``tried`` (both run in turn, and the quicker one stays), ``compiled`` or ``stays
+    interpreted``. ``runs``, ``seconds``: how often it was interpreted,
     and what that took. ``expected``: seconds that compiling was expected to take when it was asked for. ``took_over``:
     seconds from its first run to the compiled computation's; ``None`` before. ``why``: why it stays interpreted.
     ``form``: for what was compiled in pieces, that it was, or that the whole has taken over. ``sizes``: for what

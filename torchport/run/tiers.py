@@ -35,6 +35,7 @@ from .interpreted import InterpretedPlan, make_interpreted
 from .plans import ExecutionPlan, make_plan, plan_of
 from .sizes import FREE, Family, family_of, skeleton_of
 from .tier_record import TierRecord
+from .trial import TrialPlan, is_worth_trying, make_trial
 from .whole import watch_pieces
 from .worth import costs, may_be_kept, price
 
@@ -104,7 +105,7 @@ def next_plan(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
     """Note another run of an interpreted plan; what to run: the same, or the compiled one once it is there."""
     computation = plan.computation
     assert computation is not None
-    if isinstance(plan, CheckedPlan):
+    if isinstance(plan, (CheckedPlan, TrialPlan)):
         return plan.settled()
     metrics.count("InterpretedRun")
     if plan.record is not None:
@@ -239,14 +240,15 @@ def _compiled_here(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
 
 
 def _successor(plan: InterpretedPlan, progress: Progress, made: ExecutionPlan) -> ExecutionPlan:
-    """What takes an interpreted plan's place: the compiled one, with the interpreter beside it if that is wanted."""
+    """What takes an interpreted plan's place: the compiled one, with the interpreter beside it if that is wanted, or
+    in turn with it until it is known which is quicker."""
     metrics.count("TakenOver")
     metrics.metrics.add_time("TakeOverTime", time.monotonic() - plan.since)
     if plan.record is not None:
         plan.record.take_over()
     if config.verify_swap:
         return make_checked(progress.runtime, progress.node, progress.leaf_specs(), plan, made)
-    return made
+    return make_trial(progress.runtime, plan, made) if is_worth_trying(plan) else made
 
 
 def _give_up(plan: InterpretedPlan, error: TorchportError) -> None:

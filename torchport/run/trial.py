@@ -1,0 +1,143 @@
+"""A compiled computation in turn with the interpreter, until it is known which of the two is quicker.
+
+An engine's code need not be quicker than PyTorch's kernels one after the other: a convolution's gradients on XLA take
+half as long again. So where a run takes long enough to be timed, both run a few times each, and the compiled
+computation is dropped if it is clearly slower. Both give the same values, within the engine's tolerance: which runs
+when shows no more than the moment of any take-over does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Final
+
+from torch import fx
+
+from ..backend.execution import Computation, execute
+from ..backend.interface import Backend, BackendData, ExecutionContext, Processed
+from ..core import metrics, threads
+from ..core.specs import CompileSpecs
+from .checked_swap import compiled_args
+from .host_forms import as_tensor
+from .interpreted import InterpretedPlan
+from .plans import ExecutionPlan
+
+if TYPE_CHECKING:
+    import torch
+
+    from .device_runtime import DeviceRuntime
+
+__all__ = ["TrialPlan", "is_worth_trying", "make_trial"]
+
+log: Final = logging.getLogger("torchport.compile")
+
+TRIED: Final = 5
+"""Runs of each before it is decided; the first of each does not count: it may load code and reserve memory."""
+SLOWER: Final = 1.05
+"""Times the interpreter's time that the compiled computation takes at least where it is dropped."""
+LEAST: Final = 0.01
+"""Seconds that a run takes at least where it is tried: a shorter one is mostly what its operators cost to call."""
+
+
+def is_worth_trying(plan: InterpretedPlan) -> bool:
+    """Whether an interpreted plan's runs take so long that a compiled one may be slower."""
+    return plan.record is not None and plan.record.seconds >= LEAST * max(plan.record.runs, 1)
+
+
+@dataclass(slots=True, eq=False)
+class TrialPlan(InterpretedPlan):
+    """A plan that runs one of two plans, ``interpreted`` and ``compiled``, in turn."""
+
+    interpreted: InterpretedPlan | None = None
+    compiled: ExecutionPlan | None = None
+    trial: _Trial | None = None
+
+    def settled(self) -> ExecutionPlan:
+        """What is to run from now on: this while it is not decided, then the quicker one."""
+        assert self.interpreted is not None
+        assert self.compiled is not None
+        assert self.trial is not None
+        if self.compiled.computation is None:
+            return self.interpreted  # it was dropped from memory, and is asked for again
+        if not self.trial.is_over():
+            return self
+        slower = self.trial.slower()
+        record = self.interpreted.record
+        if slower < SLOWER:
+            if record is not None:
+                record.tier = "compiled"
+            return self.compiled
+        why = f"compiled it takes {slower:.2f} times as long"
+        log.info("a computation of %d operators stays interpreted: %s", self.trial.operators, why)
+        metrics.count("InterpreterIsQuicker")
+        self.interpreted.stays = True
+        if record is not None:
+            record.stay(why)
+        return self.interpreted
+
+
+def make_trial(runtime: DeviceRuntime, interpreted: InterpretedPlan, compiled: ExecutionPlan) -> TrialPlan:
+    """A plan that times these two, which bring the same values, in its first runs."""
+    known = interpreted.computation
+    assert known is not None
+    trial = _Trial(runtime, interpreted, compiled)
+    context = ExecutionContext(known.device, known.results)
+    computation = Computation(
+        trial, known.device, known.parameters, (), known.results, None, context, graph_ops=known.graph_ops
+    )
+    plan = TrialPlan(
+        computation, interpreted.leaves, (), interpreted.doubles, interpreted.random_keys, interpreted.value_ids,
+        interpreted.specs, interpreted=interpreted, compiled=compiled, trial=trial,
+    )  # fmt: skip
+    if interpreted.record is not None:
+        interpreted.record.tier = "tried"
+    computation.users.add(plan)
+    return plan
+
+
+class _Trial(Backend):
+    """Runs both plans of a :class:`TrialPlan` in turn, each timed to the end of what it computes."""
+
+    def __init__(self, runtime: DeviceRuntime, interpreted: InterpretedPlan, compiled: ExecutionPlan) -> None:
+        self.name = runtime.backend.name  # type: ignore[misc]  # errors are told of it
+        self.runtime = runtime
+        self.interpreted = interpreted
+        self.compiled = compiled
+        self.operators = 0 if compiled.computation is None else compiled.computation.graph_ops
+        self._begun = [0, 0]
+        self._times: tuple[list[float], list[float]] = ([], [])
+
+    def is_over(self) -> bool:
+        """Whether both have run often enough."""
+        return min(self._begun) >= TRIED
+
+    def slower(self) -> float:
+        """How many times as long the compiled computation takes; 1 where one of the two was never timed."""
+        own, compiled = (median(times[1:]) if len(times) > 1 else 0.0 for times in self._times)
+        return compiled / own if own and compiled else 1.0
+
+    def preprocess(self, graph: fx.GraphModule, specs: CompileSpecs) -> Processed:
+        raise NotImplementedError("both plans are there already")
+
+    def from_device(self, data: BackendData) -> torch.Tensor:
+        return as_tensor(self.runtime.backend, data)
+
+    def execute(self, handle: None, args: Sequence[BackendData], context: ExecutionContext) -> list[BackendData]:
+        computation, own = self.compiled.computation, self.interpreted.computation
+        assert own is not None
+        which = int(self._begun[1] <= self._begun[0] and computation is not None)
+        is_fair = not threads.most.value  # a compiler that runs beside them takes a core from one more than the other
+        self._begun[which] += is_fair
+        given: Sequence[Any] = args
+        if which:
+            given = compiled_args(self.runtime, self.interpreted, self.compiled, args)
+        begun = perf_counter()
+        results = list(execute(computation if which and computation is not None else own, given))
+        self.runtime.backend.synchronize(self.runtime.device)
+        if is_fair:
+            self._times[which].append(perf_counter() - begun)
+        return results
