@@ -20,6 +20,7 @@ from torch import fx
 from ..backend.execution import Computation, execute
 from ..backend.interface import Backend, BackendData, ExecutionContext, Processed
 from ..core import metrics, threads
+from ..core.errors import ExecutionError
 from ..core.specs import CompileSpecs
 from .checked_swap import compiled_args
 from .host_forms import as_tensor
@@ -45,7 +46,7 @@ LEAST: Final = 0.01
 
 def is_worth_trying(plan: InterpretedPlan) -> bool:
     """Whether an interpreted plan's runs take so long that a compiled one may be slower."""
-    return plan.record is not None and plan.record.seconds >= LEAST * max(plan.record.runs, 1)
+    return plan.quickest >= LEAST
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +56,11 @@ class TrialPlan(InterpretedPlan):
     interpreted: InterpretedPlan | None = None
     compiled: ExecutionPlan | None = None
     trial: _Trial | None = None
+
+    @property
+    def tier(self) -> str:
+        """Where it stands, in words."""
+        return "interpreted and compiled in turn, until it is known which is quicker"
 
     def settled(self) -> ExecutionPlan:
         """What is to run from now on: this while it is not decided, then the quicker one."""
@@ -136,7 +142,11 @@ class _Trial(Backend):
         if which:
             given = compiled_args(self.runtime, self.interpreted, self.compiled, args)
         begun = perf_counter()
-        results = list(execute(computation if which and computation is not None else own, given))
+        try:
+            results = list(execute(computation if which and computation is not None else own, given))
+        except ExecutionError as error:
+            cause = error.__cause__
+            raise cause if isinstance(cause, Exception) else error  # noqa: B904: who runs this maps it, once
         self.runtime.backend.synchronize(self.runtime.device)
         if is_fair:
             self._times[which].append(perf_counter() - begun)

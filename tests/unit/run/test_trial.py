@@ -1,0 +1,120 @@
+"""What is compiled takes over only where it is not slower than the interpreter."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import torchport
+from torchport import metrics
+from torchport.backends.reference import ReferenceBackend
+from torchport.core.config import config
+from torchport.core.threads import leave_cores
+from torchport.run import device_runtime, trial, worth
+from torchport.run.history import history
+
+
+class _Slow(ReferenceBackend):
+    """Takes its time to run what is compiled; ``fails``: raises instead, so many times."""
+
+    name = "slow_engine"
+    seconds = 0.0
+    fails = 0
+    runs = 0
+
+    def execute(self, handle: Any, args: Sequence[Any], context: Any) -> list[Any]:
+        type(self).runs += 1
+        time.sleep(self.seconds)
+        if self.fails:
+            type(self).fails -= 1
+            raise RuntimeError("the engine has no memory left")
+        return list(super().execute(handle, args, context))
+
+
+def _expected(backend: torchport.Backend, operators: int) -> float:
+    return 0.0 if history.tiers and history.tiers[-1].runs > 2 else 1e9
+
+
+@pytest.fixture(autouse=True)
+def _tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An engine whose graphs are compiled when they come back, by the program itself, and tried."""
+    torchport.register(_Slow)
+    torchport.use("slow_engine")
+    monkeypatch.setattr(trial, "LEAST", 0.0)
+    monkeypatch.setattr(_Slow, "runs", 0)
+    monkeypatch.setattr(_Slow, "fails", 0)
+    # Once it was interpreted three times, so that there are runs to compare with.
+    monkeypatch.setattr(worth.costs, "expected", _expected)
+    monkeypatch.setattr(device_runtime, "is_worth_recording", lambda backend, sights: sights.times > 0)
+    with config.override(tiers="on", compile_workers=0):
+        yield
+    torchport.sync()
+    torchport.use("reference")
+    torchport.registry.unregister("slow_engine")
+
+
+def _run(times: int, size: int) -> None:
+    x = torch.rand(size, 3)
+    for _ in range(times):
+        torch.testing.assert_close(((x.to("port").sin() + 1).cos() * 2).sum(0).cpu(), ((x.sin() + 1).cos() * 2).sum(0))
+
+
+def test_a_slower_one_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Slow, "seconds", 0.02)
+    before = metrics.counter("InterpreterIsQuicker")
+    _run(30, 11)
+    assert metrics.counter("InterpreterIsQuicker") == before + 1
+    assert _Slow.runs == trial.TRIED
+    record = torchport.tiers()[-1]
+    assert record.tier == "stays interpreted"
+    assert "compiled it takes" in str(record)
+
+
+def test_a_quicker_one_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "SLOWER", 1e9)
+    monkeypatch.setattr(_Slow, "seconds", 0.0)
+    before = metrics.counter("InterpretedRun")
+    _run(40, 12)
+    assert _Slow.runs > 15
+    assert metrics.counter("InterpretedRun") - before < 15
+    assert torchport.tiers()[-1].tier == "compiled"
+
+
+def test_while_both_are_tried_they_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "TRIED", 1_000)
+    _run(12, 13)
+    assert torchport.tiers()[-1].tier == "tried"
+    y = ((torch.rand(13, 3).to("port").sin() + 1).cos() * 2).sum(0)
+    assert "compiled in turn" in torchport.dump(y)
+    assert 2 <= _Slow.runs <= 7  # one by one with the interpreter
+
+
+def test_nothing_is_decided_beside_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Slow, "seconds", 0.005)
+    leave_cores(1)
+    try:
+        _run(30, 14)
+        assert torchport.tiers()[-1].tier == "tried"
+        assert _Slow.runs > trial.TRIED
+    finally:
+        leave_cores(0)
+    _run(12, 14)
+    assert torchport.tiers()[-1].tier == "stays interpreted"
+
+
+def test_short_runs_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "LEAST", 10.0)
+    _run(12, 15)
+    assert torchport.tiers()[-1].tier == "compiled"
+
+
+def test_an_engine_that_fails_while_it_is_tried_leaves_the_program_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Slow, "fails", 1)
+    with pytest.warns(RuntimeWarning, match="was run op by op.*no memory left") as told:
+        _run(30, 16)
+    assert _Slow.fails == 0
+    assert str(told[0].message).count("failed to execute") == 1
