@@ -41,12 +41,12 @@ _storage_of: Final[Any] = torch.Tensor.untyped_storage  # as it is before anybod
 class InterpretedPlan(ExecutionPlan):
     """A plan that interprets its path.
 
-    ``since``: when it was made. ``seconds``: what its runs have cost so far, ``quickest`` the quickest of them (0 before
-    the second). ``ticket``: the compile service's, of what
-    is to take its place. ``here``: no other process can compile it. ``asked``: that process was asked whether it knows
-    it. ``exact``: the engine does not load what is for several sizes. ``stays``: it does not compile. ``record``: the
-    same for people. ``family``: the computations that differ from it in sizes alone, ``sizes`` its own, and names of
-    the first of them; known once it may be worth compiling.
+    ``since``: when it was made. ``seconds``: what its runs have cost so far, ``quickest`` the quickest of them (0
+    before the second). ``ticket``: the compile service's, of what is to take its place. ``here``: no other process can
+    compile it. ``asked``: that process was asked whether it knows it. ``exact``: the engine does not load what is for
+    several sizes. ``stays``: it does not compile. ``record``: the same for people. ``family``: the computations that
+    differ from it in sizes alone, ``sizes`` its own, and names of the first of them; known once it may be worth
+    compiling.
     """
 
     takes_tensors: ClassVar[bool] = True

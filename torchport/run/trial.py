@@ -146,7 +146,9 @@ class _Trial(Backend):
             results = list(execute(computation if which and computation is not None else own, given))
         except ExecutionError as error:
             cause = error.__cause__
-            raise cause if isinstance(cause, Exception) else error  # noqa: B904: who runs this maps it, once
+            if not isinstance(cause, Exception):
+                raise
+            raise cause from cause.__cause__  # the backend's own: whoever runs this maps it, once
         self.runtime.backend.synchronize(self.runtime.device)
         if is_fair:
             self._times[which].append(perf_counter() - begun)
