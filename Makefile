@@ -34,7 +34,7 @@ test-all: $(TEST_STAMP)  ## every test
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --runslow $(ARGS)
 
 test-slow-sample: $(TEST_STAMP)  ## a random sample of the slow tests; the seed is printed
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --slow-sample 10 --slow-budget 420 $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --slow-sample 20 --slow-budget 420 $(ARGS)
 
 lint: $(TEST_STAMP)  ## ruff
 	$(BIN)/ruff check .

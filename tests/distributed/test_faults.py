@@ -34,6 +34,7 @@ def _run(kind: str, meanwhile: object = None) -> list[Rank]:
     return run_ranks("fault_program.py", kind, meanwhile=meanwhile, TORCHPORT_PEER_TIMEOUT="3")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "said"), [("operation", "broadcast from rank 0"), ("shape", "float32[5]")])
 def test_ranks_that_disagree_are_told_who_is_where(kind: str, said: str) -> None:
     for ended in _run(kind):
@@ -46,6 +47,7 @@ def test_ranks_that_disagree_are_told_who_is_where(kind: str, said: str) -> None
         assert "came through" not in ended.text
 
 
+@pytest.mark.slow
 def test_a_rank_ends_well_while_it_waits_for_a_message() -> None:
     """Of another rank that lives, and after a third one has ended: its end was that of the process, by a signal."""
     ended = run_ranks("fault_program.py", "left", ranks=3)

@@ -20,6 +20,7 @@ def test_training_in_two_dimensions() -> None:
     all_well(ended)
 
 
+@pytest.mark.slow
 def test_two_processes_share_a_mesh() -> None:
     four = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     all_well(run_ranks("spmd_program.py", "3", "gpt2", "two_dimensional", backend="xla", limit=300, **four))

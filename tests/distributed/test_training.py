@@ -22,6 +22,7 @@ def test_two_ranks_train_as_one() -> None:
     all_well(run_ranks("training_program.py", "gpt2", "2", "2", *ways))
 
 
+@pytest.mark.slow
 def test_layers_that_know_of_ranks() -> None:
     all_well(run_ranks("layers_program.py", *LAYERS))
 
@@ -30,11 +31,13 @@ def test_a_process_group_that_is_written_in_python() -> None:
     all_well(run_ranks("python_group_program.py", ranks=1))
 
 
+@pytest.mark.slow
 def test_a_model_too_large_for_any_machine_is_rehearsed() -> None:
     """With tiers a first sight of an operator is interpreted; nothing of a rehearsal may be."""
     all_well(run_ranks("rehearsal_program.py", ranks=1, TORCHPORT_TIERS="auto"))
 
 
+@pytest.mark.slow
 def test_parts_on_a_second_device() -> None:
     all_well(run_ranks("second_device_program.py"))
 

@@ -112,6 +112,7 @@ def test_the_workflow_is_yaml_with_the_commands_of_the_readme(package: Path) -> 
         assert (package / link).exists()
 
 
+@pytest.mark.slow
 def test_the_readme_and_the_tests_run(package: Path) -> None:
     """All tests but the two that load Dynamo and PyTorch's operator database; those run in the slow test below."""
     (block,) = re.findall(r"^```python\n(.*?)^```", (package / "README.md").read_text(), re.DOTALL | re.MULTILINE)

@@ -48,6 +48,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Net, torch.Tensor, 
     return net, x, path
 
 
+@pytest.mark.slow
 def test_the_pte_is_taken_out_and_runs_on_executorch_alone(saved: tuple[Net, torch.Tensor, Path]) -> None:
     """Its inputs are the delegate's, its weights are inside: what a phone needs."""
     with warnings.catch_warnings():
@@ -226,6 +227,7 @@ class OfEach(nn.Module):
         ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", sorted(DTYPES, key=str), ids=str)
 def test_portable_kernels_agree_with_pytorch(dtype: torch.dtype) -> None:
     """Of both signs: a remainder of integers had the sign of the dividend."""

@@ -98,6 +98,7 @@ def _next_process() -> None:
     metrics.reset()
 
 
+@pytest.mark.slow
 def test_deep_models_compile_as_much_as_shallow_ones(engine: InPieces) -> None:
     """From six layers to twelve: the layers, forward, backward and of the optimizer, are there already."""
     shallow = losses(deep(6), "port")
@@ -124,6 +125,7 @@ def test_a_computation_counts_as_one(engine: InPieces) -> None:
     assert metrics.counter("PiecesCalled") > metrics.counter("PiecesCompiled") > 0
 
 
+@pytest.mark.slow
 def test_an_edit_compiles_what_changed(engine: InPieces) -> None:
     losses(deep(12), "port")
     before = len(compiled())

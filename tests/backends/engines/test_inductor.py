@@ -149,6 +149,7 @@ def test_complex_numbers_go_through_the_proxy_executor() -> None:
     assert not tensors_of([lazy])[0].is_conj()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "order"), [(torch.complex64, lambda x: x.t()), (torch.complex128, lambda x: x.conj())]
 )

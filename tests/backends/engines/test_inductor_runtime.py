@@ -56,6 +56,7 @@ def test_a_wrapper_that_needs_more_gets_inductors_runtime(
     assert "ConstantMap" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precompiled", [True, False])
 def test_where_the_small_runtime_does_not_compile_every_graph_gets_inductors(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, precompiled: bool

@@ -367,6 +367,7 @@ print("openvino_telemetry" in sys.modules)
     assert done.stdout.split() == ["3", "False"]
 
 
+@pytest.mark.slow
 def test_a_signal_is_handled_after_programs_went_in_the_order_of_their_loading() -> None:
     """OpenVINO's Core leaves a thread with an unmapped signal stack where two go in that order."""
     code = """

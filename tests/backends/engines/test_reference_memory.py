@@ -149,6 +149,7 @@ STEPS = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_view_of_a_view_of_a_view_and_so_on() -> None:
     """Who shows a value's memory is followed by a loop: views of views are not limited by Python's stack."""
 

@@ -214,6 +214,7 @@ def _drawn(batch: int, length: int) -> list[torch.Tensor]:
     return [value.detach().cpu() for value in (loss, weight.grad, kept, rows, whole, places)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["padding", "xla"])
 def test_random_numbers_of_padded_tensors_are_those_of_the_true_sizes(engine: str, padding: None) -> None:
     if engine != Padding.name and not registry.get(engine).is_available():
@@ -396,6 +397,7 @@ print([record.sizes for record in torchport.tiers() if "several" in record.sizes
 """
 
 
+@pytest.mark.slow
 def test_with_tiers_the_compilers_process_serves_further_sizes() -> None:
     paths = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
     program = _TIERED.format(paths=paths)

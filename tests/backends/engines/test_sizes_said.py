@@ -251,6 +251,7 @@ print("served")
 """
 
 
+@pytest.mark.slow
 def test_the_compilers_process_is_told(tmp_path: Path) -> None:
     if reason := InductorBackend().unavailable_reason():
         pytest.skip(reason)

@@ -31,6 +31,7 @@ USES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frontend", USES)
 def test_executables_are_released_when_the_process_ends(frontend: str) -> None:
     done = subprocess.run([sys.executable, "-c", ENDING + USES[frontend]], capture_output=True, text=True, check=False)

@@ -396,6 +396,7 @@ def test_as_strided_keeps_the_tangent(device: torch.device) -> None:
     agree(use, device)
 
 
+@pytest.mark.slow
 @everywhere
 @pytest.mark.parametrize("computed", [False, True])
 def test_gradients_of_determinants_and_solutions_of_a_view(device: torch.device, computed: bool) -> None:

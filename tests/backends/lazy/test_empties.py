@@ -148,6 +148,7 @@ print(torchport.metrics.counter("UncachedCompile"))
 """
 
 
+@pytest.mark.slow
 @compiles
 def test_python_alone_says_the_same() -> None:
     without, with_ = said_without_and_with(PROGRAM)
