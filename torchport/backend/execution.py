@@ -122,11 +122,12 @@ def execute(
     args: Sequence[Any],
     context: ExecutionContext | None = None,
     failure: Failure = execution_error,
+    counted: bool = True,
 ) -> Sequence[BackendData]:
     """Run a computation on values of its backend; results in order. Raises what ``failure`` makes of an exception.
 
-    ``context``: the computation's own, if ``None``. The first results are compared with the declared specs, later ones
-    counted.
+    ``context``: the computation's own, if ``None``. ``counted``: whether the run shows in the metrics. The first results
+    are compared with the declared specs, later ones counted.
     """
     try:
         with computation.lock:
@@ -140,7 +141,7 @@ def execute(
         if computation.segments and isinstance(error, TorchportError):
             raise  # a segment's
         raise failure(computation, error) from error
-    if not computation.segments:
+    if counted and not computation.segments:
         count(computation)
     return results
 

@@ -67,7 +67,8 @@ class InterpretedPlan(ExecutionPlan):
     def tier(self) -> str:
         """Where it stands, in words."""
         if self.stays:
-            return "interpreted, and stays so: it does not compile"
+            why = "" if self.record is None else self.record.why.partition("\n")[0]
+            return f"interpreted, and stays so: {why or 'it does not compile'}"
         return "interpreted" if self.ticket is None else "interpreted, and being compiled"
 
 

@@ -43,7 +43,7 @@ class TierRecord:
 
     def stay(self, why: str) -> None:
         """It stays interpreted."""
-        self.tier, self.why = "stays interpreted", why
+        self.tier, self.why, self.took_over = "stays interpreted", why, None
 
     def __str__(self) -> str:
         runs = f"interpreted {self.runs} times in {self.seconds:.3f} s"

@@ -26,7 +26,7 @@ from ..core.config import config
 from ..core.errors import CompileError, TorchportError
 from ..core.specs import CompileSpecs, TensorSpec
 from ..worker.paths import NotSendable
-from ..worker.request import Answer, NotKnown, path_request
+from ..worker.request import Answer, NotKnown, is_sendable, path_request
 from ..worker.service import Cancelled, Ticket, service
 from . import worth
 from .checked_swap import CheckedPlan, make_checked
@@ -113,11 +113,11 @@ def next_plan(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
             plan.quickest = min(plan.quickest or computation.seconds, computation.seconds)
         plan.record.runs += 1
         plan.record.seconds += computation.seconds
+    plan.seconds += computation.seconds
     if plan.ticket is not None:
         return _taken_over(plan, progress) if plan.ticket.done() else plan
     if plan.stays or progress.runtime.is_lost:
         return plan
-    plan.seconds += computation.seconds
     backend = progress.runtime.backend
     expected = costs.expected(backend, computation.graph_ops)
     if plan.record is not None:
@@ -126,9 +126,11 @@ def next_plan(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
     is_worth_a_look = plan.seconds >= worth.WORTH_A_PROCESS * expected
     if plan.seconds >= least * expected or is_worth_a_look or Family.any_shared:
         expected *= _family(plan, progress).factor(plan.sizes)
+    if not plan.here and plan.seconds >= min(least, worth.WORTH_WAITING) * expected:
+        plan.here = _compiles_here(progress)
     if not plan.here and plan.seconds >= least * expected:
         _request(plan, progress)
-    elif not plan.here and not plan.asked:
+    elif not plan.here and not plan.asked and not service.off:
         is_shared = plan.family is not None and plan.family.shared
         if is_shared or (is_worth_a_look and may_be_kept(backend)):
             plan.asked = True
@@ -160,15 +162,23 @@ def _note_sizes(plan: InterpretedPlan, progress: Progress) -> None:
     family.add(plan.sizes)
 
 
+def _compiles_here(progress: Progress) -> bool:
+    """Whether the program's own process compiles: there is no other one, it cannot make the backend, or the graph is to
+    be segments, where it compiles whole ones. What else cannot be sent shows when it is asked."""
+    if service.off and not service.failed:
+        return True
+    return not is_sendable(progress.runtime.backend) or any(node.refused for node in progress.node.path())
+
+
 def _request(plan: InterpretedPlan, progress: Progress, known: bool = False) -> None:
     """Ask the compiler's process; ``known``: for what need not be compiled."""
     if service.failed:  # what has ended that process three times is not to end this one
         _stay(plan, service.failed)
         return
-    if service.off or any(node.refused for node in progress.node.path()):
-        plan.here = True  # the other process compiles whole graphs, and this one is to be segments
-        return
     runtime, node = progress.runtime, progress.node
+    if _compiles_here(progress):
+        plan.here = True
+        return
     try:
         key = (id(runtime), id(node), progress.value_ids, known, plan.exact)
         with each_size_by_itself() if plan.exact else nullcontext():
@@ -207,7 +217,7 @@ def _taken_over(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
         plan.here = True
         return plan
     except (Cancelled, EntryRefused):
-        plan.seconds = 0.0  # it is asked for again when it has cost as much again
+        plan.seconds, plan.asked = 0.0, False  # it is asked for again when it has cost as much again
         return plan
     except SizesRefused as error:
         if plan.exact:
@@ -231,13 +241,15 @@ def _compiled_here(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
     """The compiled plan, if it compiles in this process: the backend, or an operator, is known to no other."""
     runtime, path = progress.runtime, progress.node.path()
     _note_sizes(plan, progress)
+    before = metrics.counter("UncachedCompile")
     try:
         made = make_plan(runtime, path, progress.value_ids, progress.leaf_specs(), donated=progress.donated())
     except CompileError as error:
         _give_up(plan, error)
         return plan
     assert made.computation is not None
-    costs.note(runtime.backend, made.computation.graph_ops, made.computation.compile_seconds)
+    if metrics.counter("UncachedCompile") > before:
+        costs.note(runtime.backend, made.computation.graph_ops, made.computation.compile_seconds)
     return _successor(plan, progress, made)
 
 
@@ -250,7 +262,7 @@ def _successor(plan: InterpretedPlan, progress: Progress, made: ExecutionPlan) -
         plan.record.take_over()
     if config.verify_swap:
         return make_checked(progress.runtime, progress.node, progress.leaf_specs(), plan, made)
-    return make_trial(progress.runtime, plan, made) if is_worth_trying(plan) else made
+    return make_trial(progress.runtime, plan, made) if is_worth_trying(progress.runtime.backend, plan) else made
 
 
 def _give_up(plan: InterpretedPlan, error: TorchportError) -> None:

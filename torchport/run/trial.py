@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch import fx
 
+from ..backend.compiler import computations
 from ..backend.execution import Computation, execute
 from ..backend.interface import Backend, BackendData, ExecutionContext, Processed
+from ..backend.pieced import PiecedProgram
 from ..core import metrics, threads
 from ..core.errors import ExecutionError
 from ..core.specs import CompileSpecs
@@ -26,6 +28,7 @@ from .checked_swap import compiled_args
 from .host_forms import as_tensor
 from .interpreted import InterpretedPlan
 from .plans import ExecutionPlan
+from .worth import costs
 
 if TYPE_CHECKING:
     import torch
@@ -39,14 +42,17 @@ log: Final = logging.getLogger("torchport.compile")
 TRIED: Final = 5
 """Runs of each before it is decided; the first of each does not count: it may load code and reserve memory."""
 SLOWER: Final = 1.05
-"""Times the interpreter's time that the compiled computation takes at least where it is dropped."""
+"""Times the interpreter's time that the compiled computation takes at least where it is dropped, ..."""
+MUCH_SLOWER: Final = 1.15
+"""... and where it may become quicker than it is here: no argument is donated to it, or its pieces may become one."""
 LEAST: Final = 0.01
 """Seconds that a run takes at least where it is tried: a shorter one is mostly what its operators cost to call."""
 
 
-def is_worth_trying(plan: InterpretedPlan) -> bool:
-    """Whether an interpreted plan's runs take so long that a compiled one may be slower."""
-    return plan.quickest >= LEAST
+def is_worth_trying(backend: Backend, plan: InterpretedPlan) -> bool:
+    """Whether an interpreted plan's runs take so long that a compiled one may be slower, unless the program wants it
+    compiled whatever that costs (:func:`.warm`)."""
+    return plan.quickest >= LEAST and costs.expected(backend, 1) > 0
 
 
 @dataclass(slots=True, eq=False)
@@ -67,17 +73,19 @@ class TrialPlan(InterpretedPlan):
         assert self.interpreted is not None
         assert self.compiled is not None
         assert self.trial is not None
+        record = self.interpreted.record
         if self.compiled.computation is None:
+            if record is not None:
+                record.tier = "interpreted"
             return self.interpreted  # it was dropped from memory, and is asked for again
+        computations.touch(self.compiled.computation)
         if not self.trial.is_over():
             return self
-        slower = self.trial.slower()
-        record = self.interpreted.record
-        if slower < SLOWER:
+        why = self.trial.verdict()
+        if not why:
             if record is not None:
                 record.tier = "compiled"
             return self.compiled
-        why = f"compiled it takes {slower:.2f} times as long"
         log.info("a computation of %d operators stays interpreted: %s", self.trial.operators, why)
         metrics.count("InterpreterIsQuicker")
         self.interpreted.stays = True
@@ -114,6 +122,10 @@ class _Trial(Backend):
         self.interpreted = interpreted
         self.compiled = compiled
         self.operators = 0 if compiled.computation is None else compiled.computation.graph_ops
+        backend = runtime.backend
+        is_pieces = compiled.computation is not None and isinstance(compiled.computation.handle, PiecedProgram)
+        self._limit = MUCH_SLOWER if backend.capabilities.donation or is_pieces else SLOWER
+        self._failure = ""
         self._begun = [0, 0]
         self._times: tuple[list[float], list[float]] = ([], [])
 
@@ -121,10 +133,13 @@ class _Trial(Backend):
         """Whether both have run often enough."""
         return min(self._begun) >= TRIED
 
-    def slower(self) -> float:
-        """How many times as long the compiled computation takes; 1 where one of the two was never timed."""
+    def verdict(self) -> str:
+        """Why the compiled computation is dropped; empty if it is not."""
         own, compiled = (median(times[1:]) if len(times) > 1 else 0.0 for times in self._times)
-        return compiled / own if own and compiled else 1.0
+        if own and not compiled:
+            return self._failure
+        slower = compiled / own if own else 1.0
+        return f"compiled it takes {slower:.2f} times as long" if slower >= self._limit else ""
 
     def preprocess(self, graph: fx.GraphModule, specs: CompileSpecs) -> Processed:
         raise NotImplementedError("both plans are there already")
@@ -136,6 +151,8 @@ class _Trial(Backend):
         computation, own = self.compiled.computation, self.interpreted.computation
         assert own is not None
         which = int(self._begun[1] <= self._begun[0] and computation is not None)
+        if not which:
+            metrics.count("InterpretedRun")
         is_fair = not threads.most.value  # a compiler that runs beside them takes a core from one more than the other
         self._begun[which] += is_fair
         given: Sequence[Any] = args
@@ -143,9 +160,12 @@ class _Trial(Backend):
             given = compiled_args(self.runtime, self.interpreted, self.compiled, args)
         begun = perf_counter()
         try:
-            results = list(execute(computation if which and computation is not None else own, given))
+            one = computation if which and computation is not None else own
+            results = list(execute(one, given, counted=False))  # whoever runs this counts it
         except ExecutionError as error:
             cause = error.__cause__
+            if which:
+                self._failure = str(error)
             if not isinstance(cause, Exception):
                 raise
             raise cause from cause.__cause__  # the backend's own: whoever runs this maps it, once

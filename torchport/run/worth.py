@@ -113,10 +113,10 @@ def price() -> float:
     That process takes a core. Where the program computes on as many threads as there are cores, it goes on with fewer
     (:mod:`..core.threads`).
     """
-    if config.compile_after != "auto":
-        return float(config.compile_after)
     if service.off:
         return WORTH_A_PROCESS  # nothing is compiled there: see ``WORTH_WAITING``
+    if config.compile_after != "auto":
+        return float(config.compile_after)
     left = max(cores() - config.compile_workers, 0.5)
     lost = max(0.0, 1.0 - left / torch.get_num_threads())
     return max(WORTH_A_PROCESS, WORTH_LOST_TIME * lost)
@@ -125,13 +125,19 @@ def price() -> float:
 def may_be_kept(backend: Backend) -> bool:
     """Whether there is anything on disk that an earlier program may have left of the backend's."""
     folder = None if backend.capabilities.skips_cache else disk_cache()
-    return folder is not None and _had_entries(folder)
+    return folder is not None and _had_entries(folder, backend.name)
 
 
-@lru_cache(maxsize=8)
-def _had_entries(folder: CacheFolder) -> bool:
-    """Whether a folder had any when it was first asked for: what this program has compiled since is in its memory."""
-    return bool(folder.list())
+LOOKED_AT: Final = 256
+"""Entries on disk, of those that were used last, that are looked at for whether one is the backend's."""
+
+
+@lru_cache(maxsize=32)
+def _had_entries(folder: CacheFolder, backend: str) -> bool:
+    """Whether a folder had any of a backend's when it was first asked for: what this program has compiled since is in
+    its memory."""
+    described = (folder.description(one.key) for one in folder.list()[:LOOKED_AT])
+    return any(one is not None and one.about.get("backend") == backend for one in described)
 
 
 def is_worth_recording(backend: Backend, sights: Sights) -> bool:

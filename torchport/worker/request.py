@@ -41,6 +41,7 @@ __all__ = [
     "as_whole",
     "failure_to_data",
     "graph_request",
+    "is_sendable",
     "path_request",
     "prepared_to_data",
     "read_request",
@@ -123,6 +124,11 @@ def settings_in_force(settings: tuple[Any, ...]) -> Iterator[None]:
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------
+def is_sendable(backend: Backend) -> bool:
+    """Whether another process can make a backend."""
+    return registry.recipe(backend) is not None
+
+
 def _recipe(backend: Backend) -> str:
     found = registry.recipe(backend)
     if found is None:

@@ -90,7 +90,7 @@ class Ticket:
         self.began: float | None = None
         """When a worker was given it, by ``time.monotonic()``; ``None`` while it waits."""
         self.seconds = 0.0
-        """How long a worker was at it, by the clock."""
+        """How long a worker was at it, by the clock, and this process at making it runnable."""
         self.gave_way = False
         """Whether a worker was ended for something else while it was at this."""
         self._asked = time.monotonic()

@@ -16,6 +16,7 @@ from torchport.core.config import config
 from torchport.core.threads import leave_cores
 from torchport.run import device_runtime, trial, worth
 from torchport.run.history import history
+from torchport.run.worth import CompileCosts
 
 
 class _Slow(ReferenceBackend):
@@ -45,6 +46,8 @@ def _tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torchport.register(_Slow)
     torchport.use("slow_engine")
     monkeypatch.setattr(trial, "LEAST", 0.0)
+    monkeypatch.setattr(trial, "costs", CompileCosts())  # ``expected`` below is 0 where it is to be compiled
+    leave_cores(0)
     monkeypatch.setattr(_Slow, "runs", 0)
     monkeypatch.setattr(_Slow, "fails", 0)
     # Once it was interpreted three times, so that there are runs to compare with.
@@ -72,10 +75,13 @@ def test_a_slower_one_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     record = torchport.tiers()[-1]
     assert record.tier == "stays interpreted"
     assert "compiled it takes" in str(record)
+    assert "compiled after" not in str(record)
+    y = ((torch.rand(11, 3).to("port").sin() + 1).cos() * 2).sum(0)
+    assert "stays so: compiled it takes" in torchport.dump(y)
 
 
 def test_a_quicker_one_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "SLOWER", 1e9)
+    monkeypatch.setattr(trial, "MUCH_SLOWER", 1e9)  # the engine donates
     monkeypatch.setattr(_Slow, "seconds", 0.0)
     before = metrics.counter("InterpretedRun")
     _run(40, 12)
@@ -118,3 +124,32 @@ def test_an_engine_that_fails_while_it_is_tried_leaves_the_program_right(monkeyp
         _run(30, 16)
     assert _Slow.fails == 0
     assert str(told[0].message).count("failed to execute") == 1
+
+
+@pytest.mark.filterwarnings("ignore:a computation failed as a whole:RuntimeWarning")
+def test_an_engine_that_always_fails_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Slow, "fails", 10**6)
+    _run(40, 17)
+    record = torchport.tiers()[-1]
+    assert record.tier == "stays interpreted"
+    assert "no memory left" in str(record)
+    assert _Slow.runs < 15
+
+
+def test_what_is_warmed_is_not_tried() -> None:
+    x = torch.rand(18, 3)
+
+    def step() -> torch.Tensor:
+        return ((x.to("port").sin() + 1).cos() * 2).sum(0).cpu()
+
+    _run(5, 18)  # there are runs to compare with
+    with trial.costs.ignored():  # as ``warm`` has those that are everybody's
+        torchport.warm(step)
+    assert torchport.tiers()[-1].tier == "compiled"
+
+
+def test_a_run_counts_once() -> None:
+    trial_of = metrics.counter("Execute")
+    _run(12, 19)
+    assert torchport.tiers()[-1].tier == "tried"
+    assert metrics.counter("Execute") - trial_of <= 12

@@ -10,9 +10,12 @@ import pytest
 import torch
 
 import torchport
+from torchport.cache.entry import CacheEntry
+from torchport.cache.folder import CacheFolder
 from torchport.core.config import config
 from torchport.run import worth
 from torchport.run.worth import CompileCosts, costs_enough, may_be_kept, price
+from torchport.worker.service import Service
 
 
 class _Engine(torchport.Backend):
@@ -34,6 +37,7 @@ def _machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A machine of two cores with one worker, nothing compiled before, nothing on disk."""
     monkeypatch.setattr(worth, "cores", lambda: 2)
     monkeypatch.setattr(worth, "costs", CompileCosts())
+    monkeypatch.setattr(worth, "service", Service())  # whatever became of this process's own
     before = torch.get_num_threads()
     with config.override(compile_workers=1, cache="on", cache_dir=str(tmp_path / "cache")):
         yield
@@ -98,21 +102,28 @@ def test_what_may_be_on_disk_is_looked_for_early() -> None:
 def test_what_is_never_kept_is_not_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with config.override(cache_dir=str(_with_an_entry(tmp_path / "kept"))):
         assert may_be_kept(engine)
-        monkeypatch.setattr(_Engine, "capabilities", torchport.Capabilities(slow_to_compile=True, skips_cache=True))
-        assert not may_be_kept(engine)
         with config.override(cache="off"):
             assert not may_be_kept(engine)
+        monkeypatch.setattr(_Engine, "capabilities", torchport.Capabilities(slow_to_compile=True, skips_cache=True))
+        assert not may_be_kept(engine)
 
 
-def _with_an_entry(folder: Path) -> Path:
+def test_another_backend_s_entries_are_not_ones_to_look_for(tmp_path: Path) -> None:
+    with config.override(cache_dir=str(_with_an_entry(tmp_path / "kept", "another"))):
+        assert not may_be_kept(engine)
+
+
+def _with_an_entry(folder: Path, backend: str = engine.name) -> Path:
     folder.mkdir(mode=0o700)
-    (folder / f"{'a' * 64}.entry").write_bytes(b"")
+    assert CacheFolder(folder, 1 << 20).write(CacheEntry({"graph": "x"}, b"data", {"backend": backend}))
     return folder
 
 
 def test_the_program_may_say_when() -> None:
     torch.set_num_threads(2)
     expected = worth.costs.expected(engine, 100)
+    with config.override(compile_after=4, compile_workers=0):
+        assert price() == worth.WORTH_A_PROCESS  # it is about the other process
     with config.override(compile_after=0.01):
         assert price() == 0.01
         assert costs_enough(engine, 0.02 * expected + worth.RECORDING * 100, 100)
