@@ -126,8 +126,8 @@ def execute(
 ) -> Sequence[BackendData]:
     """Run a computation on values of its backend; results in order. Raises what ``failure`` makes of an exception.
 
-    ``context``: the computation's own, if ``None``. ``counted``: whether the run shows in the metrics. The first results
-    are compared with the declared specs, later ones counted.
+    ``context``: the computation's own, if ``None``. ``counted``: whether the run shows in the metrics. The first
+    results are compared with the declared specs, later ones counted.
     """
     try:
         with computation.lock:
