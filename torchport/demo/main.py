@@ -62,9 +62,9 @@ def _run_job(console: Console, name: str, backends: Sequence[str], steps: int) -
         if engine != EAGER:
             use(engine)
             device = "port"
-        # On few cores the jobs end before compiling would have paid; a demo shows it all the same.
-        whatever_it_costs = config.override(compile_after=0.01)
-        with whatever_it_costs, progress(console, f"{job.title} on {engine}", steps) as on_step:
+        # On few cores the jobs end before compiling would have paid; a demo shows it all the same, where there is time.
+        sooner = config.override(compile_after=0.01 if steps >= job.steps else config.compile_after)
+        with sooner, progress(console, f"{job.title} on {engine}", steps) as on_step:
             runs.append(measure(name, job, engine, device, steps, on_step))
         if runs[-1].error:
             console.print(f"{job.title} on {engine} failed: {runs[-1].error}", style="red", markup=False)
