@@ -99,6 +99,13 @@ class Computation:
                 self.backend.destroy(handle)
             self.shared = self.resized = None
 
+    def run_by(self, runner: Backend) -> Computation:
+        """One with the same inputs and results that ``runner`` runs, without a handle."""
+        context = ExecutionContext(self.device, self.results)
+        return Computation(
+            runner, self.device, self.parameters, (), self.results, None, context, graph_ops=self.graph_ops
+        )
+
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """Release the handle with the last reference to the computation; not while the interpreter ends."""
         if not is_finalizing():

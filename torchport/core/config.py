@@ -102,12 +102,12 @@ def _choice(*allowed: str) -> Callable[[object], str]:
 
 
 def _auto_or_number(raw: object) -> str | float:
+    if raw == "auto":
+        return "auto"
     try:
         value = -1.0 if isinstance(raw, bool) else float(raw)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         value = -1.0
-    if raw == "auto":
-        return "auto"
     if not 0.0 <= value < float("inf"):
         raise ValueError("auto, or a number that is not negative")
     return value

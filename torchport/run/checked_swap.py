@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import fx
 
-from ..backend.execution import Computation, execute
+from ..backend.execution import execute
 from ..backend.interface import Backend, BackendData, ExecutionContext, Processed
 from ..core import metrics
 from ..core.config import config
@@ -126,10 +126,7 @@ def make_checked(
     known = interpreted.computation
     assert known is not None
     checker = _Checker(runtime, node, tuple(leaf_specs), interpreted, compiled)
-    context = ExecutionContext(known.device, known.results)
-    computation = Computation(
-        checker, known.device, known.parameters, (), known.results, None, context, graph_ops=known.graph_ops
-    )
+    computation = known.run_by(checker)
     plan = CheckedPlan(
         computation, interpreted.leaves, (), interpreted.doubles, interpreted.random_keys, interpreted.value_ids,
         interpreted.specs, interpreted=interpreted, compiled=compiled, left=config.verify_swap,

@@ -37,7 +37,7 @@ from .sizes import FREE, Family, family_of, skeleton_of
 from .tier_record import TierRecord
 from .trial import TrialPlan, is_worth_trying, make_trial
 from .whole import watch_pieces
-from .worth import costs, may_be_kept, price
+from .worth import costs, is_worth_a_look, may_be_kept, price
 
 if TYPE_CHECKING:
     from ..backend.interface import Backend
@@ -123,16 +123,16 @@ def next_plan(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
     if plan.record is not None:
         plan.record.expected = expected
     least = price()
-    is_worth_a_look = plan.seconds >= worth.WORTH_A_PROCESS * expected
-    if plan.seconds >= least * expected or is_worth_a_look or Family.any_shared:
+    looks = is_worth_a_look(plan.seconds, expected)
+    if plan.seconds >= least * expected or looks or Family.any_shared:
         expected *= _family(plan, progress).factor(plan.sizes)
-    if not plan.here and plan.seconds >= min(least, worth.WORTH_WAITING) * expected:
-        plan.here = _compiles_here(progress)
+    if not plan.here and worth.WORTH_WAITING * expected <= plan.seconds < least * expected:
+        plan.here = _compiles_here(progress)  # that price is the lower one
     if not plan.here and plan.seconds >= least * expected:
         _request(plan, progress)
     elif not plan.here and not plan.asked and not service.off:
         is_shared = plan.family is not None and plan.family.shared
-        if is_shared or (is_worth_a_look and may_be_kept(backend)):
+        if is_shared or (looks and may_be_kept(backend)):
             plan.asked = True
             _request(plan, progress, known=True)
     if plan.here and plan.seconds >= worth.WORTH_WAITING * expected:

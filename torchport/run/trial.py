@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from torch import fx
 
 from ..backend.compiler import computations
-from ..backend.execution import Computation, execute
+from ..backend.execution import execute
 from ..backend.interface import Backend, BackendData, ExecutionContext, Processed
 from ..backend.pieced import PiecedProgram
 from ..core import metrics, threads
@@ -99,10 +99,7 @@ def make_trial(runtime: DeviceRuntime, interpreted: InterpretedPlan, compiled: E
     known = interpreted.computation
     assert known is not None
     trial = _Trial(runtime, interpreted, compiled)
-    context = ExecutionContext(known.device, known.results)
-    computation = Computation(
-        trial, known.device, known.parameters, (), known.results, None, context, graph_ops=known.graph_ops
-    )
+    computation = known.run_by(trial)
     plan = TrialPlan(
         computation, interpreted.leaves, (), interpreted.doubles, interpreted.random_keys, interpreted.value_ids,
         interpreted.specs, interpreted=interpreted, compiled=compiled, trial=trial,
@@ -153,7 +150,8 @@ class _Trial(Backend):
         which = int(self._begun[1] <= self._begun[0] and computation is not None)
         if not which:
             metrics.count("InterpretedRun")
-        is_fair = not threads.most.value  # a compiler that runs beside them takes a core from one more than the other
+        # A compiler that runs beside them takes a core from one more than from the other: nothing counts until it ends.
+        is_fair = not threads.most.value
         self._begun[which] += is_fair
         given: Sequence[Any] = args
         if which:

@@ -26,6 +26,7 @@ __all__ = [
     "CompileCosts",
     "costs",
     "costs_enough",
+    "is_worth_a_look",
     "is_worth_recording",
     "may_be_kept",
     "price",
@@ -37,12 +38,16 @@ WORTH_WAITING: Final = 1.0
 never spends more than twice what it would have spent had it known how often the computation comes back (ski rental)."""
 
 WORTH_A_PROCESS: Final = 0.1
-"""The same where another process compiles, at low priority and on a core of its own, or looks for it on disk."""
+"""The same where another process compiles, at low priority and on a core of its own."""
 
 WORTH_LOST_TIME: Final = 3.0
 """The same, for each part of the program's speed that it goes without while another process compiles. At 1 (ski rental)
 a program of two threads on two cores takes up to half as long again if it ends when the compiler does, at 3 a quarter;
 and at 3 one that goes on for ten times as long as compiling takes is still quicker than if nothing were compiled."""
+
+LOOKING: Final = 0.5
+"""Seconds that interpreting has to have cost at most before the other process looks on disk: that takes a few seconds
+of it, whatever compiling would take."""
 
 RECORDING: Final = 150e-6
 """Seconds per operator that recording a path takes, and making runnable what was compiled of it: the program's own."""
@@ -122,6 +127,11 @@ def price() -> float:
     return max(WORTH_A_PROCESS, WORTH_LOST_TIME * lost)
 
 
+def is_worth_a_look(seconds: float, expected: float) -> bool:
+    """Whether what has cost so many seconds is to be looked for on disk, where compiling may take ``expected``."""
+    return seconds >= min(WORTH_A_PROCESS * expected, LOOKING)
+
+
 def may_be_kept(backend: Backend) -> bool:
     """Whether there is anything on disk that an earlier program may have left of the backend's."""
     folder = None if backend.capabilities.skips_cache else disk_cache()
@@ -168,7 +178,5 @@ def costs_enough(backend: Backend, seconds: float, ops: int) -> bool:
     expected = costs.expected(backend, ops)
     if not expected:
         return True
-    spent, least = seconds - RECORDING * ops, price()
-    if spent >= least * expected:
-        return True
-    return spent >= WORTH_A_PROCESS * expected and may_be_kept(backend)
+    spent = seconds - RECORDING * ops
+    return spent >= price() * expected or (is_worth_a_look(spent, expected) and may_be_kept(backend))

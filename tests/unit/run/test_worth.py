@@ -90,13 +90,16 @@ def test_the_price_is_what_the_program_loses(
 
 def test_what_may_be_on_disk_is_looked_for_early() -> None:
     torch.set_num_threads(2)
-    seconds = 0.2 * worth.costs.expected(engine, 100)
+    expected = worth.costs.expected(engine, 100)
+    seconds = 0.2 * expected
     assert not costs_enough(engine, 0.0, 100)
     assert not costs_enough(engine, seconds, 100)
     assert costs_enough(engine, 20 * seconds, 100)
     with config.override(cache_dir=str(_with_an_entry(Path(config.cache_dir).parent / "kept"))):
         assert costs_enough(engine, seconds, 100)
         assert not costs_enough(engine, 0.0, 100)
+        # To look takes no longer where compiling takes long.
+        assert costs_enough(engine, worth.LOOKING + worth.RECORDING * 10_000, 10_000)
 
 
 def test_what_is_never_kept_is_not_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

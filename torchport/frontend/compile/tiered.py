@@ -278,11 +278,7 @@ class _Check(Backend):
         self.left = config.verify_swap
         self.largest = 0.0
         self.wrong = ""
-        known = interpreted
-        context = ExecutionContext(known.device, known.results)
-        self.computation = Computation(
-            self, known.device, known.parameters, (), known.results, None, context, graph_ops=known.graph_ops
-        )
+        self.computation = interpreted.run_by(self)
 
     def preprocess(self, graph: fx.GraphModule, specs: CompileSpecs) -> Processed:
         raise NotImplementedError("both computations are there already")
