@@ -71,6 +71,8 @@ class Computation:
     """Whether the handle was given back."""
     shared: Computation | None = None
     """The computation of another device whose handle this one has."""
+    overlap: Any = None
+    """What is known of running it beside the program (``run.overlap_trial``)."""
     resized: Computation | None = None
     """The computation for several sizes whose code this one runs for some; it is not given back before this one."""
     segments: tuple[Computation, ...] = ()

@@ -117,8 +117,11 @@ class SupportsOverlap(Protocol):
     :attr:`torchport.config.execution` overrides it. Without it overlap always pays.
     """
 
-    def should_overlap(self) -> bool:
-        """Whether it pays now to compute while the program goes on."""
+    def should_overlap(self) -> bool | None:
+        """Whether it pays now to compute while the program goes on; ``None`` where only measuring tells.
+
+        Then each computation that the backend can start runs both ways a few times, and the quicker way is kept.
+        """
         ...
 
 

@@ -192,7 +192,7 @@ guard: Final = NativeLibrary(_FOLDER / "guard.cpp", ("c10",))
 
 flush: Final = NativeLibrary(_FOLDER / "flush.cpp", ("torch_python", "torch_cpu", "c10"))
 """Loops over handles at a flush, and over gradients: ``torchport_alive``, ``_sweep``, ``_pending``, ``_forget``,
-``_unshared`` and ``_own_gradients``. ``_flush_start`` must be called first."""
+``_unshared``, ``_own_gradients``, ``_make_each`` and ``_give``. ``_flush_start`` must be called first."""
 
 follow: Final = NativeLibrary(_FOLDER / "follow.cpp", ("torch_python", "torch_cpu", "torch", "c10"))
 """Kernels along known paths: ``torchport_follow``, ``_follow_same_value``, ``_follow_copy`` and ``_follow_out``.

@@ -234,6 +234,89 @@ extern "C" PyObject* torchport_unshared(PyObject* given, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
+namespace {
+
+// A Python sequence's items, for as long as this is there. Raises ``ValueError`` if it has another length.
+class Items {
+ public:
+  Items(PyObject* sequence, Py_ssize_t expected) : held_(PySequence_Fast(sequence, "a sequence is needed")) {
+    if (!held_) {
+      throw python_error();
+    }
+    TORCH_CHECK_VALUE(expected < 0 || size() == expected, "the sequences are not equally long");
+  }
+  Py_ssize_t size() const { return PySequence_Fast_GET_SIZE(held_.get()); }
+  PyObject* operator[](Py_ssize_t at) const { return PySequence_Fast_GET_ITEM(held_.get(), at); }
+
+ private:
+  THPObjectPtr held_;
+};
+
+// The slots of a class that a dict names, and the dict's values, which it holds.
+std::vector<std::pair<Slot, PyObject*>> slots_of(PyObject* type, PyObject* named) {
+  std::vector<std::pair<Slot, PyObject*>> found;
+  PyObject *name, *value;
+  for (Py_ssize_t at = 0; PyDict_Next(named, &at, &name, &value);) {
+    Slot slot;
+    const char* text = PyUnicode_AsUTF8(name);
+    if (text == nullptr || !find_slot(type, text, slot)) {
+      throw python_error();
+    }
+    found.emplace_back(slot, value);
+  }
+  return found;
+}
+
+} // namespace
+
+// Objects of a class without calling it: one dict has the slots that are the same in all, the other the others.
+// Twin of ``run.future.make_each``.
+extern "C" PyObject* torchport_make_each(PyObject* of, PyObject* shared, PyObject* each) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(PyType_Check(of) && PyDict_CheckExact(shared) && PyDict_CheckExact(each), "a class and two dicts");
+  const std::vector<std::pair<Slot, PyObject*>> same = slots_of(of, shared);
+  std::vector<std::pair<Slot, Items>> other;
+  for (const auto& [slot, sequence] : slots_of(of, each)) {
+    other.emplace_back(slot, Items(sequence, other.empty() ? -1 : other.front().second.size()));
+  }
+  PyTypeObject* type = reinterpret_cast<PyTypeObject*>(of);
+  const Py_ssize_t count = other.empty() ? 0 : other.front().second.size();
+  THPObjectPtr made(PyList_New(count));
+  for (Py_ssize_t at = 0; made && at < count; ++at) {
+    PyObject* one = type->tp_alloc(type, 0);
+    if (one == nullptr) {
+      return nullptr;
+    }
+    for (const auto& [slot, value] : same) {
+      slot.of(one) = Py_NewRef(value);
+    }
+    for (const auto& [slot, values] : other) {
+      slot.of(one) = Py_NewRef(values[at]);
+    }
+    PyList_SET_ITEM(made.get(), at, one);
+  }
+  return made.release();
+  END_HANDLE_TH_ERRORS
+}
+
+// Give the handles of each group a value and its spec.
+// Twin of ``trace.pool.give``.
+extern "C" PyObject* torchport_give(PyObject* owners, PyObject* values, PyObject* specs) {
+  HANDLE_TH_ERRORS
+  const Items groups(owners, -1), each(values, groups.size()), told(specs, groups.size());
+  for (Py_ssize_t at = 0; at < groups.size(); ++at) {
+    const Items handles(groups[at], -1);
+    for (Py_ssize_t one = 0; one < handles.size(); ++one) {
+      if (PyObject_SetAttr(handles[one], py_.n_value, each[at]) != 0 ||
+          PyObject_SetAttr(handles[one], py_.n_spec, told[at]) != 0) {
+        return nullptr;
+      }
+    }
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
 // Whether the program has asked for a storage's address (``frontend.device.memory``), which must not change then.
 static bool has_address(const c10::Storage& storage) {
   if (storage.use_count() == 1) {

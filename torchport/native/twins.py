@@ -10,7 +10,7 @@ all pairs.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -30,6 +30,8 @@ class Twins:
     unshared: Callable[[Sequence[Any], Sequence[Any]], frozenset[int]]
     own_gradients: Callable[[Iterable[Any]], None]
     draw: Callable[[Any, int, int], None]
+    make_each: Callable[[type[Any], Mapping[str, Any], Mapping[str, Sequence[Any]]], list[Any]]
+    give: Callable[[Iterable[Iterable[Any]], Sequence[Any], Sequence[Any]], None]
 
     def __init__(self) -> None:
         self.in_python: dict[str, Callable[..., Any]] = {}

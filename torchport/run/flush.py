@@ -24,6 +24,7 @@ from ..core.errors import CompileError, TorchportError
 from ..core.fallback import note_fallback
 from ..core.frames import user_line
 from ..core.specs import TensorSpec
+from ..native.twins import twins
 from ..trace.decide import not_taken
 from ..trace.finalizers import may_collect, refuse_computing, without_collecting
 from ..trace.handle import LazyTensor, shown_as
@@ -286,9 +287,7 @@ def _start(job: Job, owners: Sequence[Sequence[LazyTensor]], kind: str) -> Torch
         job.complete(plan.select(job.wanted, results))
         return None
     specs = plan.select(job.wanted, plan.specs)
-    for group, result, spec in zip(owners, plan.select(job.wanted, results), specs, strict=True):
-        for handle in group:
-            handle.value, handle.spec = result, spec
+    twins.give(owners, plan.select(job.wanted, results), specs)
     return None
 
 

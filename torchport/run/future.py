@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
 
 from ..backend.interface import BackendData
 from ..core.errors import TorchportError
 from ..core.specs import TensorSpec
+from ..native.twins import twins
 from ..trace.handle import LazyTensor
 
 if TYPE_CHECKING:
@@ -45,6 +47,23 @@ def note_seen(error: TorchportError) -> None:
             unseen.errors = [other for other in unseen.errors if other is not error]
 
 
+@twins.python
+def make_each(of: type[Any], shared: Mapping[str, Any], each: Mapping[str, Sequence[Any]]) -> list[Any]:
+    """Objects of a class without calling it: ``shared`` has the slots that are the same in all, ``each`` the others.
+
+    A training step makes hundreds of futures. Raises ``ValueError`` if the sequences are not equally long.
+    """
+    made: list[Any] = []
+    for values in zip(*each.values(), strict=True):
+        one = of.__new__(of)
+        for name, value in shared.items():
+            setattr(one, name, value)
+        for name, value in zip(each, values, strict=True):
+            setattr(one, name, value)
+        made.append(one)
+    return made
+
+
 class Future(BackendData):
     """A value in flight, which a job will bring: a placeholder of no backend's making.
 
@@ -53,15 +72,22 @@ class Future(BackendData):
 
     __slots__ = ("data", "error", "job")
 
+    job: Job | None
+    data: BackendData | None
+    error: TorchportError | None
+
     def __init__(self, job: Job, spec: TensorSpec) -> None:
-        # As BackendData's: a training step makes hundreds.
-        self.info = runtime = job.runtime
-        self.device = runtime.device
-        self.spec = spec
-        self.exported = False
-        self.job: Job | None = job
-        self.data: BackendData | None = None
-        self.error: TorchportError | None = None
+        super().__init__(job.runtime.device, spec)
+        self.info = job.runtime
+        self.job, self.data, self.error = job, None, None
+
+    @classmethod
+    def of_each(cls, job: Job, specs: Sequence[TensorSpec]) -> list[Future]:
+        """The futures of all values that a job will bring."""
+        runtime = job.runtime
+        shared: dict[str, Any] = {"info": runtime, "device": runtime.device, "exported": False}
+        shared |= {"job": job, "data": None, "error": None}
+        return twins.make_each(cls, shared, {"spec": specs})
 
     @property
     def has_value(self) -> bool:

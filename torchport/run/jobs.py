@@ -240,11 +240,9 @@ class Job:
     # -- futures ---------------------------------------------------------------------------------------------
     def make_futures(self, owners: Iterable[Sequence[LazyTensor]], specs: Iterable[TensorSpec]) -> None:
         """Give handles values that this job will bring: ``owners`` has, in the order of ``wanted``, those of each."""
-        for handles, spec in zip(owners, specs, strict=True):
-            future = Future(self, spec)
-            self.futures.append(future)
-            for handle in handles:
-                handle.value, handle.spec = future, spec
+        groups, each = list(owners), list(specs)
+        self.futures = Future.of_each(self, each)
+        twins.give(groups, self.futures, each)
 
     def deliver(self, outcomes: Sequence[BackendData | TorchportError]) -> None:
         """Settle every future, in the order of ``wanted``; the job lets go of what it held."""

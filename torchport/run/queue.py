@@ -28,6 +28,7 @@ from ..core.profiling import is_profiled
 from ..trace.trace import lock
 from .future import UnseenErrors
 from .jobs import Job, JobState, here, on_device_thread
+from .overlap_trial import runs_beside
 
 __all__ = ["DeviceQueue", "Where", "queue_of", "queues"]
 
@@ -119,9 +120,12 @@ class DeviceQueue:
             return True
         if self._thread_is_busy():
             return False
-        if self.collect_ended():
+        is_busy, pays = self.collect_ended(), self._should_overlap()
+        if pays is None:
+            return not wanted_now and computation.seconds > LITTLE and runs_beside(computation)
+        if is_busy:
             return not (wanted_now and self._is_short(job) and self._can_overlap(job))
-        return not wanted_now and computation.seconds > LITTLE and self._should_overlap()
+        return not wanted_now and computation.seconds > LITTLE and pays
 
     def _here_or_thread(self, job: Job, wanted_now: bool) -> Where:
         """Settle whether a job runs at once on the calling thread, overlapped or not, or on the device's."""
@@ -139,7 +143,7 @@ class DeviceQueue:
             return Where.OVERLAPPED if wanted_now and short and self._can_overlap(job) else Where.THREAD
         return Where.THREAD if not (wanted_now or short) and self._should_overlap() else Where.HERE
 
-    def _should_overlap(self) -> bool:
+    def _should_overlap(self) -> bool | None:
         return self._overlap is None or self._overlap.should_overlap()
 
     @staticmethod

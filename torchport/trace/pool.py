@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import torch
 
 from ..core.references import holders
+from ..core.specs import TensorSpec
 from ..native.twins import twins
 from .handle import LazyTensor
 from .trie import NONE, Node
 
-__all__ = ["alive", "fill_pool", "forget", "new_handle", "pending", "release", "sweep"]
+__all__ = ["alive", "fill_pool", "forget", "give", "new_handle", "pending", "release", "sweep"]
 
 _PYTHON: Final = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
 
@@ -131,6 +132,14 @@ def forget(handles: Iterable[LazyTensor]) -> None:
         if handle.home is not None:
             fill_pool(*handle.home)
         handle.value_id = NONE
+
+
+@twins.python
+def give(owners: Iterable[Iterable[LazyTensor]], values: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
+    """Give the handles of each group in ``owners`` a value and its spec. Raises ``ValueError`` for other lengths."""
+    for handles, value, spec in zip(owners, values, specs, strict=True):
+        for handle in handles:
+            handle.value, handle.spec = value, spec
 
 
 def _count_of_ready(node: Node) -> int:

@@ -354,3 +354,45 @@ def test_computations_that_use_every_core_are_not_started(
     with torchport.config.override(execution="auto"), counted() as counts:
         assert step().tolist() == [2.0] * 3
     assert counts["AsyncExecute"] == (1 if cores == 64 else 0)
+
+
+def _two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchport.run import overlap_trial
+    from torchport.run import queue as worker
+
+    monkeypatch.setattr(worker, "LITTLE", 0.0)
+    monkeypatch.setattr(overlap_trial, "LEAST", 0.0)
+    monkeypatch.setattr(overlap_trial, "SHARE", -1.0)  # however short it is
+    monkeypatch.setattr(machine, "_cores", lambda: 2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+
+
+def test_where_it_takes_a_core_from_the_program_both_ways_are_tried(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _two_cores(monkeypatch)
+    x, host, kept = torch.ones(300).to(device), torch.ones(300), []
+    with torchport.config.override(execution="auto"), counted() as counts:
+        for _ in range(40):
+            x, host = (x * 1.5 + 1).fmod(7), (host * 1.5 + 1).fmod(7)
+            kept.append((x, host))
+            torchport.sync(wait=False)
+    assert 3 <= counts["AsyncExecute"] <= 34
+    for given, expected in kept:
+        assert given.tolist() == expected.tolist()
+
+
+def test_the_order_of_sums_does_not_depend_on_the_clock_in_deterministic_mode(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _two_cores(monkeypatch)
+    x = torch.ones(300).to(device)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with torchport.config.override(execution="auto"), counted() as counts:
+            for _ in range(40):
+                x = x / 2 + 1
+                torchport.sync(wait=False)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert counts["AsyncExecute"] == 0

@@ -33,6 +33,26 @@ def test_gradients_of_a_small_network(device: torch.device) -> None:
     agree(use, device, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["silu", "mish"])
+def test_gradients_that_the_cpu_has_one_kernel_for_round_once(device: torch.device, name: str) -> None:
+    """PyTorch has these in parts as well, which round half-precision values in between."""
+    fn = getattr(nn.functional, name)
+    grads = []
+    for place in ("cpu", device):
+        x = ((ramp(64, device="cpu") - 32) / 8).bfloat16().to(place).requires_grad_()
+        fn(x).sum().backward()
+        assert x.grad is not None
+        grads.append(x.grad.float().cpu())
+    torch.testing.assert_close(grads[1], grads[0], rtol=2**-8, atol=0)
+    twice = ramp(8, device=device).double().requires_grad_()
+    assert torch.autograd.gradgradcheck(fn, twice)
+    whole = getattr(torch.ops.aten, f"{name}_backward")
+    with torch.inference_mode():
+        assert whole(twice.detach(), twice.detach()).shape == (8,)
+    with pytest.raises(RuntimeError, match="not implemented"):
+        whole(twice, twice).sum().backward()
+
+
 def test_clip_grad_norm_and_value(device: torch.device) -> None:
     def use(d: torch.device) -> Any:
         norms = []

@@ -30,6 +30,7 @@ from torchport.native.twins import table, table_text, twins
 from torchport.run.future import Future
 from torchport.trace.handle import LazyTensor
 from torchport.trace.threads import threads
+from torchport.trace.wrapping import unwrap
 
 
 @pytest.fixture(params=["python", pytest.param("native", marks=compiles)])
@@ -76,6 +77,43 @@ def test_lists_are_written_as_on_the_cpu(form: str, name: str, index: int) -> No
         lists.append([value.tolist() for value in (*tensors, *views)])
         assert tensors[0]._version > 0
     assert lists[0] == lists[1]
+
+
+def test_many_objects_are_made_at_once(form: str) -> None:
+    class Base:
+        __slots__ = ("__weakref__", "a")
+
+    class Made(Base):
+        __slots__ = ("b", "c")
+
+        def __init__(self) -> None:
+            raise AssertionError("it is not called")
+
+    shared, each = object(), [object(), object()]
+    made = twins.make_each(Made, {"a": shared}, {"b": each, "c": (1, 2)})
+    assert [(type(one), one.a, one.b, one.c) for one in made] == [(Made, shared, each[0], 1), (Made, shared, each[1], 2)]
+    before = sys.getrefcount(shared)
+    assert gc.is_tracked(made[0])
+    del made
+    assert sys.getrefcount(shared) == before - 2
+    assert twins.make_each(Made, {"a": shared}, {"b": []}) == []
+    with pytest.raises(ValueError, match=r"equally long|shorter|longer"):
+        twins.make_each(Made, {}, {"b": [1, 2], "c": [1]})
+    with pytest.raises(AttributeError):
+        twins.make_each(Made, {}, {"d": [1]})
+
+
+def test_values_are_given_to_all_who_want_them(form: str) -> None:
+    spec = TensorSpec((2,), torch.float32, (1,))
+    handles = [unwrap(torch.ones(2, device="port")) for _ in range(3)]
+    first, second = object(), object()
+    twins.give([handles[:2], (handles[2],)], [first, second], (spec, spec))
+    assert [handle.value for handle in handles] == [first, first, second]
+    assert all(handle.spec is spec for handle in handles)
+    with pytest.raises(ValueError, match=r"equally long|shorter|longer"):
+        twins.give([handles], [first, second], [spec])
+    for handle in handles:
+        handle.value = None
 
 
 def test_what_autograd_saved_may_not_be_written(form: str) -> None:

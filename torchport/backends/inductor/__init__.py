@@ -315,8 +315,8 @@ class InductorBackend(Backend):
     def chained(self, chain: Chain) -> ChainRun | None:
         return linked(chain)
 
-    def should_overlap(self) -> bool:
-        return machine.has_room()
+    def should_overlap(self) -> bool | None:
+        return machine.should_overlap()
 
     def start(self, handle: Library, args: Sequence[BackendData], context: ExecutionContext) -> Started | None:
         return queue.start(handle, args, context) if handle.starts else None

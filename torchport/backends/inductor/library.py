@@ -168,7 +168,7 @@ class Library:
         ``given`` are tensors and slots, those ``donated`` are nobody else's.
         """
         assert self._caller is not None
-        return self._caller.start(self._code, given, donated, self._overwritten, self._copies, torch.get_num_threads())
+        return self._caller.start(self._code, given, donated, self._overwritten, self._copies, machine.threads_beside())
 
     @property
     def link(self) -> tuple[int, tuple[int, ...]] | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 import platform
 import re
 from collections.abc import Mapping
@@ -13,9 +12,18 @@ from typing import Any, Final
 
 import torch
 
+from torchport.core.threads import cores, most
 from torchport.core.torch_library import cpu_library
 
-__all__ = ["avx512_without_mkl", "has_room", "has_sleef", "here", "keep_freed_memory", "misfit"]
+__all__ = [
+    "avx512_without_mkl",
+    "has_sleef",
+    "here",
+    "keep_freed_memory",
+    "misfit",
+    "should_overlap",
+    "threads_beside",
+]
 
 _INSTRUCTIONS = re.compile(
     r"^(3dnow|abm|adx|aes|amx|asimd|avx|bf16|bmi|cldemote|clflushopt|clwb|f16c|fma|gfni|i8mm|lzcnt|movbe|movdir|pclmul"
@@ -54,19 +62,30 @@ def has_sleef() -> bool:
     return all(hasattr(library, name) for name in ("Sleef_expf8_u10", "Sleef_expf16_u10"))
 
 
-@functools.cache
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+_cores = functools.cache(cores)
 
 
-def has_room() -> bool:
-    """Whether there are cores for a second team of PyTorch's threads: one computes while the program goes on.
+def threads_beside() -> int:
+    """How many threads a computation takes while the program goes on: one less than the cores, if PyTorch has all."""
+    threads = torch.get_num_threads()
+    return threads if 2 * threads <= _cores() else max(1, min(threads, _cores() - 1))
 
-    Where computations use every core there is nothing to save, and much to lose: OpenMP's threads no longer spin when
-    there are more of them than cores. On two cores GPT-2's training step took 41 ms instead of 33, and one of a small
-    MLP, on the program's thread after the first had run elsewhere, 4.5 instead of 1.3.
+
+def should_overlap() -> bool | None:
+    """Whether it pays to compute while the program goes on; ``None`` where both ways must be tried.
+
+    It does where there are cores for a second team of PyTorch's threads. Where there are not, a second team of several
+    has much to lose: OpenMP's threads no longer spin when there are more of them than cores. On two cores GPT-2's
+    training step took 41 ms instead of 33, and one of a small MLP, on the program's thread after the first had run
+    elsewhere, 4.5 instead of 1.3. A single thread is no team, so on two cores it may have one of them, unless sums
+    must not change their order or a compiler has the other core.
     """
-    return 2 * torch.get_num_threads() <= _cores()
+    threads = torch.get_num_threads()
+    if 2 * threads <= _cores():
+        return True
+    if _cores() != 2 or most.value or torch.are_deterministic_algorithms_enabled():
+        return False
+    return None
 
 
 @functools.cache

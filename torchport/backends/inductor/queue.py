@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from torchport.backend.interface import BackendData, BackendDevice, ExecutionContext, TensorData
+from torchport.backend.interface import BackendData, ExecutionContext, TensorData
 from torchport.backend.optional import Started
 from torchport.core.errors import ExecutionError
-from torchport.core.specs import TensorSpec
+from torchport.native.twins import twins
 
 from . import caller
 from .library import Library, plain_message
@@ -27,14 +27,8 @@ class SlotData(TensorData):
 
     __slots__ = ("_made", "slot")
 
-    def __init__(self, device: BackendDevice, spec: TensorSpec, slot: Any) -> None:
-        # As TensorData's: a training step makes hundreds.
-        self.device = device
-        self.spec = spec
-        self.info = None
-        self.exported = False
-        self.slot = slot
-        self._made: torch.Tensor | None = None
+    slot: Any
+    _made: torch.Tensor | None
 
     @property
     def tensor(self) -> torch.Tensor | None:  # type: ignore[override]
@@ -76,7 +70,8 @@ def start(handle: Library, args: Sequence[BackendData], context: ExecutionContex
     for _, data in donated:
         data.tensor = None  # type: ignore[attr-defined]
     device = context.device
-    results = [SlotData(device, spec, slot) for spec, slot in zip(handle.outputs, slots, strict=True)]
+    shared = {"device": device, "info": None, "exported": False, "_made": None}
+    results = twins.make_each(SlotData, shared, {"spec": handle.outputs, "slot": slots})
 
     def wait() -> float:
         said = running.wait()

@@ -8,7 +8,7 @@ device. The views and writes in its body would then apply to handles, which shar
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -18,10 +18,14 @@ from .opaque import opaque
 from .registered import aten_operator, names_with_kernel
 from .routes import call_autograd_kernel
 
-__all__ = ["install"]
+__all__ = ["KEPT_WHOLE", "install"]
 
 _IMPLICIT = torch._C.DispatchKey.CompositeImplicitAutograd
 _EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
+
+KEPT_WHOLE: Final = frozenset({"aten::silu_backward", "aten::mish_backward"})
+"""Composites that the device is given as they are: PyTorch's CPU has kernels of its own for them. Autograd calls them
+with autograd off; taken apart, each is five operators to trace, and rounds half-precision values in between."""
 
 
 def _record_stream(self: torch.Tensor, s: torch.Stream) -> None:
@@ -30,7 +34,7 @@ def _record_stream(self: torch.Tensor, s: torch.Stream) -> None:
 
 def install(library: torch.library.Library) -> None:
     """Register every composite of ATen that has no kernel of its own at functionalization."""
-    known = names_with_kernel("Functionalize")
+    known = {*names_with_kernel("Functionalize"), *KEPT_WHOLE}
     for name in names_with_kernel("CompositeImplicitAutograd"):
         op = None if name in known else aten_operator(name)
         if op is not None and op not in COMPRESSED:

@@ -42,6 +42,7 @@ from . import (
     subclasses,
     writes,
 )
+from .composites import KEPT_WHOLE
 from .opaque import opaque
 from .registered import aten_operator, names_with_kernel
 
@@ -56,7 +57,7 @@ _OURS: Final = torch._C.DispatchKey.PrivateUse1
 
 def _operators() -> list[torch._ops.OpOverload]:
     """Every functional ATen overload that is not a composite PyTorch takes apart above the device."""
-    composites = names_with_kernel("CompositeImplicitAutograd")
+    composites = set(names_with_kernel("CompositeImplicitAutograd")) - KEPT_WHOLE
     found: list[torch._ops.OpOverload] = []
     for name in torch._C._dispatch_get_all_op_names():
         if not name.startswith("aten::") or name in composites:
