@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import subprocess
 import time
 import warnings
@@ -19,6 +20,10 @@ os.environ.setdefault("TORCHPORT_TIERS", "off")
 IN_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if IN_WORKER:
     os.environ.update(OMP_NUM_THREADS="1", TORCHINDUCTOR_COMPILE_THREADS="1")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts what it runs in the background like this; tests interrupt themselves and the processes they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 
