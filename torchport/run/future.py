@@ -55,7 +55,7 @@ def make_each(of: type[Any], shared: Mapping[str, Any], each: Mapping[str, Seque
     """
     made: list[Any] = []
     for values in zip(*each.values(), strict=True):
-        one = of.__new__(of)
+        one: Any = object.__new__(of)
         for name, value in shared.items():
             setattr(one, name, value)
         for name, value in zip(each, values, strict=True):

@@ -11,11 +11,11 @@ from torchport.run.overlap_trial import AGAIN, LATE, OverlapTrial
 class Program:
     """A loop that traces for a while and then has one computation run. ``reads``: it waits for the result each time."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, traces: float, alone: float, beside: float, reads: bool) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, traces: float, alone: float, beside: float, reads: bool) -> None:
         self.traces, self.alone, self.own_beside, self.reads = traces, alone, beside, reads
         self.trial = OverlapTrial()
         self.now = self.device_free = 100.0
-        monkeypatch.setattr(overlap_trial, "perf_counter", lambda: self.now)
+        patch.setattr(overlap_trial, "perf_counter", lambda: self.now)
 
     def run(self, count: int) -> list[bool]:
         """Which of so many runs went beside the program."""
