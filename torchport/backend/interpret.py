@@ -8,7 +8,6 @@ same order of operations. On ``reference`` the results are equal bit for bit to 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -72,7 +71,7 @@ _builder: Final = ValueBuilder()
 
 
 def _exact() -> dict[Any, str]:
-    """Operators on lists that give each element what the operator that they stand for gives; in their lowering, too.
+    """Operators, most of them on lists, that give each element what their lowering gives, with numbers as inputs.
 
     ``"scalar"``: whatever number they are given; ``"wide"``: the same, where every tensor is of float32 or float64;
     ``"list"``: unless they are given a float.
@@ -81,10 +80,13 @@ def _exact() -> dict[Any, str]:
     for name in ("add", "sub", "mul", "div"):
         packet = getattr(aten, f"_foreach_{name}")
         found.update({getattr(packet, kind): "scalar" for kind in ("Scalar", "ScalarList")})
-        found[packet.List] = "list"
+        found[packet.List] = "wide" if name in ("add", "sub") else "list"
     for name in ("sqrt", "neg", "reciprocal", "abs", "exp", "sign"):
         found[getattr(aten, f"_foreach_{name}").default] = "scalar"
-    for op in (aten._foreach_addcdiv.Scalar, aten._foreach_addcdiv.ScalarList, aten._foreach_lerp.Scalar):
+    for name in ("addcmul", "addcdiv"):
+        packet = getattr(aten, f"_foreach_{name}")
+        found.update({packet.Scalar: "wide", packet.ScalarList: "wide", getattr(aten, name).default: "wide"})
+    for op in (aten._foreach_lerp.Scalar, aten.lerp.Scalar, aten.add.Tensor, aten.sub.Tensor):
         found[op] = "wide"
     return found
 
@@ -161,8 +163,6 @@ def interpret(
         specs = specs or _specs_of_random(how.op, args, {**how.no_generator, **kwargs})
         kept = {name: value for name, value in kwargs.items() if name not in _NOT_FOR_FORMULAS}
         return RANDOM[how.op](_builder, torch.tensor(random_key), specs[0], *args, **kept)
-    if how.op in _PRODUCTS and (sums := _sums_of_products(*args, **kwargs)) is not None:
-        return sums
     if how.varying:
         args, kwargs = _with_numbers_as_tensors(how.op, args, kwargs)
     elif specs is None and how.op is aten._efficientzerotensor.default:
@@ -180,37 +180,6 @@ def interpret(
     return _builder.lower(how.op, specs or (), args, kwargs)
 
 
-_PRODUCTS: Final = frozenset({aten._foreach_addcmul.Scalar, aten._foreach_addcmul.ScalarList})
-
-
-def _sums_of_products(
-    addends: Sequence[torch.Tensor],
-    ones: Sequence[torch.Tensor],
-    others: Sequence[torch.Tensor],
-    value: float | Sequence[float] = 1,
-    scalars: Sequence[float] | None = None,
-) -> list[torch.Tensor] | None:
-    """What the lowering of ``_foreach_addcmul`` gives, with one new tensor for each element and not three.
-
-    The CPU's own rounds once less. ``None`` where the lowering also casts or broadcasts, refuses, or leaves it to the
-    CPU's, as it does with numbers that are no finite floats.
-    """
-    given = value if scalars is None else scalars
-    factors: Sequence[float] = given if isinstance(given, (list, tuple)) else [given] * len(addends)  # type: ignore[list-item]
-    if not len(addends) == len(ones) == len(others) == len(factors):
-        return None
-    if any(factor.__class__ is not float or factor - factor != 0.0 for factor in factors):
-        return None
-    for x, y, z in zip(addends, ones, others, strict=True):
-        if x.dtype not in _FLOATS or not (x.dtype == y.dtype == z.dtype and x.shape == y.shape == z.shape):
-            return None
-        if not x.stride() == y.stride() == z.stride():
-            return None
-    return [
-        torch.mul(y, factor).mul_(z).add_(x) for x, y, z, factor in zip(addends, ones, others, factors, strict=True)
-    ]
-
-
 _NOT_FOR_FORMULAS: Final = frozenset({"device", "layout", "pin_memory", "generator"})
 
 
@@ -224,9 +193,18 @@ def _has_float(how: How, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool
 
 
 def _is_wide(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether every tensor of a call of an operator on lists is of float32 or float64."""
-    lists = (value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple)))
-    return all(one.dtype in _FLOATS for one in itertools.chain(*lists) if isinstance(one, torch.Tensor))
+    """Whether every tensor of a call is of float32 or float64, and none, but in lists, is without dimensions.
+
+    The CPU computes with such a one as with a number, and rounds otherwise.
+    """
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            if value.dtype not in _FLOATS or not value.dim():
+                return False
+        elif isinstance(value, (list, tuple)):
+            if not all(one.dtype in _FLOATS for one in value if isinstance(one, torch.Tensor)):
+                return False
+    return True
 
 
 def _with_numbers_as_tensors(

@@ -169,6 +169,7 @@ def _scaled(b: Builder, factor: Any, x: fx.Node) -> fx.Node:
 
 
 _HALVES: Final = {torch.float16, torch.bfloat16}
+_WIDE: Final = {torch.float32, torch.float64}
 
 
 def _rounded_once(fn: Callable[..., fx.Node]) -> Callable[..., fx.Node]:
@@ -186,25 +187,52 @@ def _rounded_once(fn: Callable[..., fx.Node]) -> Callable[..., fx.Node]:
     return lower
 
 
+def _product_added(b: Builder, x: fx.Node, y: fx.Node, z: fx.Node) -> fx.Node | None:
+    """``x + y * z`` rounded once, as PyTorch's kernels for ``add`` with ``alpha`` and for ``addcmul`` do it.
+
+    ``None`` where they compute in another dtype than float32 or float64.
+    """
+    found = [b.val(one) for one in (x, y, z)]
+    if not {one.dtype for one in found} <= _WIDE:
+        return None
+    deciding = [one.dtype for one in found if one.dim()] or [one.dtype for one in found]
+    common = torch.float64 if torch.float64 in deciding else torch.float32
+    return b(aten.addcmul.default, *(b.cast(one, common) for one in (x, y, z)))
+
+
+def _multiple_added(b: Builder, x: Any, y: fx.Node, alpha: Any) -> fx.Node | None:
+    """``x + alpha * y``, likewise; ``None`` where ``alpha`` is no input, too."""
+    return _product_added(b, x, y, alpha) if b.is_node(alpha) and b.is_node(x) else None
+
+
 @_rounded_once
 def _add(b: Builder, x: Any, y: Any, alpha: Any = 1) -> fx.Node:
-    return b(aten.add.Tensor, x, _scaled(b, alpha, y) if b.is_node(y) else b.times(alpha, y))
+    if not b.is_node(y):
+        return b(aten.add.Tensor, x, b.times(alpha, y))
+    made = _multiple_added(b, x, y, alpha)
+    return b(aten.add.Tensor, x, _scaled(b, alpha, y)) if made is None else made
 
 
 @_rounded_once
 def _sub(b: Builder, x: Any, y: Any, alpha: Any = 1) -> fx.Node:
-    return b(aten.sub.Tensor, x, _scaled(b, alpha, y) if b.is_node(y) else b.times(alpha, y))
+    if not b.is_node(y):
+        return b(aten.sub.Tensor, x, b.times(alpha, y))
+    made = _multiple_added(b, x, y, b(aten.neg.default, alpha) if b.is_node(alpha) else alpha)
+    return b(aten.sub.Tensor, x, _scaled(b, alpha, y)) if made is None else made
 
 
 @_rounded_once
 def _rsub(b: Builder, x: Any, y: Any, alpha: Any = 1) -> fx.Node:
-    scaled = _scaled(b, alpha, x)
-    return b(aten.sub.Tensor, y, scaled) if b.is_node(y) else b(aten.rsub.Scalar, scaled, y)
+    if b.is_node(y):
+        return _sub(b, y, x, alpha)
+    return b(aten.rsub.Scalar, _scaled(b, alpha, x), y)
 
 
 @_rounded_once
 def _addcmul(b: Builder, x: Any, y: Any, z: Any, value: Any = 1) -> fx.Node:
-    return b(aten.add.Tensor, x, b(aten.mul.Tensor, _scaled(b, value, y), z))
+    scaled = _scaled(b, value, y)
+    made = _product_added(b, x, scaled, z)
+    return b(aten.add.Tensor, x, b(aten.mul.Tensor, scaled, z)) if made is None else made
 
 
 @_rounded_once
@@ -212,6 +240,7 @@ def _addcdiv(b: Builder, x: Any, y: Any, z: Any, value: Any = 1) -> fx.Node:
     return b(aten.add.Tensor, x, b(aten.div.Tensor, _scaled(b, value, y), z))
 
 
+@_rounded_once
 def _lerp(b: Builder, x: Any, end: Any, weight: Any) -> fx.Node:
     return b(aten.lerp.Tensor, x, end, b.cast(weight, b.val(x).dtype))
 

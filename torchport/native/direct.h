@@ -242,7 +242,7 @@ struct DirectCall {
   THPObjectPtr args, kwargs; // what is noted for shape inference: specs in the places of tensors
   bool noted; // whether to note the call for shape inference; false once an argument has no such form
   int64_t elements = 0; // of the arguments
-  bool wide = true; // whether every tensor so far is of float32 or float64
+  bool wide = true; // whether every tensor so far is of float32 or float64, and none, but in lists, has no dimensions
   bool has_number = false; // a number that a graph may have as a scalar input
 
   // The CPU tensor of an argument; undefined where the call has to go to Python.
@@ -314,6 +314,7 @@ struct DirectCall {
         if (!found.defined()) {
           return false;
         }
+        wide = wide && found.dim() != 0; // the CPU computes with such a one as with a number, and rounds otherwise
         stack.push_back(std::move(found));
         break;
       }
