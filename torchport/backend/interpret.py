@@ -201,9 +201,10 @@ def _is_wide(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         if isinstance(value, torch.Tensor):
             if value.dtype not in _FLOATS or not value.dim():
                 return False
-        elif isinstance(value, (list, tuple)):
-            if not all(one.dtype in _FLOATS for one in value if isinstance(one, torch.Tensor)):
-                return False
+        elif isinstance(value, (list, tuple)) and not all(
+            one.dtype in _FLOATS for one in value if isinstance(one, torch.Tensor)
+        ):
+            return False
     return True
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -157,6 +158,8 @@ def export_entries(folder: CacheFolder, path: str | os.PathLike[str]) -> int:
             member.size = len(data)
             archive.addfile(member, io.BytesIO(data))
             written += 1
+        for one in folder.paths():
+            archive.addfile(tarfile.TarInfo(f"{one.key}.path"))
     return written
 
 
@@ -170,6 +173,9 @@ def import_entries(folder: CacheFolder, path: str | os.PathLike[str]) -> tuple[i
         with tarfile.open(path) as archive:
             for member in archive:
                 key, _, kind = member.name.partition(".")
+                if kind == "path" and member.isreg() and re.fullmatch(r"[0-9a-f]{64}", key):
+                    folder.note_path(key)
+                    continue
                 content = archive.extractfile(member) if kind == "entry" and member.isreg() else None
                 if content is None:
                     raise Damaged(f"it holds {member.name!r}, which is no entry")

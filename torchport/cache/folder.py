@@ -2,8 +2,9 @@
 
 A file per entry, ``KEY.entry``. It is written beside under a private name and renamed, so it is there as a whole or not
 at all. Beside it, for as long as they are needed: ``KEY.lock``, held by who compiles it; ``KEY.loading``, held by who
-loads it, which stays behind when that kills the process; ``KEY.crashes``, which counts that. Entries are code that will
-run in this process: a folder or a file that somebody else could have written is not read.
+loads it, which stays behind when that kills the process; ``KEY.crashes``, which counts that. ``DIGEST.path`` is empty,
+and says of a program's path that what it leads to was compiled (``run/kept_paths.py``). Entries are code that will run
+in this process: a folder or a file that somebody else could have written is not read.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ from .locks import hold, release, try_lock
 
 __all__ = ["CacheFolder", "Listed", "say", "trouble_with"]
 
-_NAME: Final = re.compile(r"([0-9a-f]{64})\.(entry|lock|loading|crashes)")
+_NAME: Final = re.compile(r"([0-9a-f]{64})\.(entry|lock|loading|crashes|path)")
 _PRIVATE: Final = re.compile(r"\.([0-9a-f]{64})\.[0-9a-f]{16}\.tmp")
 _OURS: Final = re.compile(r"\.?digests\.json(\.\d+)?|evict\.lock")
 _CRASHES_AT_MOST: Final = 2
+_PATHS_AT_MOST: Final = 10_000
 _KEEP: Final = 0.9
 """Part of the size that eviction leaves, so that it does not run at each write."""
 
@@ -252,14 +254,39 @@ class CacheFolder:
             with contextlib.suppress(OSError):
                 os.unlink(self._file(key))
 
+    # -- paths -------------------------------------------------------------------------------------------------------
+    def note_path(self, digest: str) -> None:
+        """Note that what a path leads to was compiled. What cannot be noted is looked for later."""
+        if self.writable:
+            with contextlib.suppress(OSError):
+                flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+                os.close(os.open(self._file(digest, "path"), flags, 0o600))
+
+    def knows_path(self, digest: str) -> bool:
+        """Whether that was noted. What is asked for is kept the longer."""
+        file = self._file(digest, "path")
+        if not os.path.lexists(file):
+            return False
+        if self.writable:
+            with contextlib.suppress(OSError):
+                os.utime(file, follow_symlinks=False)
+        return True
+
+    def paths(self) -> list[Listed]:
+        """The digests that were noted, last used first."""
+        return self._listed("path")
+
     # -- everything --------------------------------------------------------------------------------------------------
     def list(self) -> list[Listed]:
         """Every entry, last used first."""
+        return self._listed("entry")
+
+    def _listed(self, kind: str) -> list[Listed]:
         found: list[Listed] = []
         with contextlib.suppress(OSError), os.scandir(self.path) as files:
             for file in files:
                 match = _NAME.fullmatch(file.name)
-                if match and match[2] == "entry":
+                if match and match[2] == kind:
                     with contextlib.suppress(OSError):
                         about = file.stat(follow_symlinks=False)
                         found.append(Listed(match[1], about.st_mtime, about.st_size))
@@ -312,6 +339,10 @@ class CacheFolder:
             total -= one.size
             removed += 1
         metrics.count("DiskCacheEvicted", removed)
+        oldest = entries[-1 - removed].used if removed < len(entries) else now
+        for at, path in enumerate(self.paths()):
+            if path.used < oldest or at >= _PATHS_AT_MOST:  # what it led to is likely to be gone
+                os.unlink(self._file(path.key, "path"))
         return removed
 
     def _sweep(self) -> None:

@@ -37,6 +37,7 @@ from .history import history
 from .independent_parts import parts_to_compute
 from .interpreted import InterpretedPlan
 from .jobs import Job
+from .kept_paths import note_kept
 from .plans import ExecutionPlan, make_plan
 from .queue import Where
 from .reasons import APART, explain_compile
@@ -151,12 +152,15 @@ def _compiled(
         return make_plan(runtime, path, value_ids, given, alone=trace.eager, donated=donated)
     wider = widened(runtime.backend.name, path, value_ids, given)
     try:
-        return make_plan(runtime, path, wider, given, donated=donated)
+        made = make_plan(runtime, path, wider, given, donated=donated)
     except TorchportError:
         if wider == value_ids:
             raise
-    # What nobody wants now cannot be computed: it has to be no error of what is wanted.
-    return make_plan(runtime, path, value_ids, given, donated=donated)
+        # What nobody wants now cannot be computed: it has to be no error of what is wanted.
+        made = make_plan(runtime, path, value_ids, given, donated=donated)
+    if not made.refusals:
+        note_kept(runtime.backend, path, value_ids, given)
+    return made
 
 
 def by_value_id(handles: Iterable[LazyTensor]) -> dict[int, list[LazyTensor]]:

@@ -14,6 +14,7 @@ from ..worker.paths import NotSendable
 from ..worker.request import path_request
 from ..worker.service import Ticket, service
 from .interpreted import InterpretedPlan, make_interpreted
+from .kept_paths import noting
 
 if TYPE_CHECKING:
     from ..trace.trie import Node
@@ -48,7 +49,7 @@ class Warming:
         except NotSendable:
             self.here += 1
             return None
-        self.tickets.append(service.submit(request))
+        self.tickets.append(service.submit(request, noting(None, runtime.backend, path, value_ids, list(leaf_specs))))
         return make_interpreted(runtime, path, value_ids, leaf_specs)
 
 

@@ -43,10 +43,10 @@ class InterpretedPlan(ExecutionPlan):
 
     ``since``: when it was made. ``seconds``: what its runs have cost so far, ``quickest`` the quickest of them (0
     before the second). ``ticket``: the compile service's, of what is to take its place. ``here``: no other process can
-    compile it. ``asked``: that process was asked whether it knows it. ``exact``: the engine does not load what is for
-    several sizes. ``stays``: it does not compile. ``record``: the same for people. ``family``: the computations that
-    differ from it in sizes alone, ``sizes`` its own, and names of the first of them; known once it may be worth
-    compiling.
+    compile it. ``asked``: that process was asked whether it knows it; ``looked``: it was settled whether to ask.
+    ``exact``: the engine does not load what is for several sizes. ``stays``: it does not compile. ``record``: the same
+    for people. ``family``: the computations that differ from it in sizes alone, ``sizes`` its own, and names of the
+    first of them; known once it may be worth compiling.
     """
 
     takes_tensors: ClassVar[bool] = True
@@ -55,6 +55,7 @@ class InterpretedPlan(ExecutionPlan):
     ticket: Any = None
     here: bool = False
     asked: bool = False
+    looked: bool = False
     exact: bool = False
     stays: bool = False
     since: float = field(default_factory=time.monotonic)

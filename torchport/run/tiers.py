@@ -32,12 +32,13 @@ from . import worth
 from .checked_swap import CheckedPlan, make_checked
 from .history import history
 from .interpreted import InterpretedPlan, make_interpreted
+from .kept_paths import is_kept, note_kept, noting
 from .plans import ExecutionPlan, make_plan, plan_of
 from .sizes import FREE, Family, family_of, skeleton_of
 from .tier_record import TierRecord
 from .trial import TrialPlan, is_worth_trying, make_trial
 from .whole import watch_pieces
-from .worth import costs, is_worth_a_look, may_be_kept, price
+from .worth import costs, is_worth_a_look, price
 
 if TYPE_CHECKING:
     from ..backend.interface import Backend
@@ -132,12 +133,18 @@ def next_plan(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
         _request(plan, progress)
     elif not plan.here and not plan.asked and not service.off:
         is_shared = plan.family is not None and plan.family.shared
-        if is_shared or (looks and may_be_kept(backend)):
+        if is_shared or (looks and not plan.looked and _is_kept(plan, progress)):
             plan.asked = True
             _request(plan, progress, known=True)
     if plan.here and plan.seconds >= worth.WORTH_WAITING * expected:
         return _compiled_here(plan, progress)
     return plan
+
+
+def _is_kept(plan: InterpretedPlan, progress: Progress) -> bool:
+    """Whether an earlier program has left on disk what takes an interpreted plan's place. It is asked once."""
+    plan.looked = True
+    return is_kept(progress.runtime.backend, progress.node.path(), progress.value_ids, progress.leaf_specs())
 
 
 def _family(plan: InterpretedPlan, progress: Progress) -> Family:
@@ -197,7 +204,9 @@ def _request(plan: InterpretedPlan, progress: Progress, known: bool = False) -> 
         return
     if not known:
         _note_sizes(plan, progress)
-    plan.ticket = service.submit(request, loader(runtime.backend, runtime.device, runtime.specs))
+    load = loader(runtime.backend, runtime.device, runtime.specs)
+    path, specs = node.path(), list(progress.leaf_specs())
+    plan.ticket = service.submit(request, noting(load, runtime.backend, path, progress.value_ids, specs))
     if plan.record is not None:
         plan.record.tier = "compiling"
 
@@ -248,6 +257,8 @@ def _compiled_here(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
         _give_up(plan, error)
         return plan
     assert made.computation is not None
+    if not made.refusals:
+        note_kept(runtime.backend, path, progress.value_ids, progress.leaf_specs())
     if metrics.counter("UncachedCompile") > before:
         costs.note(runtime.backend, made.computation.graph_ops, made.computation.compile_seconds)
     return _successor(plan, progress, made)

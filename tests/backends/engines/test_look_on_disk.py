@@ -36,7 +36,8 @@ def test_what_an_earlier_program_left_takes_over_long_before_it_would_be_compile
     assert told == "True True"
     assert compiled_once
     assert ran(1e9) == ("True True", compiled_once)
-    # Another graph is looked for, and not found; it is compiled when it has cost enough.
+    # For another graph no process is started, though there are entries: no program has left what it needs.
+    assert ran(1e9, "nn.Sigmoid()") == ("False False", compiled_once)
     told, compiled_twice = ran(0.5, "nn.Sigmoid()")
     assert told == "True True"
     assert len(compiled_twice.split()) > len(compiled_once.split())
