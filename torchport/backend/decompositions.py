@@ -3,7 +3,8 @@
 Each is written on tensors, as in ``torch._decomp``; shape inference runs it on fake tensors and the graph gets its ops.
 Formulas follow ``aten/src/ATen/native/cuda/RNN.cu``. ``OTHERWISE`` are operators of the CPU, for backends that do not
 have them: attention, of which PyTorch's own decomposition has no backward and another second result, products of
-three tensors, of which it has none, and batch normalisation (:mod:`.batch_norm`).
+three tensors, of which it has none, the gradient of SiLU, which it writes without ``sigmoid``, and batch normalisation
+(:mod:`.batch_norm`).
 """
 
 from __future__ import annotations
@@ -228,10 +229,18 @@ def _trilinear(
     return (parts[0] * parts[1] * parts[2]).sum(list(summed))
 
 
+def _silu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+    given, y = grad.to(wide), x.to(wide)
+    share = y.sigmoid()
+    return (given * share * (1 + y * (1 - share))).to(x.dtype)
+
+
 OTHERWISE: Final[dict[Any, Callable[..., Any]]] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
     aten._trilinear.default: _trilinear,
+    aten.silu_backward.default: _silu_backward,
     **BATCH_NORM,
     **BATCH_NORM_BACKWARD,
 }

@@ -270,7 +270,7 @@ std::vector<std::pair<Slot, PyObject*>> slots_of(PyObject* type, PyObject* named
 } // namespace
 
 // Objects of a class without calling it: one dict has the slots that are the same in all, the other the others.
-// Twin of ``run.future.make_each``.
+// Twin of ``native.twins.make_each``.
 extern "C" PyObject* torchport_make_each(PyObject* of, PyObject* shared, PyObject* each) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(PyType_Check(of) && PyDict_CheckExact(shared) && PyDict_CheckExact(each), "a class and two dicts");

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
 
@@ -45,23 +45,6 @@ def note_seen(error: TorchportError) -> None:
     for unseen in list(_every):
         if unseen.errors:
             unseen.errors = [other for other in unseen.errors if other is not error]
-
-
-@twins.python
-def make_each(of: type[Any], shared: Mapping[str, Any], each: Mapping[str, Sequence[Any]]) -> list[Any]:
-    """Objects of a class without calling it: ``shared`` has the slots that are the same in all, ``each`` the others.
-
-    A training step makes hundreds of futures. Raises ``ValueError`` if the sequences are not equally long.
-    """
-    made: list[Any] = []
-    for values in zip(*each.values(), strict=True):
-        one: Any = object.__new__(of)
-        for name, value in shared.items():
-            setattr(one, name, value)
-        for name, value in zip(each, values, strict=True):
-            setattr(one, name, value)
-        made.append(one)
-    return made
 
 
 class Future(BackendData):

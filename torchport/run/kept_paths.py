@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..backend.sizes.sized import is_sized
 from ..cache.current import disk_cache
 from ..core.specs import TensorSpec
+from ..trace.keys import beginning
 from .sizes import skeleton_of
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from ..cache.folder import CacheFolder
     from ..trace.trie import Node
 
-__all__ = ["is_kept", "note_kept", "noting"]
+__all__ = ["is_kept", "may_begin", "note_kept", "noting"]
 
 
 def _folder(backend: Backend) -> CacheFolder | None:
@@ -46,8 +47,19 @@ def note_kept(
 ) -> None:
     """Note that these values at the end of a path were compiled; ``any_size``: by what serves other sizes, too."""
     folder = _folder(backend)
-    if folder is not None and folder.writable:
+    if folder is not None and folder.writable and path:
         folder.note_path(_names(backend, path, value_ids, leaf_specs)[any_size])
+        folder.note_path(_name_of_beginning(backend, beginning(path[0].op, path[0].key)))
+
+
+def _name_of_beginning(backend: Backend, begins: str) -> str:
+    return hashlib.sha256(f"{backend.name} begins with {begins}".encode()).hexdigest()
+
+
+def may_begin(backend: Backend, begins: str) -> bool:
+    """Whether an earlier program has compiled what begins like this (:func:`~torchport.trace.keys.beginning`)."""
+    folder = _folder(backend)
+    return folder is not None and folder.knows_path(_name_of_beginning(backend, begins))
 
 
 def noting(

@@ -65,6 +65,8 @@ class OverlapTrial:
         period, self._before = now - self._before, now
         if self._left:
             return self._settled(period)
+        if self._at >= len(_PLAN):  # an interrupt came in between
+            self._begin()
         if self._at >= 0:
             beside, counts = _PLAN[self._at]
             if counts:

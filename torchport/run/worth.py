@@ -15,6 +15,7 @@ from ..cache.current import disk_cache
 from ..core.config import config
 from ..core.threads import cores
 from ..worker.service import service
+from .kept_paths import may_begin
 from .sizes import Family
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ def is_worth_recording(backend: Backend, sights: Sights) -> bool:
         return False
     if Family.any_shared and optional_of(backend).symbolic_sizes is not None:
         return sights.seconds >= RECORDING * sights.ops  # it may be another size of what is compiled
-    return costs_enough(backend, sights.seconds, sights.ops)
+    return costs_enough(backend, sights.seconds, sights.ops, sights.begins)
 
 
 def share_to_record(backend: Backend, sights: Sights) -> int:
@@ -173,10 +174,15 @@ def share_to_record(backend: Backend, sights: Sights) -> int:
     return max(LEAST_SHARE, int(SHARE * usual / RECORDING))
 
 
-def costs_enough(backend: Backend, seconds: float, ops: int) -> bool:
-    """Whether so many operators have cost so many seconds that the compiler's process is to have them."""
+def costs_enough(backend: Backend, seconds: float, ops: int, begins: str = "") -> bool:
+    """Whether so many operators have cost so many seconds that the compiler's process is to have them.
+
+    ``begins``: what the path begins with, if it is one (:func:`~torchport.trace.keys.beginning`).
+    """
     expected = costs.expected(backend, ops)
     if not expected:
         return True
     spent = seconds - RECORDING * ops
-    return spent >= price() * expected or (is_worth_a_look(spent, expected) and may_be_kept(backend))
+    if spent >= price() * expected:
+        return True
+    return is_worth_a_look(spent, expected) and (may_begin(backend, begins) if begins else may_be_kept(backend))

@@ -7,7 +7,7 @@ its spec when it is first used, a scalar input by a token, and everything else b
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,34 @@ from .trace import COPIES_UNDER_GRAD, Trace
 from .trie import FLOAT, FLOATS, FOREIGN_DEVICE, LEAF, LIMITS, WRAPPED
 from .wrapping import is_bypassed, unwrap
 
-__all__ = ["constant", "constants", "filler", "foreign", "host_scalar", "leaf", "scalar", "scalars", "sized", "tensors"]
+__all__ = [
+    "beginning",
+    "constant",
+    "constants",
+    "filler",
+    "foreign",
+    "host_scalar",
+    "leaf",
+    "parts",
+    "scalar",
+    "scalars",
+    "sized",
+    "tensors",
+]
+
+
+def beginning(op: Any, key: Any) -> str:
+    """What a path begins with, in words that are the same in any process: an operator and the specs in its key."""
+    return " ".join([str(op), *(f"{part.dtype}{part.shape}" for part in parts(key) if isinstance(part, TensorSpec))])
+
+
+def parts(key: Any) -> Iterator[Any]:
+    """The parts of a key, those in tuples, too."""
+    for part in key:
+        if part.__class__ is tuple:
+            yield from parts(part)
+        else:
+            yield part
 
 
 def leaf(trace: Trace, tensor: LazyTensor) -> Any:

@@ -18,7 +18,7 @@ from .decide import AtOnce, decide
 from .eager import EagerTrace
 from .finalizers import without_collecting
 from .handle import LazyTensor, intern_spec, make_handle, make_template, shown_spec
-from .keys import leaf
+from .keys import beginning, leaf, parts
 from .layouts import kind_of, refusal
 from .pool import fill_pool, new_handle
 from .trace import CHECKPOINT_EVERY, Trace, lock
@@ -52,7 +52,7 @@ def record(trace: Trace, kernel: Kernel, key: tuple[Any, ...], args: Sequence[An
     Raises what PyTorch's own shape inference raises for wrong arguments, and :class:`DeviceMismatch`,
     with the operator and the user's line as notes; the trace is then as if the op had not been called.
     """
-    if trace.bypassed and any(part is WRAPPED for part in _flat(key)):
+    if trace.bypassed and any(part is WRAPPED for part in parts(key)):
         trace.bypassed = False
         _Mark(trace, key, is_random(kernel.op)).undo()
         return call_above(kernel.op, args, kwargs)
@@ -68,6 +68,9 @@ def record(trace: Trace, kernel: Kernel, key: tuple[Any, ...], args: Sequence[An
         trace.recording = False  # what comes after it is another path each time
     if not trace.recording and trace.runtime.interprets:
         sights = _sights(trace.cursor, key)
+        if sights.times and not sights.begins:
+            first = trace.cursor.path()[0] if trace.cursor.parent is not None else None
+            sights.begins = beginning(kernel.op, key) if first is None else beginning(first.op, first.key)
         worth = region is None and trace.runtime.is_worth_recording(sights)
         if not worth or not sights.observed:
             sights.observed = worth  # computed at once a last time, so that nothing has to be inferred
@@ -155,14 +158,6 @@ def _record(trace: Trace, kernel: Kernel, key: tuple[Any, ...], args: Sequence[A
         trace.cursor.children[key] = node
         trace.nodes += 1
     return emit(trace, node, args, kwargs)
-
-
-def _flat(key: Any) -> Any:
-    for part in key:
-        if part.__class__ is tuple:
-            yield from _flat(part)
-        else:
-            yield part
 
 
 def _added_by(key: tuple[Any, ...]) -> tuple[int, int]:

@@ -382,6 +382,30 @@ def test_where_it_takes_a_core_from_the_program_both_ways_are_tried(
         assert given.tolist() == expected.tolist()
 
 
+def test_a_thread_that_begins_later_has_the_programs_number_of_threads(device: torch.device) -> None:
+    """The thread that computes has fewer in some runs; PyTorch's number is for the whole process."""
+    x = torch.ones(300).to(device)
+
+    def step() -> torch.Tensor:
+        value = x * 2 + 1
+        torchport.sync(wait=False)
+        return value
+
+    on_the_queue(step)
+    before, found = torch.get_num_threads(), []
+    try:
+        torch.set_num_threads(3)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(machine, "threads_beside", lambda: 1)
+            step().tolist()
+        thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+    finally:
+        torch.set_num_threads(before)
+    assert found == [3]
+
+
 def test_the_order_of_sums_does_not_depend_on_the_clock_in_deterministic_mode(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,6 +65,16 @@ class Held(torch.Tensor):
         return op(*(arg.inner if isinstance(arg, Held) else arg for arg in args), **(kwargs or {}))
 
 
+@pytest.mark.parametrize("op", [torch.ops.aten.silu_backward.default, torch.ops.aten.mish_backward.default])
+def test_operators_on_a_subclass_and_a_tensor_come_to_the_subclass(op: Any) -> None:
+    """Also of those that PyTorch would take apart into others and the device does not."""
+    x, y = torch.tensor([1.0, -2.0]), torch.tensor([0.5, 3.0])
+    expected = op(x, y).tolist()
+    x, y = x.to("port"), y.to("port")
+    for given in ((Held(x), y), (x, Held(y)), (Held(x), Held(y))):
+        assert op(*given).tolist() == pytest.approx(expected, rel=1e-6)
+
+
 def test_what_a_subclass_of_another_device_makes_here_can_be_used() -> None:
     """As ``to_empty`` makes memory for a sharded module of ``meta``."""
     made = torch.zeros_like(Held(torch.empty(2, 3, device="meta")), device="port")

@@ -72,11 +72,13 @@ def test_entries_move_to_another_folder(
 ) -> None:
     file = str(tmp_path / "cache.tar")
     (folder.path / f"{entry(1).key}.entry").write_bytes(b"no entry")
+    folder.note_path("a" * 64)
     assert _said(folder, capsys, "export", file).startswith("2 entries, ")
     other = CacheFolder(tmp_path / "other", LIMIT)
     assert _said(other, capsys, "import", file).startswith("2 new, 0 known")
     assert other.read(entry(0).key) == entry(0)
     assert other.read(entry(2).key) == entry(2)
+    assert other.knows_path("a" * 64)
     assert _said(other, capsys, "import", file).startswith("0 new, 2 known")
 
 

@@ -125,6 +125,33 @@ def test_what_was_used_least_recently_goes_first(folder: CacheFolder) -> None:
     assert folder.evict(4 * size) == 0
 
 
+def test_paths_are_noted_and_go_with_what_they_led_to(folder: CacheFolder) -> None:
+    first, second = "1" * 64, "2" * 64
+    assert not folder.knows_path(first)
+    folder.note_path(first)
+    folder.note_path(second)
+    assert folder.knows_path(first)
+    assert CacheFolder(folder.path, LIMIT, writable=False).knows_path(second)
+    assert folder.list() == []
+    assert folder.strangers() == []
+    for number, used in ((1, 1000), (2, 3000)):
+        assert folder.write(entry(number))
+        os.utime(folder.path / f"{entry(number).key}.entry", (used, used))
+    os.utime(folder.path / f"{second}.path", (2000, 2000))
+    assert folder.evict(int(1.2 * folder.list()[0].size)) == 1
+    assert [one.key for one in folder.paths()] == [first]  # the other was last used before what is left
+    assert folder.clear() == 1
+    assert not folder.knows_path(first)
+    CacheFolder(folder.path, LIMIT, writable=False).note_path(first)
+    assert not folder.knows_path(first)
+
+
+def test_a_path_s_place_that_is_a_link_is_not_written_through(folder: CacheFolder, tmp_path: Path) -> None:
+    (folder.path / f"{'3' * 64}.path").symlink_to(tmp_path / "elsewhere")
+    folder.note_path("3" * 64)
+    assert not (tmp_path / "elsewhere").exists()
+
+
 def test_writing_keeps_the_folder_within_its_size(folder: CacheFolder) -> None:
     small = CacheFolder(folder.path, 20_000)
     for number in range(30):

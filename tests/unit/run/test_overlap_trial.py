@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 from torchport.run import overlap_trial
@@ -54,6 +56,22 @@ def test_a_program_that_changes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(program.run(60)[-20:])
     program.reads = True
     assert not any(program.run(LATE + 40)[-20:])
+
+
+def test_an_interrupt_at_any_moment_leaves_a_trial_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = Program(monkeypatch, traces=0.016, alone=0.020, beside=0.030, reads=False)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for place in ("_begin", "_is_over", "_settled"):
+        with monkeypatch.context() as patch:
+            patch.setattr(OverlapTrial, place, interrupt)
+            for _ in range(2 * AGAIN):
+                with contextlib.suppress(KeyboardInterrupt):
+                    program.run(1)
+        program.run(AGAIN)
+        assert any(program.run(2 * AGAIN))
 
 
 def test_it_is_tried_again_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:

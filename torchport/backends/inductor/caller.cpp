@@ -149,9 +149,12 @@ std::vector<bool> flags(PyObject* positions, size_t count) {
 
 #include "chain.h"
 
-// Once, before anything else. ``ended``: called on the main thread when a run has ended.
-extern "C" PyObject* torchport_caller_start(PyObject* ended) {
+// Once, before anything else. ``ended``: called on the main thread when a run has ended. ``openmp``, ``mkl``: what sets
+// the calling thread's number of threads, or null.
+extern "C" PyObject* torchport_caller_start(PyObject* ended, void* openmp, void* mkl) {
   when_ended = Py_NewRef(ended);
+  set_of_openmp = reinterpret_cast<void (*)(int)>(openmp);
+  set_of_mkl = reinterpret_cast<int (*)(int)>(mkl);
   chain_type.tp_flags = Py_TPFLAGS_DEFAULT;
   chain_type.tp_dealloc = dealloc<ChainObject>;
   if (PyType_Ready(&chain_type) != 0) {

@@ -15,6 +15,7 @@ import torch
 
 from torchport.backend.optional import ended
 from torchport.core.specs import TensorSpec
+from torchport.core.threads import native_arguments
 from torchport.native import NativeLibrary
 
 __all__ = ["Caller", "layouts", "load"]
@@ -58,12 +59,13 @@ class Caller:
             ("host_copy", obj, [obj]),
             ("chain", obj, [count, count, obj, obj, obj]),
             ("run_chain", obj, [obj, obj]),
-            ("caller_start", obj, [obj]),
+            ("caller_start", obj, [obj, pointer, pointer]),
         ):
             function = getattr(library, f"torchport_{name}")
             function.restype, function.argtypes = result, arguments
             setattr(self, name, function)
-        self.caller_start(ended)
+        _, of_openmp, of_mkl = native_arguments()
+        self.caller_start(ended, of_openmp or None, of_mkl or None)
 
     if TYPE_CHECKING:
 

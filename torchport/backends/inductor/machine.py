@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 
+from torchport.core.config import config
 from torchport.core.threads import cores, most
 from torchport.core.torch_library import cpu_library
 
@@ -66,9 +67,9 @@ _cores = functools.cache(cores)
 
 
 def threads_beside() -> int:
-    """How many threads a computation takes while the program goes on: one less than the cores, if PyTorch has all."""
-    threads = torch.get_num_threads()
-    return threads if 2 * threads <= _cores() else max(1, min(threads, _cores() - 1))
+    """How many threads a computation takes that is started: one where PyTorch's two have both of two cores, so that the
+    program keeps one. Only where it is tried whether that pays (:func:`should_overlap`)."""
+    return torch.get_num_threads() if should_overlap() is not None or config.execution != "auto" else 1
 
 
 def should_overlap() -> bool | None:
@@ -80,8 +81,7 @@ def should_overlap() -> bool | None:
     elsewhere, 4.5 instead of 1.3. A single thread is no team, so on two cores it may have one of them, unless sums
     must not change their order or a compiler has the other core.
     """
-    threads = torch.get_num_threads()
-    if 2 * threads <= _cores():
+    if 2 * torch.get_num_threads() <= _cores():
         return True
     if _cores() != 2 or most.value or torch.are_deterministic_algorithms_enabled():
         return False

@@ -283,6 +283,25 @@ int call_when_ended(void*) {
   return 0;
 }
 
+// What sets the calling thread's number of threads: OpenMP's, and MKL's own. PyTorch's function would also have every
+// thread that begins later take that number. Null where there is none.
+void (*set_of_openmp)(int) = nullptr;
+int (*set_of_mkl)(int) = nullptr;
+
+void compute_on(int threads) {
+  if (at::get_num_threads() == threads) { // asked first: in a new thread this takes the number that PyTorch is set to
+    return;
+  }
+  if (set_of_openmp == nullptr) {
+    at::set_num_threads(threads);
+    return;
+  }
+  set_of_openmp(threads);
+  if (set_of_mkl != nullptr) {
+    set_of_mkl(threads);
+  }
+}
+
 // What is to run, in order, and the thread. Never destroyed: the thread may wait in it when the process ends.
 struct Queue {
   std::mutex mutex;
@@ -343,10 +362,7 @@ struct Queue {
     std::unique_lock<std::mutex> hold(mutex);
     for (;;) {
       changed.wait(hold, [this] { return !runs && !tasks.empty(); });
-      const int threads = tasks.front()->threads;
-      if (at::get_num_threads() != threads) {
-        at::set_num_threads(threads);
-      }
+      compute_on(tasks.front()->threads);
       run_next(hold);
     }
   }

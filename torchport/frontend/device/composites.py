@@ -8,24 +8,20 @@ device. The views and writes in its body would then apply to handles, which shar
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from ...trace.handle import LazyTensor
 from .layouts import COMPRESSED
 from .opaque import opaque
-from .registered import aten_operator, names_with_kernel
+from .registered import KEPT_WHOLE, aten_operator, names_with_kernel
 from .routes import call_autograd_kernel
 
-__all__ = ["KEPT_WHOLE", "install"]
+__all__ = ["install"]
 
 _IMPLICIT = torch._C.DispatchKey.CompositeImplicitAutograd
 _EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
-
-KEPT_WHOLE: Final = frozenset({"aten::silu_backward", "aten::mish_backward"})
-"""Composites that the device is given as they are: PyTorch's CPU has kernels of its own for them. Autograd calls them
-with autograd off; taken apart, each is five operators to trace, and rounds half-precision values in between."""
 
 
 def _record_stream(self: torch.Tensor, s: torch.Stream) -> None:

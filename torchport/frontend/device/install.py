@@ -42,9 +42,8 @@ from . import (
     subclasses,
     writes,
 )
-from .composites import KEPT_WHOLE
 from .opaque import opaque
-from .registered import aten_operator, names_with_kernel
+from .registered import KEPT_WHOLE, aten_operator, names_with_kernel
 
 __all__ = ["install", "kernels"]
 

@@ -5,11 +5,15 @@ Private torch API used here: ``torch._C._dispatch_get_registrations_for_dispatch
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-__all__ = ["aten_operator", "names_with_kernel"]
+__all__ = ["KEPT_WHOLE", "aten_operator", "names_with_kernel"]
+
+KEPT_WHOLE: Final = frozenset({"aten::silu_backward", "aten::mish_backward"})
+"""Composites that the device is given as they are: PyTorch's CPU has kernels of its own for them. Autograd calls them
+with autograd off; taken apart, each is five operators to trace, and rounds half-precision values in between."""
 
 
 def names_with_kernel(key: str) -> dict[str, None]:

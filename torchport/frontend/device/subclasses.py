@@ -24,7 +24,7 @@ import torch
 from ...trace.handle import DEVICE_TYPE, LazyTensor
 from .opaque import opaque
 from .patches import replace
-from .registered import aten_operator
+from .registered import KEPT_WHOLE, aten_operator
 
 __all__ = ["install"]
 
@@ -169,7 +169,7 @@ def _pass_on_every_operator() -> None:
     anything.fallback(torch.library.fallthrough_kernel, _ABOVE)
     for name in torch._C._dispatch_get_all_op_names():
         short = name.removeprefix("aten::")
-        apart = has_kernel(name, "CompositeImplicitAutograd")
+        apart = has_kernel(name, "CompositeImplicitAutograd") and name not in KEPT_WHOLE
         if short == name or (apart and not has_kernel(name, "Autograd")):
             continue
         op = aten_operator(name)

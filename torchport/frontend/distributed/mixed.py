@@ -22,7 +22,7 @@ from ...core import releases
 from ...trace.handle import DEVICE_TYPE, LazyTensor
 from ..device.inplace import overriding
 from ..device.opaque import opaque
-from ..device.registered import aten_operator
+from ..device.registered import KEPT_WHOLE, aten_operator
 
 __all__ = ["install"]
 
@@ -46,7 +46,8 @@ def install(module: Any) -> None:
     with overriding():
         for name in torch._C._dispatch_get_all_op_names():
             short = name.removeprefix("aten::")
-            if short == name or torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
+            apart = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+            if short == name or (apart and name not in KEPT_WHOLE):
                 continue
             op = aten_operator(name)
             if op is not None and _takes_several(op):
