@@ -3,8 +3,8 @@
 Each is written on tensors, as in ``torch._decomp``; shape inference runs it on fake tensors and the graph gets its ops.
 Formulas follow ``aten/src/ATen/native/cuda/RNN.cu``. ``OTHERWISE`` are operators of the CPU, for backends that do not
 have them: attention, of which PyTorch's own decomposition has no backward and another second result, products of
-three tensors, of which it has none, the gradient of SiLU, which it writes without ``sigmoid``, and batch normalisation
-(:mod:`.batch_norm`).
+three tensors, of which it has none, the gradient of SiLU, which it writes without ``sigmoid``, ``addcmul``, which it
+multiplies by 1, and batch normalisation (:mod:`.batch_norm`).
 """
 
 from __future__ import annotations
@@ -236,11 +236,16 @@ def _silu_backward(grad: Tensor, x: Tensor) -> Tensor:
     return (given * share * (1 + y * (1 - share))).to(x.dtype)
 
 
+def _addcmul(x: Tensor, y: Tensor, z: Tensor, value: Any = 1) -> Tensor:
+    return x + (y if value == 1 else value * y) * z
+
+
 OTHERWISE: Final[dict[Any, Callable[..., Any]]] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
     aten._trilinear.default: _trilinear,
     aten.silu_backward.default: _silu_backward,
+    aten.addcmul.default: _addcmul,
     **BATCH_NORM,
     **BATCH_NORM_BACKWARD,
 }

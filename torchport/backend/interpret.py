@@ -73,8 +73,8 @@ _builder: Final = ValueBuilder()
 def _exact() -> dict[Any, str]:
     """Operators, most of them on lists, that give each element what their lowering gives, with numbers as inputs.
 
-    ``"scalar"``: whatever number they are given; ``"wide"``: the same, where every tensor is of float32 or float64;
-    ``"list"``: unless they are given a float.
+    ``"scalar"``: whatever number they are given; ``"wide"``: the same, where every tensor is of float32 or float64 and
+    of one shape (:func:`_is_wide`); ``"list"``: unless they are given a float.
     """
     found: dict[Any, str] = {}
     for name in ("add", "sub", "mul", "div"):
@@ -101,7 +101,8 @@ class How:
     ``at_once`` is the same for tensors with the strides that the program sees, which a view can go by; a graph's values
     may have others, so that lowerings copy first.
     ``varying``: floats in places of numbers become tensors, because the graph's do; ``but_wide``: unless every tensor
-    is of float32 or float64, where it makes no difference. ``shares``: results may share
+    is of float32 or float64 and of one shape, where it makes no difference; ``tensor_places``: where tensors are
+    wanted. ``shares``: results may share
     memory with arguments. ``no_generator``: the argument that says so, where the operator wants one. ``rule``: what
     shape inference is asked for calls of it, if a call with arguments like these always gives results like these; else
     ``None``.
@@ -109,7 +110,7 @@ class How:
 
     __slots__ = (
         "at_once", "but_wide", "call", "draws", "is_factory", "no_generator", "op", "rule", "scalars", "shares",
-        "varying",
+        "tensor_places", "varying",
     )  # fmt: skip
 
     def __init__(self, op: Any) -> None:
@@ -125,6 +126,8 @@ class How:
         self.varying = scalar_role(op) == "scalar" and _EXACT.get(op) != "scalar"
         self.but_wide = _EXACT.get(op) == "wide"
         self.scalars = scalar_places(op)
+        given = enumerate(op._schema.arguments)
+        self.tensor_places = tuple(at for at, one in given if str(one.type) == "Tensor" and not one.kwarg_only)
         self.rule = None if depends_on_values(op) else DECOMPOSE.get(op) or form
         self.shares = op in LOWER or op in DECOMPOSE or is_view(form)
 
@@ -139,7 +142,7 @@ def as_it_is(how: How, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether the CPU's operator on these arguments gives what a graph gives, in which some numbers are inputs."""
     if not how.varying or not _has_float(how, args, kwargs):
         return True
-    return how.but_wide and _is_wide(args, kwargs)
+    return how.but_wide and _is_wide(how, args, kwargs)
 
 
 def interpret(
@@ -163,6 +166,8 @@ def interpret(
         specs = specs or _specs_of_random(how.op, args, {**how.no_generator, **kwargs})
         kept = {name: value for name, value in kwargs.items() if name not in _NOT_FOR_FORMULAS}
         return RANDOM[how.op](_builder, torch.tensor(random_key), specs[0], *args, **kept)
+    if how.varying and how.call is not None and not _computes_with_floats(args, kwargs):
+        return how.call(*args, **kwargs)  # integers, which the CPU refuses to add a fraction of
     if how.varying:
         args, kwargs = _with_numbers_as_tensors(how.op, args, kwargs)
     elif specs is None and how.op is aten._efficientzerotensor.default:
@@ -192,20 +197,43 @@ def _has_float(how: How, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool
     return False
 
 
-def _is_wide(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether every tensor of a call is of float32 or float64, and none, but in lists, is without dimensions.
+def _is_wide(how: How, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether all tensors of a call are of float32 or float64, of one shape, and have memory for each element.
 
-    The CPU computes with such a one as with a number, and rounds otherwise.
+    In lists those at one place are of one shape. With others, and with a number where a tensor may be, the CPU computes
+    as with numbers, and rounds otherwise.
     """
+    if any(position < len(args) and not isinstance(args[position], torch.Tensor) for position in how.tensor_places):
+        return False
+    first: Sequence[torch.Tensor] | None = None
     for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor):
-            if value.dtype not in _FLOATS or not value.dim():
-                return False
-        elif isinstance(value, (list, tuple)) and not all(
-            one.dtype in _FLOATS for one in value if isinstance(one, torch.Tensor)
-        ):
+        as_list = isinstance(value, (list, tuple))
+        if not as_list and not isinstance(value, torch.Tensor):
+            continue
+        items: Sequence[Any] = value if as_list else (value,)
+        if not all(isinstance(one, torch.Tensor) for one in items):
+            continue  # numbers
+        first = items if first is None else first
+        if len(items) != len(first) or not all(map(_is_dense, items)) or not (as_list or items[0].dim()):
+            return False
+        if any(one.shape != other.shape for one, other in zip(items, first, strict=True)):
             return False
     return True
+
+
+def _computes_with_floats(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether any tensor of a call is of floating point or complex numbers."""
+    return any(
+        isinstance(one, torch.Tensor) and (one.is_floating_point() or one.is_complex())
+        for value in (*args, *kwargs.values())
+        for one in (value if isinstance(value, (list, tuple)) else (value,))
+    )
+
+
+def _is_dense(value: torch.Tensor) -> bool:
+    if value.dtype not in _FLOATS:
+        return False
+    return all(stride or size == 1 for size, stride in zip(value.shape, value.stride(), strict=True))
 
 
 def _with_numbers_as_tensors(

@@ -173,36 +173,56 @@ _WIDE: Final = {torch.float32, torch.float64}
 
 
 def _rounded_once(fn: Callable[..., fx.Node]) -> Callable[..., fx.Node]:
-    """Half precision is computed in float32 and rounded at the end, as PyTorch's own kernels do it."""
+    """Half precision is computed in float32 and rounded at the end, as PyTorch's own kernels do it.
+
+    Integers are first turned into what they are computed with.
+    """
 
     @functools.wraps(fn)
     def lower(b: Builder, *args: Any, **kwargs: Any) -> fx.Node:
         nodes = [b.val(value) for value in args if b.is_node(value)]
-        dtypes = {value.dtype for value in nodes if value.dim()}
-        if len(dtypes) != 1 or not dtypes <= _HALVES or any(value.dtype.is_complex for value in nodes):
+        floats = [value for value in nodes if value.is_floating_point()]
+        dtypes = {value.dtype for value in floats if value.dim()} or {value.dtype for value in floats}
+        if len(dtypes) != 1 or any(value.dtype.is_complex for value in nodes):
             return fn(b, *args, **kwargs)
-        wide = [b.cast(value, torch.float32) if b.is_node(value) else value for value in args]
-        return b.cast(fn(b, *wide, **kwargs), dtypes.pop())
+        (dtype,) = dtypes
+        given = [
+            b.cast(value, dtype) if b.is_node(value) and not b.val(value).is_floating_point() else value
+            for value in args
+        ]
+        if dtype not in _HALVES:
+            return fn(b, *given, **kwargs)
+        wide = [b.cast(value, torch.float32) if b.is_node(value) else value for value in given]
+        return b.cast(fn(b, *wide, **kwargs), dtype)
 
     return lower
 
 
-def _product_added(b: Builder, x: fx.Node, y: fx.Node, z: fx.Node) -> fx.Node | None:
-    """``x + y * z`` rounded once, as PyTorch's kernels for ``add`` with ``alpha`` and for ``addcmul`` do it.
-
-    ``None`` where they compute in another dtype than float32 or float64.
-    """
-    found = [b.val(one) for one in (x, y, z)]
+def _wide_dtype(b: Builder, *nodes: Any) -> torch.dtype | None:
+    """What PyTorch computes with these in, if it is float32 or float64."""
+    found = [b.val(one) for one in nodes]
     if not {one.dtype for one in found} <= _WIDE:
         return None
     deciding = [one.dtype for one in found if one.dim()] or [one.dtype for one in found]
-    common = torch.float64 if torch.float64 in deciding else torch.float32
-    return b(aten.addcmul.default, *(b.cast(one, common) for one in (x, y, z)))
+    return torch.float64 if torch.float64 in deciding else torch.float32
+
+
+def _in_one_dtype(b: Builder, *nodes: Any) -> Sequence[Any]:
+    """These, in the dtype that PyTorch computes with them in where that is float32 or float64."""
+    dtype = _wide_dtype(b, *nodes)
+    return nodes if dtype is None else [b.cast(one, dtype) for one in nodes]
+
+
+def _product_added(b: Builder, x: fx.Node, y: fx.Node, z: fx.Node) -> fx.Node:
+    """``x + y * z`` rounded once, as PyTorch's kernels for ``add`` with ``alpha`` and for ``addcmul`` do it."""
+    return b(aten.addcmul.default, x, y, z)
 
 
 def _multiple_added(b: Builder, x: Any, y: fx.Node, alpha: Any) -> fx.Node | None:
-    """``x + alpha * y``, likewise; ``None`` where ``alpha`` is no input, too."""
-    return _product_added(b, x, y, alpha) if b.is_node(alpha) and b.is_node(x) else None
+    """``x + alpha * y``, likewise; ``None`` where they compute in another dtype, and where ``alpha`` is no input."""
+    if not (b.is_node(alpha) and b.is_node(x)) or (dtype := _wide_dtype(b, x, y)) is None:
+        return None
+    return _product_added(b, *(b.cast(one, dtype) for one in (x, y, alpha)))
 
 
 @_rounded_once
@@ -230,13 +250,15 @@ def _rsub(b: Builder, x: Any, y: Any, alpha: Any = 1) -> fx.Node:
 
 @_rounded_once
 def _addcmul(b: Builder, x: Any, y: Any, z: Any, value: Any = 1) -> fx.Node:
+    dtype = _wide_dtype(b, x, y, z)
+    x, y, z = _in_one_dtype(b, x, y, z)
     scaled = _scaled(b, value, y)
-    made = _product_added(b, x, scaled, z)
-    return b(aten.add.Tensor, x, b(aten.mul.Tensor, scaled, z)) if made is None else made
+    return b(aten.add.Tensor, x, b(aten.mul.Tensor, scaled, z)) if dtype is None else _product_added(b, x, scaled, z)
 
 
 @_rounded_once
 def _addcdiv(b: Builder, x: Any, y: Any, z: Any, value: Any = 1) -> fx.Node:
+    x, y, z = _in_one_dtype(b, x, y, z)
     return b(aten.add.Tensor, x, b(aten.div.Tensor, _scaled(b, value, y), z))
 
 

@@ -52,7 +52,7 @@ _CHEAP: Final = frozenset({
     aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar, aten.mul.Tensor, aten.neg.default, aten.relu.default,
     aten.clamp.default, aten.clamp_min.default, aten.where.self, aten.gt.Scalar, aten.ge.Scalar, aten.le.Scalar,
     aten.lt.Scalar, aten.eq.Scalar, aten.ne.Scalar, aten.bitwise_not.default, aten.logical_not.default,
-    aten.add.Scalar, aten.mul.Scalar, aten.sub.Scalar, aten._to_copy.default,
+    aten.add.Scalar, aten.mul.Scalar, aten.sub.Scalar, aten._to_copy.default, aten.addcmul.default,
 })  # fmt: skip
 """Elementwise operators that take less than reading their result from memory."""
 FEW_USERS: Final = 16

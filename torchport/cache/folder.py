@@ -35,6 +35,8 @@ _PRIVATE: Final = re.compile(r"\.([0-9a-f]{64})\.[0-9a-f]{16}\.tmp")
 _OURS: Final = re.compile(r"\.?digests\.json(\.\d+)?|evict\.lock")
 _CRASHES_AT_MOST: Final = 2
 _PATHS_AT_MOST: Final = 10_000
+_PATH_IS_NOTED: Final = 3600.0
+"""Seconds that a path may be noted before the entry is used for the last time that it leads to."""
 _KEEP: Final = 0.9
 """Part of the size that eviction leaves, so that it does not run at each write."""
 
@@ -260,7 +262,11 @@ class CacheFolder:
         if self.writable:
             with contextlib.suppress(OSError):
                 flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-                os.close(os.open(self._file(digest, "path"), flags, 0o600))
+                fd = os.open(self._file(digest, "path"), flags, 0o600)
+                try:
+                    os.utime(fd)
+                finally:
+                    os.close(fd)
 
     def knows_path(self, digest: str) -> bool:
         """Whether that was noted. What is asked for is kept the longer."""
@@ -271,6 +277,12 @@ class CacheFolder:
             with contextlib.suppress(OSError):
                 os.utime(file, follow_symlinks=False)
         return True
+
+    def forget_path(self, digest: str) -> None:
+        """Note that no longer."""
+        if self.writable:
+            with contextlib.suppress(OSError):
+                os.unlink(self._file(digest, "path"))
 
     def paths(self) -> list[Listed]:
         """The digests that were noted, last used first."""
@@ -331,6 +343,7 @@ class CacheFolder:
                     os.utime(self._file(one.key), (now, now))
         total = sum(one.size for one in entries)
         if total <= limit:
+            self._evict_paths(0.0)
             return 0
         for one in reversed(entries):
             if total <= limit * _KEEP:
@@ -339,11 +352,14 @@ class CacheFolder:
             total -= one.size
             removed += 1
         metrics.count("DiskCacheEvicted", removed)
-        oldest = entries[-1 - removed].used if removed < len(entries) else now
-        for at, path in enumerate(self.paths()):
-            if path.used < oldest or at >= _PATHS_AT_MOST:  # what it led to is likely to be gone
-                os.unlink(self._file(path.key, "path"))
+        self._evict_paths(entries[-1 - removed].used if removed < len(entries) else now)
         return removed
+
+    def _evict_paths(self, oldest: float) -> None:
+        """Forget the paths of entries that are likely to be gone: those left were used at ``oldest`` or later."""
+        for at, path in enumerate(self.paths()):
+            if path.used < oldest - _PATH_IS_NOTED or at >= _PATHS_AT_MOST:
+                self.forget_path(path.key)
 
     def _sweep(self) -> None:
         """Remove what processes left behind that were ended in the middle: private files, and locks nobody holds."""

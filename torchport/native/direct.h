@@ -242,8 +242,30 @@ struct DirectCall {
   THPObjectPtr args, kwargs; // what is noted for shape inference: specs in the places of tensors
   bool noted; // whether to note the call for shape inference; false once an argument has no such form
   int64_t elements = 0; // of the arguments
-  bool wide = true; // whether every tensor so far is of float32 or float64, and none, but in lists, has no dimensions
+  // Whether every tensor so far is of float32 or float64, of the shape of the first, or of the first list's tensor at its
+  // place, and has memory for each element: else the CPU computes with some as with numbers, and rounds otherwise.
+  bool wide = true;
+  c10::SmallVector<at::Tensor, 4> first; // the tensor or the list that others are compared with
+  bool is_list = false;
   bool has_number = false; // a number that a graph may have as a scalar input
+
+  // Note the tensors of an argument, for ``wide``.
+  void compare(at::ArrayRef<at::Tensor> tensors, bool as_list) {
+    const bool begins = first.empty();
+    if (begins) {
+      first.assign(tensors.begin(), tensors.end());
+      is_list = as_list;
+    }
+    wide = wide && as_list == is_list && tensors.size() == first.size();
+    for (size_t at = 0; wide && at < tensors.size(); ++at) {
+      const at::Tensor& tensor = tensors[at];
+      const bool is_wide = tensor.scalar_type() == at::kFloat || tensor.scalar_type() == at::kDouble;
+      wide = is_wide && (begins || tensor.sizes() == first[at].sizes()) && (as_list || tensor.dim() != 0);
+      for (int64_t dim = 0; wide && dim < tensor.dim(); ++dim) {
+        wide = tensor.stride(dim) != 0 || tensor.size(dim) == 1;
+      }
+    }
+  }
 
   // The CPU tensor of an argument; undefined where the call has to go to Python.
   at::Tensor real(const at::Tensor& tensor, PyObject*& spec) {
@@ -279,7 +301,6 @@ struct DirectCall {
       return {}; // the handle is a view's; the value was stored without the base's strides
     }
     elements += tensor.numel();
-    wide = wide && (tensor.scalar_type() == at::kFloat || tensor.scalar_type() == at::kDouble);
     spec = data_spec.of(value.get());
     Py_XINCREF(spec);
     used.push_back(std::move(value));
@@ -314,7 +335,9 @@ struct DirectCall {
         if (!found.defined()) {
           return false;
         }
-        wide = wide && found.dim() != 0; // the CPU computes with such a one as with a number, and rounds otherwise
+        if (direct.but_wide) {
+          compare(found, false);
+        }
         stack.push_back(std::move(found));
         break;
       }
@@ -342,6 +365,9 @@ struct DirectCall {
             return false;
           }
           list.push_back(std::move(found));
+        }
+        if (direct.but_wide) {
+          compare(list.vec(), true);
         }
         stack.emplace_back(std::move(list));
         break;

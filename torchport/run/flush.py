@@ -37,7 +37,7 @@ from .history import history
 from .independent_parts import parts_to_compute
 from .interpreted import InterpretedPlan
 from .jobs import Job
-from .kept_paths import note_kept
+from .kept_paths import note_made
 from .plans import ExecutionPlan, make_plan
 from .queue import Where
 from .reasons import APART, explain_compile
@@ -158,8 +158,7 @@ def _compiled(
             raise
         # What nobody wants now cannot be computed: it has to be no error of what is wanted.
         made = make_plan(runtime, path, value_ids, given, donated=donated)
-    if not made.refusals:
-        note_kept(runtime.backend, path, value_ids, given)
+    note_made(made, runtime.backend, path, given)
     return made
 
 

@@ -32,7 +32,7 @@ from . import worth
 from .checked_swap import CheckedPlan, make_checked
 from .history import history
 from .interpreted import InterpretedPlan, make_interpreted
-from .kept_paths import is_kept, note_kept, noting
+from .kept_paths import forget, is_kept, note_made, noting
 from .plans import ExecutionPlan, make_plan, plan_of
 from .sizes import FREE, Family, family_of, skeleton_of
 from .tier_record import TierRecord
@@ -221,12 +221,17 @@ def _taken_over(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
         answer, computation = claim(ticket, runtime.backend, runtime.device, runtime.specs)
         assert answer.sources is not None
     except NotKnown:
+        forget(runtime.backend, progress.node.path(), progress.value_ids, progress.leaf_specs())
         return plan  # it is compiled when it has cost enough, as any other
     except NotSendable:
         plan.here = True
         return plan
     except (Cancelled, EntryRefused):
-        plan.seconds, plan.asked = 0.0, False  # it is asked for again when it has cost as much again
+        plan.seconds, plan.asked, plan.looked = (
+            0.0,
+            False,
+            False,
+        )  # it is asked for again when it has cost as much again
         return plan
     except SizesRefused as error:
         if plan.exact:
@@ -257,8 +262,7 @@ def _compiled_here(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
         _give_up(plan, error)
         return plan
     assert made.computation is not None
-    if not made.refusals:
-        note_kept(runtime.backend, path, progress.value_ids, progress.leaf_specs())
+    note_made(made, runtime.backend, path, progress.leaf_specs())
     if metrics.counter("UncachedCompile") > before:
         costs.note(runtime.backend, made.computation.graph_ops, made.computation.compile_seconds)
     return _successor(plan, progress, made)

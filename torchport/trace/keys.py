@@ -35,8 +35,9 @@ __all__ = [
 
 
 def beginning(op: Any, key: Any) -> str:
-    """What a path begins with, in words that are the same in any process: an operator and the specs in its key."""
-    return " ".join([str(op), *(f"{part.dtype}{part.shape}" for part in parts(key) if isinstance(part, TensorSpec))])
+    """What a path begins with, in words that are the same in any process and for any sizes."""
+    specs = [part for part in parts(key) if isinstance(part, TensorSpec)]
+    return " ".join([str(op), *(f"{spec.dtype} {len(spec.shape)}" for spec in specs)])
 
 
 def parts(key: Any) -> Iterator[Any]:

@@ -41,3 +41,8 @@ def test_what_an_earlier_program_left_takes_over_long_before_it_would_be_compile
     told, compiled_twice = ran(0.5, "nn.Sigmoid()")
     assert told == "True True"
     assert len(compiled_twice.split()) > len(compiled_once.split())
+    # What was noted and is gone is looked for once more, and then no longer.
+    for kept in tmp_path.rglob("*.entry"):
+        kept.unlink()
+    assert ran(1e9)[0] == "False True"
+    assert ran(1e9)[0] == "False False"

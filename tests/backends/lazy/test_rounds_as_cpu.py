@@ -28,15 +28,28 @@ CALLS: Final[dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
     "lerp": lambda x, y, z: torch.lerp(x, y, 0.3),
     "broadcast": lambda x, y, z: torch.addcmul(x[:1], y[:, None], z, value=0.3),
     "no dimensions": lambda x, y, z: (torch.add(x, y[0], alpha=0.3), torch.add(x, y.double()[0], alpha=0.3)),
-    "two dtypes": lambda x, y, z: torch.add(x, y.double(), alpha=0.3),
+    "two dtypes": lambda x, y, z: (torch.add(x, y.double(), alpha=0.3), torch.addcmul(x.double(), y, z, value=0.3)),
+    "two dtypes divided": lambda x, y, z: torch.addcdiv(x.double(), y, z, value=0.3),
+    "one element": lambda x, y, z: (torch.add(x, y[:1], alpha=0.3), torch.sub(y[:1], x, alpha=0.3)),
+    "one per row": lambda x, y, z: torch.add(x[:1000].view(50, 20), y[:50, None], alpha=0.3),
+    "expanded": lambda x, y, z: torch.sub(x[:1000].view(50, 20), y[:50, None].expand(50, 20), alpha=0.3),
+    "a number": lambda x, y, z: (torch.add(x, 0.7, alpha=-1.7), torch.add(x, 3, alpha=-1.7)),
+    "a number first": lambda x, y, z: torch.add(True, x, alpha=-1.7),  # type: ignore[call-overload]
+    "integers": lambda x, y, z: torch.add(x, y.mul(9).int(), alpha=0.3),
+    "all without dimensions": lambda x, y, z: torch.addcmul(x[0], y[1], z[2], value=0.3),
+    "lists without dimensions": lambda x, y, z: torch._foreach_add([x, y[0]], [y[0], z[0]], alpha=0.3),
+    "large": lambda x, y, z: torch.add(x * 1e30, y * 1e20, alpha=1e15),
     "a transposed matrix": lambda x, y, z: torch.add(x[:30].view(5, 6), y[:30].view(6, 5).t(), alpha=0.3),
     "lists": lambda x, y, z: torch._foreach_add([x, z], [y, x], alpha=0.3),
     "lists of numbers": lambda x, y, z: torch._foreach_addcmul([x, y], [y, z], [z, x], [0.3, -0.7]),
 }
 
 
-ON_ITS_OWN: Final = {"no dimensions"}
-"""Where the CPU does not round the last elements of a tensor as it does the others."""
+ON_ITS_OWN: Final = {
+    "no dimensions", "one element", "one per row", "expanded", "a number", "a number first", "integers",
+    "lists without dimensions",
+}  # fmt: skip
+"""Where the CPU does not round the last elements of a tensor as it does the others, or the first product."""
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +87,15 @@ def test_numbers(name: str, dtype: torch.dtype) -> None:
             assert torch.equal(one, expected)
         else:
             torch.testing.assert_close(one, expected, rtol=0.02, atol=0.02)  # the CPU's sums round alpha to bfloat16
+
+
+@pytest.mark.parametrize("tiers", ["auto", "off"])
+@pytest.mark.parametrize("name", ["add", "sub", "rsub"])
+def test_a_fraction_of_integers_is_refused_as_on_the_cpu(tiers: str, name: str) -> None:
+    with torchport.config.override(tiers=tiers):
+        for given in (torch.arange(3, device="port"), torch.ones(3, dtype=torch.bool, device="port")):
+            with pytest.raises(RuntimeError):
+                getattr(torch, name)(given, given, alpha=0.3)
 
 
 @pytest.mark.parametrize("foreach", [True, False])

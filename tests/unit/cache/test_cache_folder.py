@@ -134,16 +134,31 @@ def test_paths_are_noted_and_go_with_what_they_led_to(folder: CacheFolder) -> No
     assert CacheFolder(folder.path, LIMIT, writable=False).knows_path(second)
     assert folder.list() == []
     assert folder.strangers() == []
-    for number, used in ((1, 1000), (2, 3000)):
+    for number, used in ((1, 1000), (2, 6000)):
         assert folder.write(entry(number))
         os.utime(folder.path / f"{entry(number).key}.entry", (used, used))
-    os.utime(folder.path / f"{second}.path", (2000, 2000))
+    os.utime(folder.path / f"{second}.path", (2000, 2000))  # more than an hour before the entry that is left was used
     assert folder.evict(int(1.2 * folder.list()[0].size)) == 1
     assert [one.key for one in folder.paths()] == [first]  # the other was last used before what is left
+    folder.forget_path(first)
+    folder.forget_path(first)
+    assert not folder.knows_path(first)
+    folder.note_path(first)
     assert folder.clear() == 1
     assert not folder.knows_path(first)
     CacheFolder(folder.path, LIMIT, writable=False).note_path(first)
     assert not folder.knows_path(first)
+
+
+def test_no_more_paths_are_kept_than_are_looked_through_quickly(
+    folder: CacheFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder_module, "_PATHS_AT_MOST", 5)
+    for number in range(9):
+        folder.note_path(f"{number:064x}")
+        os.utime(folder.path / f"{number:064x}.path", (1000 + number, 1000 + number))
+    assert folder.write(entry(1))
+    assert sorted(int(one.key, 16) for one in folder.paths()) == [4, 5, 6, 7, 8]
 
 
 def test_a_path_s_place_that_is_a_link_is_not_written_through(folder: CacheFolder, tmp_path: Path) -> None:
