@@ -227,11 +227,8 @@ def _taken_over(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
         plan.here = True
         return plan
     except (Cancelled, EntryRefused):
-        plan.seconds, plan.asked, plan.looked = (
-            0.0,
-            False,
-            False,
-        )  # it is asked for again when it has cost as much again
+        plan.seconds = 0.0  # it is asked for again when it has cost as much again
+        plan.asked = plan.looked = False
         return plan
     except SizesRefused as error:
         if plan.exact:
