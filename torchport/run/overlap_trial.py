@@ -25,10 +25,26 @@ SHARE: Final = 0.2
 """Of the time from run to run: what the program and the computation must each take at least for it to matter."""
 GAIN: Final = 0.95
 """Of the time of running in turn: what running beside the program takes at most where it is kept."""
+LOSS: Final = 1.15
+"""Of the same: what running beside the program takes at least where the trial ends after the first turn."""
 AGAIN: Final = 300
 """Runs until both ways are tried again; twice as many each time."""
 LATE: Final = 10
 """Runs beside the program that took longer than running in turn did, after which both ways are tried again."""
+UNREAD: Final = 6
+"""Runs in turn after which nothing was read, where something was in most when it was decided: it is tried again."""
+
+
+class Reads:
+    """How often the host was given a value: whoever waits for each run has nothing to compute beside."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+reads: Final = Reads()
 
 
 def _runs(beside: bool, skipped: int, counted: int) -> list[tuple[bool, bool]]:
@@ -36,25 +52,38 @@ def _runs(beside: bool, skipped: int, counted: int) -> list[tuple[bool, bool]]:
 
 
 _WATCHED: Final = _runs(False, 1, 5)
-_FIRST: Final = [*_WATCHED, *_runs(True, 3, 3)]  # the program waits for an earlier run only once three were started
-_PLAN: Final = [*_FIRST, *_runs(False, 2, 3), *_runs(True, 3, 3)]
+_FIRST: Final = [*_WATCHED, *_runs(True, 3, 6)]  # the program waits for an earlier run only once three were started
+_PLAN: Final = [*_FIRST, *_runs(False, 2, 4), *_runs(True, 3, 6)]
 """Of each run of a trial: whether it is beside the program, and whether its time counts."""
 
 
 class OverlapTrial:
     """One computation's runs, timed from one to the next."""
 
-    __slots__ = ("_again", "_at", "_before", "_beside", "_in_turn", "_late", "_left", "_periods")
+    __slots__ = (
+        "_again",
+        "_at",
+        "_before",
+        "_beside",
+        "_in_turn",
+        "_late",
+        "_left",
+        "_periods",
+        "_read",
+        "_seen",
+        "_unread",
+    )
 
     def __init__(self) -> None:
         self._again = AGAIN
         self._before = 0.0
+        self._seen = 0
         self._begin()
 
     def _begin(self) -> None:
         self._at = -1
         self._beside = False
-        self._late = self._left = 0
+        self._late = self._left = self._read = self._unread = 0
         self._in_turn = 0.0
         self._periods: tuple[list[float], list[float]] = ([], [])
         """Seconds from run to run, in turn with the program and beside it."""
@@ -63,14 +92,16 @@ class OverlapTrial:
         """Whether the run that is about to begin goes beside the program. The last one took ``seconds``."""
         now = perf_counter()
         period, self._before = now - self._before, now
+        was_read, self._seen = self._seen != reads.count, reads.count
         if self._left:
-            return self._settled(period)
+            return self._settled(period, was_read)
         if self._at >= len(_PLAN):  # an interrupt came in between
             self._begin()
         if self._at >= 0:
             beside, counts = _PLAN[self._at]
             if counts:
                 self._periods[beside].append(period)
+                self._read += 1 if was_read else -1
         self._at += 1
         if self._is_over(seconds):
             self._left, self._again = self._again, 2 * self._again
@@ -86,15 +117,18 @@ class OverlapTrial:
         if self._at == len(_WATCHED):
             return seconds < LEAST or min(seconds, in_turn - seconds) < SHARE * in_turn
         if self._at == len(_FIRST):
-            return beside > in_turn
+            return beside > LOSS * in_turn
         if self._at < len(_PLAN):
             return False
         self._beside = beside < GAIN * in_turn
         metrics.count("RunsBeside", self._beside)
         return True
 
-    def _settled(self, period: float) -> bool:
+    def _settled(self, period: float, was_read: bool) -> bool:
         self._left -= 1
+        self._unread = 0 if was_read else self._unread + 1
+        if self._read > 0 and self._unread >= UNREAD and not self._beside:
+            self._left, self._again = 0, AGAIN
         if self._beside:
             self._late = self._late + 1 if period > self._in_turn else max(0, self._late - 1)
             if self._late >= LATE:

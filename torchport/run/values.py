@@ -23,6 +23,7 @@ from .flush import flush, note_fallbacks
 from .future import resolve
 from .host_forms import host_copy, own_value, with_shown_strides
 from .jobs import Job, on_device_thread
+from .overlap_trial import reads
 from .plans import make_plan
 
 if TYPE_CHECKING:
@@ -119,6 +120,7 @@ def host_tensor(tensor: LazyTensor) -> torch.Tensor:
     """The value as a CPU tensor with the handle's strides. It may share the device's memory: do not write."""
     compute(tensor)
     value = resolve(tensor)
+    reads.count += 1
     runtime: DeviceRuntime = value.info  # type: ignore[assignment]
     value.exported = True
     for trace in threads.mine():

@@ -23,6 +23,7 @@ class Program:
         """Which of so many runs went beside the program."""
         ways = []
         for _ in range(count):
+            overlap_trial.reads.count += self.reads
             self.now += self.traces
             ways.append(self.trial.beside(self.alone))
             if not ways[-1]:
@@ -43,7 +44,7 @@ def test_a_program_that_traces_long_computes_beside(monkeypatch: pytest.MonkeyPa
 
 def test_where_each_result_is_read_at_once_it_is_tried_once_and_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     ways = Program(monkeypatch, traces=0.016, alone=0.020, beside=0.030, reads=True).run(AGAIN)
-    assert ways.count(True) == 6
+    assert ways.count(True) == 9
 
 
 @pytest.mark.parametrize(("traces", "alone"), [(0.005, 0.1), (0.1, 0.005), (0.001, 0.001)])
@@ -56,6 +57,8 @@ def test_a_program_that_changes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(program.run(60)[-20:])
     program.reads = True
     assert not any(program.run(LATE + 40)[-20:])
+    program.reads = False
+    assert all(program.run(40)[-10:])
 
 
 def test_an_interrupt_at_any_moment_leaves_a_trial_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
