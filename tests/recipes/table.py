@@ -45,9 +45,9 @@ SPEED = """
 Processor time of a training step of 20 ms and more, on `inductor` against CPU eager: medians of steps in turn, one
 thread, all threads of the process together, everything compiled before (`python tests/recipes/speed.py`).
 
-By the clock, with the loss of every tenth step read (`--clock`), diffusers' row is 0.74 to 0.82 with one thread and 0.88 to
-0.92 with two threads on two cores, in each of four runs: what the program traces takes processor time, but little of the
-clock's, where the device computes beside it. With the loss of each step read it is 1.05 to 1.10.
+By the clock, with the loss of every tenth step read (`--clock`), diffusers' row is 0.74 to 0.82 with one thread and
+0.88 to 0.92 with two threads on two cores, in each of four runs: what the program traces takes processor time, but
+little of the clock's, where the device computes beside it. With the loss of each step read it is 1.05 to 1.10.
 
 | library | what | CPU, ms | `inductor`, ms | ratio |
 |---|---|---|---|---|
