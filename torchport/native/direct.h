@@ -242,30 +242,7 @@ struct DirectCall {
   THPObjectPtr args, kwargs; // what is noted for shape inference: specs in the places of tensors
   bool noted; // whether to note the call for shape inference; false once an argument has no such form
   int64_t elements = 0; // of the arguments
-  // Whether every tensor so far is of float32 or float64, of the shape of the first, or of the first list's tensor at its
-  // place, and has memory for each element: else the CPU computes with some as with numbers, and rounds otherwise.
-  bool wide = true;
-  c10::SmallVector<at::Tensor, 4> first; // the tensor or the list that others are compared with
-  bool is_list = false;
   bool has_number = false; // a number that a graph may have as a scalar input
-
-  // Note the tensors of an argument, for ``wide``.
-  void compare(at::ArrayRef<at::Tensor> tensors, bool as_list) {
-    const bool begins = first.empty();
-    if (begins) {
-      first.assign(tensors.begin(), tensors.end());
-      is_list = as_list;
-    }
-    wide = wide && as_list == is_list && tensors.size() == first.size();
-    for (size_t at = 0; wide && at < tensors.size(); ++at) {
-      const at::Tensor& tensor = tensors[at];
-      const bool is_wide = tensor.scalar_type() == at::kFloat || tensor.scalar_type() == at::kDouble;
-      wide = is_wide && (begins || tensor.sizes() == first[at].sizes()) && (as_list || tensor.dim() != 0);
-      for (int64_t dim = 0; wide && dim < tensor.dim(); ++dim) {
-        wide = tensor.stride(dim) != 0 || tensor.size(dim) == 1;
-      }
-    }
-  }
 
   // The CPU tensor of an argument; undefined where the call has to go to Python.
   at::Tensor real(const at::Tensor& tensor, PyObject*& spec) {
@@ -335,9 +312,6 @@ struct DirectCall {
         if (!found.defined()) {
           return false;
         }
-        if (direct.but_wide) {
-          compare(found, false);
-        }
         stack.push_back(std::move(found));
         break;
       }
@@ -365,9 +339,6 @@ struct DirectCall {
             return false;
           }
           list.push_back(std::move(found));
-        }
-        if (direct.but_wide) {
-          compare(list.vec(), true);
         }
         stack.emplace_back(std::move(list));
         break;
@@ -398,7 +369,53 @@ struct DirectCall {
 
   // Whether the operator that is called gives what a graph gives, whose numbers are inputs.
   bool is_exact() const {
-    return !(direct.varying && has_number) || (direct.but_wide && wide);
+    return !(direct.varying && has_number) || (direct.but_wide && is_wide());
+  }
+
+  // Whether every tensor is of float32 or float64, of the shape of the first, or of the first list's tensor at its place,
+  // and has memory for each element: else the CPU computes with some as with numbers, and rounds otherwise.
+  bool is_wide() const {
+    c10::SmallVector<at::Tensor, 4> first;
+    bool first_is_list = false;
+    for (const c10::IValue& given : stack) {
+      const bool is_list = given.isTensorList();
+      if (!is_list && !given.isTensor()) {
+        continue;
+      }
+      c10::SmallVector<at::Tensor, 4> tensors;
+      if (is_list) {
+        const std::vector<at::Tensor> items = given.toTensorVector();
+        tensors.assign(items.begin(), items.end());
+      } else {
+        tensors.push_back(given.toTensor());
+      }
+      const bool begins = first.empty();
+      if (begins) {
+        first = tensors;
+        first_is_list = is_list;
+      }
+      if (is_list != first_is_list || tensors.size() != first.size()) {
+        return false;
+      }
+      for (size_t at = 0; at < tensors.size(); ++at) {
+        if (tensors[at].sizes() != first[at].sizes() || !is_dense(tensors[at]) || (!is_list && tensors[at].dim() == 0)) {
+          return false;
+        }
+      }
+    }
+    return true;
+  }
+
+  static bool is_dense(const at::Tensor& tensor) {
+    if (tensor.scalar_type() != at::kFloat && tensor.scalar_type() != at::kDouble) {
+      return false;
+    }
+    for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+      if (tensor.stride(dim) == 0 && tensor.size(dim) != 1) {
+        return false;
+      }
+    }
+    return true;
   }
 
   // Call the CPU's operator: results replace the arguments. False if it raises. ``in_place``: another form of it, which
