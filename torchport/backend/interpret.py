@@ -102,10 +102,9 @@ class How:
     may have others, so that lowerings copy first.
     ``varying``: floats in places of numbers become tensors, because the graph's do; ``but_wide``: unless every tensor
     is of float32 or float64 and of one shape, where it makes no difference; ``tensor_places``: where tensors are
-    wanted. ``shares``: results may share
-    memory with arguments. ``no_generator``: the argument that says so, where the operator wants one. ``rule``: what
-    shape inference is asked for calls of it, if a call with arguments like these always gives results like these; else
-    ``None``.
+    wanted. ``shares``: results may share memory with arguments. ``no_generator``: the argument that says so, where the
+    operator wants one. ``rule``: what shape inference is asked for calls of it, if a call with arguments like these
+    always gives results like these; else ``None``.
     """
 
     __slots__ = (

@@ -52,6 +52,19 @@ def on_the_queue(fn: Callable[[], Any]) -> Any:
     return found
 
 
+def started_step(device: torch.device) -> Callable[[], torch.Tensor]:
+    """A step of 300 threes, of which each further run is started."""
+    x = torch.ones(300).to(device)
+
+    def step() -> torch.Tensor:
+        value = x * 2 + 1
+        torchport.sync(wait=False)
+        return value
+
+    on_the_queue(step)
+    return step
+
+
 def train(device: torch.device, steps: int = 6) -> list[torch.Tensor]:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 1)).to(device)
@@ -312,14 +325,7 @@ def test_threads_with_hooks_wait(device: torch.device) -> None:
 
 
 def test_a_read_leaves_the_number_of_threads_alone(device: torch.device) -> None:
-    x = torch.ones(300).to(device)
-
-    def step() -> torch.Tensor:
-        value = x * 2 + 1
-        torchport.sync(wait=False)
-        return value
-
-    on_the_queue(step)
+    step = started_step(device)
     before = torch.get_num_threads()
     try:
         for _ in range(50):
@@ -384,14 +390,7 @@ def test_where_it_takes_a_core_from_the_program_both_ways_are_tried(
 
 def test_a_thread_that_begins_later_has_the_programs_number_of_threads(device: torch.device) -> None:
     """The thread that computes has fewer in some runs; PyTorch's number is for the whole process."""
-    x = torch.ones(300).to(device)
-
-    def step() -> torch.Tensor:
-        value = x * 2 + 1
-        torchport.sync(wait=False)
-        return value
-
-    on_the_queue(step)
+    step = started_step(device)
     before, found = torch.get_num_threads(), []
     try:
         torch.set_num_threads(3)
