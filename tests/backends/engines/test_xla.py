@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_graphs import CPU, aten, build, normal_form, run
+from helpers_graphs import aten, build, normal_form, run
 from torch.nn import functional as F
 
 import torchport
@@ -26,18 +26,22 @@ from torchport.backend.interface import (
 )
 from torchport.backends.reference import ReferenceBackend
 from torchport.backends.xla import XlaBackend, container
+from torchport.backends.xla.settings import Settings
 from torchport.core.errors import BackendUnavailable, CompileError, ConfigError, ExecutionError
 from torchport.core.specs import CompileSpecs, TensorSpec
 
 backend = XlaBackend()
 pytestmark = pytest.mark.skipif(not backend.is_available(), reason=backend.unavailable_reason())
+DEVICE = backend.devices()[0] if backend.is_available() else BackendDevice("cpu", 0)
+"""JAX's first: what these tests run on."""
+on_the_cpu = pytest.mark.skipif(DEVICE.type != "cpu", reason="of memory that is the host's")
 
 
 def _no_value(like: torch.Tensor) -> Any:
     """A placeholder for a value such as this tensor."""
     from torchport.backends.xla.engine import XlaData
 
-    return XlaData(CPU, TensorSpec.of(like), None)
+    return XlaData(DEVICE, TensorSpec.of(like), None)
 
 
 Tensors = tuple[torch.Tensor, ...]
@@ -49,7 +53,7 @@ def rand(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def put(tensors: Sequence[torch.Tensor]) -> list[BackendData]:
-    return [backend.to_device(tensor.clone(), CPU) for tensor in tensors]
+    return [backend.to_device(tensor.clone(), DEVICE) for tensor in tensors]
 
 
 def get(results: Sequence[BackendData]) -> list[torch.Tensor]:
@@ -57,12 +61,12 @@ def get(results: Sequence[BackendData]) -> list[torch.Tensor]:
 
 
 def open_(processed: Processed, specs: CompileSpecs | None = None) -> Any:
-    return backend.init(FreeableBuffer(processed.data), specs or CompileSpecs(), InitContext(CPU))
+    return backend.init(FreeableBuffer(processed.data), specs or CompileSpecs(), InitContext(DEVICE))
 
 
 def compute(graph: Any, args: Sequence[torch.Tensor], specs: CompileSpecs | None = None) -> list[torch.Tensor]:
     handle = open_(backend.preprocess(graph, specs or CompileSpecs()), specs)
-    results = get(backend.execute(handle, put(args), ExecutionContext(CPU)))
+    results = get(backend.execute(handle, put(args), ExecutionContext(DEVICE)))
     backend.destroy(handle)
     return results
 
@@ -159,7 +163,7 @@ def test_a_result_that_is_an_argument_or_another_result_is_not_computed_twice() 
     graph, args = normal_form(lambda x: (x + 1, (x + 1).clone(), x.clone()), [rand(8, 8)])
     handle = open_(backend.preprocess(graph, CompileSpecs()))
     data = put(args)
-    first, second, third = backend.execute(handle, data, ExecutionContext(CPU))
+    first, second, third = backend.execute(handle, data, ExecutionContext(DEVICE))
     assert third.handle is data[0].handle
     assert first is not second
     for got, want in zip(get([first, second, third]), (args[0] + 1, args[0] + 1, args[0]), strict=True):
@@ -181,7 +185,7 @@ def test_branches_and_loops_stay_in_the_graph() -> None:
     handle = open_(backend.preprocess(exported.graph_module, CompileSpecs()))
     for sign, n in ((1, 3), (-1, 5), (1, 0)):
         x = rand(3, 4).abs() * sign
-        got = get(backend.execute(handle, put([x, torch.tensor(n)]), ExecutionContext(CPU)))
+        got = get(backend.execute(handle, put([x, torch.tensor(n)]), ExecutionContext(DEVICE)))
         for one, other in zip(got, model(x, torch.tensor(n)), strict=True):
             torch.testing.assert_close(one, other)
     backend.destroy(handle)
@@ -201,15 +205,45 @@ def test_a_graph_without_inputs() -> None:
 @pytest.mark.parametrize("shape", [(), (0, 3), (3,), (64, 2)], ids=str)
 def test_values_come_back_as_they_went(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = (torch.randn(shape) * 100).to(dtype)
-    data = backend.to_device(tensor, CPU)
+    data = backend.to_device(tensor, DEVICE)
     result = backend.from_device(data)
     assert data.spec == TensorSpec.of(tensor)
     torch.testing.assert_close(result, tensor, rtol=0, atol=0)
 
 
+def test_what_is_fetched_has_memory_of_its_own() -> None:
+    """As from a GPU, where JAX gives a copy, and in some releases one that says nobody may write to it."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    from torchport.backends.xla import values
+
+    array = jnp.arange(4.0)
+    assert values._fetched(array).flags.writeable
+    assert values._fetched(array).tolist() == [0, 1, 2, 3]
+
+    class OnAGpu:
+        def __init__(self, locked: bool) -> None:
+            self.locked = locked
+
+        def devices(self) -> set[int]:
+            return {0}
+
+        def _single_device_array_to_np_array_did_copy(self) -> tuple[Any, bool]:
+            fetched = np.arange(4.0)
+            fetched.flags.writeable = not self.locked
+            return fetched, True
+
+    for locked in (False, True):
+        found = values._fetched(OnAGpu(locked))
+        assert found.flags.writeable
+        assert found.tolist() == [0, 1, 2, 3]
+
+
+@on_the_cpu
 def test_the_cpu_shares_memory_both_ways() -> None:
     tensor = rand(64, 64)
-    data = backend.to_device(tensor, CPU)
+    data = backend.to_device(tensor, DEVICE)
     assert backend.from_device(data).data_ptr() == tensor.data_ptr()
 
 
@@ -233,27 +267,41 @@ def test_what_is_given_away_is_used_and_gone(add_one: Processed) -> None:
     handle = open_(add_one)
     (held,) = put([rand(8, 8)])
     seen = backend.from_device(held).clone()
-    giving = ExecutionContext(CPU, donated=frozenset({0}))
-    (kept,) = backend.execute(handle, [held], ExecutionContext(CPU))
-    (given,) = backend.execute(handle, [held], ExecutionContext(CPU))
+    giving = ExecutionContext(DEVICE, donated=frozenset({0}))
+    (kept,) = backend.execute(handle, [held], ExecutionContext(DEVICE))
+    (given,) = backend.execute(handle, [held], ExecutionContext(DEVICE))
     backend.execute(handle, [kept], giving)  # offered once: nothing is compiled for it yet
     torch.testing.assert_close(backend.from_device(kept), seen + 1)
     (result,) = backend.execute(handle, [given], giving)
     torch.testing.assert_close(backend.from_device(result), seen + 2)
     torch.testing.assert_close(backend.from_device(held), seen)
     with pytest.raises((ExecutionError, RuntimeError), match=r"deleted|donated"):
-        backend.execute(handle, [given], ExecutionContext(CPU))
+        backend.execute(handle, [given], ExecutionContext(DEVICE))
+    backend.destroy(handle)
+
+
+def test_only_memory_that_a_result_can_have_is_given_away() -> None:
+    """JAX warns of other memory, which is an error in tests."""
+    args = [rand(8, 8), rand(5), rand(8, 8)]
+    handle = open_(backend.preprocess(normal_form(lambda x, y, z: x * y.sum() + z, args)[0], CompileSpecs()))
+    for _ in range(3):
+        data = put(args)
+        giving = ExecutionContext(DEVICE, donated=frozenset({0, 1, 2}))
+        (result,) = get(backend.execute(handle, data, giving))
+        torch.testing.assert_close(result, args[0] * args[1].sum() + args[2])
+    assert [sorted(offered) for offered in handle._donating] == [[0]]
+    torch.testing.assert_close(get(data[1:]), args[1:])
     backend.destroy(handle)
 
 
 def test_a_tensor_that_shares_memory_survives_the_giving_away(add_one: Processed) -> None:
     handle = open_(add_one)
-    (computed,) = backend.execute(handle, put([rand(8, 8)]), ExecutionContext(CPU))
+    (computed,) = backend.execute(handle, put([rand(8, 8)]), ExecutionContext(DEVICE))
     shared = backend.from_device(computed)
     before = shared.clone()
     for _ in range(3):
         try:
-            (result,) = backend.execute(handle, [computed], ExecutionContext(CPU, donated=frozenset({0})))
+            (result,) = backend.execute(handle, [computed], ExecutionContext(DEVICE, donated=frozenset({0})))
             torch.testing.assert_close(backend.from_device(result), before + 1)
         except ExecutionError as error:
             assert "deleted" in str(error)  # noqa: PT017
@@ -265,10 +313,10 @@ def test_an_array_that_two_values_hold_is_not_given_away() -> None:
     graph, args = normal_form(lambda x: ((y := x + 1), y.clone(), x.clone()), [rand(8, 8)])
     handle = open_(backend.preprocess(graph, CompileSpecs()))
     double, (data,) = open_(backend.preprocess(normal_form(lambda x: x * 2, args)[0], CompileSpecs())), put(args)
-    results = backend.execute(handle, [data], ExecutionContext(CPU))
+    results = backend.execute(handle, [data], ExecutionContext(DEVICE))
     for _ in range(3):
         for one in (*results, data):
-            backend.execute(double, [one], ExecutionContext(CPU, donated=frozenset({0})))
+            backend.execute(double, [one], ExecutionContext(DEVICE, donated=frozenset({0})))
     for got, want in zip(get([*results, data]), (args[0] + 1, args[0] + 1, args[0], args[0]), strict=True):
         torch.testing.assert_close(got, want)
 
@@ -284,9 +332,27 @@ def test_placeholders() -> None:
 
 
 def test_memory_and_waiting() -> None:
-    info = backend.memory_info(CPU)
+    info = backend.memory_info(DEVICE)
     assert 0 < info["free"] <= info["total"]
-    backend.synchronize(CPU)
+    backend.synchronize(DEVICE)
+
+
+def test_a_gpus_platform_has_the_name_that_jax_exports_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The devices of a GPU say ``gpu``, and modules are exported for ``cuda`` or ``rocm``."""
+    import jax
+    from jax import export
+
+    from torchport.backends.xla import jax_api
+
+    class Gpu:
+        platform = "gpu"
+
+    monkeypatch.setattr(jax, "devices", lambda: [Gpu(), Gpu()])
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(export, "default_export_platform", lambda: "cuda")
+    assert jax_api.platforms() == ["cuda"]
+    module = jax_api.export_function(lambda x: (x + 1,), [((2,), "float32")], Settings())
+    assert export.deserialize(bytearray(module)).platforms == ("cuda",)
 
 
 # -- settings and bytes -------------------------------------------------------------------------------
@@ -334,10 +400,11 @@ import sys, torch
 from torchport.backend.interface import *
 from torchport.backends.xla import XlaBackend
 from torchport.core.specs import CompileSpecs
-cpu, backend = BackendDevice("cpu"), XlaBackend()
-handle = backend.init(FreeableBuffer(open(sys.argv[1], "rb").read()), CompileSpecs(), InitContext(cpu))
-x = backend.to_device(torch.ones(8, 8), cpu)
-print(backend.from_device(backend.execute(handle, [x], ExecutionContext(cpu))[0]).sum().item())
+backend = XlaBackend()
+device = backend.devices()[0]
+handle = backend.init(FreeableBuffer(open(sys.argv[1], "rb").read()), CompileSpecs(), InitContext(device))
+x = backend.to_device(torch.ones(8, 8), device)
+print(backend.from_device(backend.execute(handle, [x], ExecutionContext(device))[0]).sum().item())
 assert "torchport.backends.xla.ops" not in sys.modules
 """
     command = [sys.executable, "-W", "ignore", "-c", program, str(tmp_path / "blob")]
@@ -370,11 +437,11 @@ def test_the_stored_executable_is_used_where_it_fits(add_one: Processed, monkeyp
         artifact = container.decode(add_one.data)
         change(artifact)
         handle = open_(Processed(container.encode(artifact)))
-        torch.testing.assert_close(get(backend.execute(handle, put([x]), ExecutionContext(CPU)))[0], x + 1)
+        torch.testing.assert_close(get(backend.execute(handle, put([x]), ExecutionContext(DEVICE)))[0], x + 1)
         assert len(compiled) == compiles
         with pytest.raises(ExecutionError, match=r"but is float32\[9, 8\]"):
-            backend.execute(handle, put([rand(9, 8)]), ExecutionContext(CPU))
-    assert executables.load(b"", [], [], program.jax_device(CPU)) is None
+            backend.execute(handle, put([rand(9, 8)]), ExecutionContext(DEVICE))
+    assert executables.load(b"", [], [], program.jax_device(DEVICE)) is None
 
 
 def test_the_users_own_jax_is_left_alone(add_one: Processed) -> None:
@@ -397,7 +464,7 @@ def test_threads(add_one: Processed) -> None:
             handle = open_(add_one)
             for number in range(10):
                 x = torch.full((8, 8), float(number))
-                (result,) = get(backend.execute(handle, put([x]), ExecutionContext(CPU)))
+                (result,) = get(backend.execute(handle, put([x]), ExecutionContext(DEVICE)))
                 torch.testing.assert_close(result, x + 1)
             backend.destroy(handle)
         except BaseException as error:
@@ -472,7 +539,7 @@ product, _ = backend.execute(handle, [backend.to_device(t, device) for t in args
 print(product.handle.devices())
 torch.testing.assert_close(backend.from_device(product), x @ w)
 """
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     tests = str(Path(__file__).parents[2])
     command = [sys.executable, "-W", "ignore", "-c", program, tests]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
@@ -488,7 +555,7 @@ torch.testing.assert_close(backend.from_device(product), x @ w)
 # -- errors -------------------------------------------------------------------------------------------
 def test_wrong_arguments_are_named(add_one: Processed) -> None:
     handle = open_(add_one)
-    context = ExecutionContext(CPU)
+    context = ExecutionContext(DEVICE)
     for wrong, message in (
         ([], "takes 1 inputs, but got 0"),
         ([rand(9, 8)], r"input 0 should be float32\[8, 8\], but is float32\[9, 8\]"),
@@ -516,11 +583,11 @@ def test_an_index_that_is_out_of_range_reads_nan_and_writes_nothing() -> None:
 
 
 def test_devices_and_dtypes_that_there_are_not() -> None:
-    assert BackendDevice("cpu", 0) in backend.devices()
+    assert DEVICE in backend.devices()
     with pytest.raises(BackendUnavailable, match="JAX has no device tpu:3"):
         backend.to_device(rand(2), BackendDevice("tpu", 3))
     with pytest.raises(ExecutionError, match=r"no torch.float8_e5m2"):
-        backend.to_device(torch.zeros(2, dtype=torch.float8_e5m2), CPU)
+        backend.to_device(torch.zeros(2, dtype=torch.float8_e5m2), DEVICE)
 
 
 def test_what_is_supported() -> None:
@@ -536,6 +603,7 @@ def test_what_is_supported() -> None:
     assert "dense" in backend.supports(sin).reason
 
 
+@on_the_cpu
 def test_what_depends_on_values_runs_outside_the_graph() -> None:
 
     torchport.use("xla")

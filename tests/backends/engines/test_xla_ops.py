@@ -27,7 +27,8 @@ if backend.is_available():
     from torchport.backends.xla.dtypes import JAX_DTYPES
     from torchport.backends.xla.ops import TABLE
 
-CPU = BackendDevice("cpu", 0)
+DEVICE = backend.devices()[0] if backend.is_available() else BackendDevice("cpu", 0)
+"""JAX's first: what these tests run on."""
 PAGE = Path(__file__).parents[3] / "docs" / "xla-ops.md"
 aten = torch.ops.aten
 getitem: Any = operator.getitem
@@ -106,9 +107,9 @@ def _graph(calls: Sequence[xla_samples.Instance]) -> tuple[fx.GraphModule, list[
 
 def _run(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     processed = backend.preprocess(graph, CompileSpecs())
-    handle = backend.init(FreeableBuffer(processed.data), CompileSpecs(), InitContext(CPU))
-    args = [backend.to_device(tensor.clone(), CPU) for tensor in inputs]
-    results = [backend.from_device(data) for data in backend.execute(handle, args, ExecutionContext(CPU))]
+    handle = backend.init(FreeableBuffer(processed.data), CompileSpecs(), InitContext(DEVICE))
+    args = [backend.to_device(tensor.clone(), DEVICE) for tensor in inputs]
+    results = [backend.from_device(data) for data in backend.execute(handle, args, ExecutionContext(DEVICE))]
     backend.destroy(handle)
     return results
 

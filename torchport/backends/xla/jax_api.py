@@ -44,8 +44,13 @@ def scope(settings: Settings) -> Iterator[None]:
 
 
 def platforms() -> list[str]:
-    """The platforms of JAX's devices in this process."""
-    return list(dict.fromkeys(device.platform for device in jax.devices()))
+    """The platforms of JAX's devices in this process, by the names that exported modules have."""
+    return list(dict.fromkeys(exported_as(device) for device in jax.devices()))
+
+
+def exported_as(device: Any) -> str:
+    """The name that an exported module has for a device's platform: ``cuda`` or ``rocm`` where the device says gpu."""
+    return export.default_export_platform() if device.platform == jax.default_backend() else device.platform
 
 
 def export_function(
@@ -86,7 +91,7 @@ def compile_module(
     settings = Settings.from_json(artifact.settings)
     exported = _deserialised(artifact.module)
     prepare_lapack(exported.mlir_module_serialized)
-    if device.platform not in exported.platforms:
+    if exported_as(device) not in exported.platforms:
         raise CompileError(
             f"this was compiled for {', '.join(exported.platforms)}, but the device is {device}; compile again"
         )

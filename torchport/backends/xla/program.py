@@ -6,7 +6,7 @@ import functools
 import hashlib
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, Final
 
 import jax
@@ -40,10 +40,13 @@ def jax_device(device: BackendDevice) -> Any:
 
 
 def wait(device: BackendDevice) -> None:
-    """Return when every array on the device has its value."""
+    """Return when every array on the device has its value. Raises :class:`ExecutionError` for one that has none."""
     for array in jax_device(device).client.live_arrays():
         if not array.is_deleted():
-            array.block_until_ready()
+            try:
+                array.block_until_ready()
+            except Exception as error:
+                raise ExecutionError(f"XLA failed: {type(error).__name__}: {error}") from error
 
 
 _fresh: Final[OrderedDict[tuple[bytes, Any], Any]] = OrderedDict()
@@ -113,6 +116,8 @@ class XlaProgram:
         self._origins = artifact.origins
         self._all_new = artifact.origins == tuple(range(len(artifact.outputs)))
         self._shared = frozenset(at for at, o in enumerate(artifact.origins) if o < 0 or artifact.origins.count(o) > 1)
+        made = dict(zip(artifact.origins, artifact.outputs, strict=True))
+        self._rooms = Counter((spec.shape, spec.dtype) for origin, spec in made.items() if origin >= 0)
         self._kept = frozenset(-1 - origin for origin in artifact.origins if origin < 0)
         self._artifact = artifact
         self._place = jax_device(device)
@@ -201,7 +206,7 @@ class XlaProgram:
 
         Each set of arguments costs a compilation, so there are at most two; taking nothing is always right.
         """
-        offered = frozenset(at for at in donated - self._kept if not getattr(args[at], "shared", True))
+        offered = self._of_use({at for at in donated - self._kept if not getattr(args[at], "shared", True)})
         found = self._donating.get(offered)
         if found is None and offered:
             self._asked[offered] += 1
@@ -209,6 +214,20 @@ class XlaProgram:
                 found = jax_api.compile_module(self._artifact, self._place, offered)
                 self._donating[offered] = found
         return found or self._plain
+
+    def _of_use(self, offered: Set[int]) -> frozenset[int]:
+        """The inputs whose memory a result can have: one for each result of the same shape and dtype.
+
+        JAX finds the same ones, compiles for the others all the same, and warns of them.
+        """
+        room = Counter(self._rooms)
+        taken: list[int] = []
+        for at in sorted(offered):
+            kind = self.inputs[at].shape, self.inputs[at].dtype
+            if room[kind]:
+                room[kind] -= 1
+                taken.append(at)
+        return frozenset(taken)
 
     def _explained(self, args: Sequence[BackendData], error: Exception) -> ExecutionError:
         """Why a call failed: wrong arguments first, since JAX's own words do not name ours."""

@@ -7,6 +7,7 @@ anyone writes to it).
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from typing import Any, Final
@@ -147,7 +148,23 @@ def from_array(array: Any, dtype: torch.dtype) -> torch.Tensor:
         from jax.experimental import multihost_utils  # on demand: only where several processes share a mesh
 
         return _from_numpy(np.array(multihost_utils.process_allgather(array, tiled=True)), dtype)
-    return _from_numpy(np.array(array), dtype)
+    return _from_numpy(_fetched(array), dtype)
+
+
+def _fetched(array: Any) -> np.ndarray[Any, Any]:
+    """An array's value in memory of its own on the host.
+
+    ``np.array`` copies what it has just fetched once more, and JAX keeps the first copy as long as the array.
+    """
+    fetch = getattr(array, "_single_device_array_to_np_array_did_copy", None)
+    if fetch is not None and len(array.devices()) == 1:
+        found, is_copy = fetch()
+        if is_copy and not found.flags.writeable:
+            with contextlib.suppress(ValueError):
+                found.flags.writeable = True
+        if is_copy and found.flags.writeable:
+            return found
+    return np.array(array)
 
 
 def _from_numpy(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
