@@ -168,7 +168,7 @@ def __dir__() -> list[str]:
 
 
 def _autoload() -> None:
-    """Called by ``import torch`` (entry point group ``torch.backends``); must never make that import fail."""
+    """Called by ``import torch`` (:mod:`torchport_autoload`); must never make that import fail."""
     try:
         from .frontend.register import register_frontends  # on demand: importing torchport imports nothing else
 
@@ -176,3 +176,7 @@ def _autoload() -> None:
     except Exception as error:
         # Not a warning: where warnings are errors, it would break the very import it must not break.
         print(f"torchport: torch.device('port') is not available: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+if getattr(sys.modules.get("torchport_autoload"), "stood_back", ""):
+    _autoload()  # ``import torch`` left that to a program that imports this

@@ -10,7 +10,7 @@ from pathlib import Path
 import torchport
 
 ROOT = Path(torchport.__file__).parent
-AT_MOST_INSIDE_FUNCTIONS = 42
+AT_MOST_INSIDE_FUNCTIONS = 43
 
 
 def _modules() -> dict[str, Path]:

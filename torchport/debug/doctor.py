@@ -14,6 +14,8 @@ from typing import Final
 
 import torch
 
+from torchport_autoload import other_accelerator
+
 from .. import __version__, native
 from ..backend.registry import registry
 from ..cache.current import folder_in_settings
@@ -60,6 +62,12 @@ def _device() -> Rows:
         yield "registered", "no: TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set; unset it"
     else:
         yield "registered", "yes" if hasattr(torch, "port") else "no: import torch printed the reason"
+    if other := other_accelerator():
+        yield (
+            f"beside {other}",
+            "import torch alone does not register the device here; import torchport, or TORCHPORT_BACKEND, does. "
+            f"PyTorch cannot run backward on {other} in a process where it is registered",
+        )
     yield "torch.accelerator", f"current_accelerator() is {torch.accelerator.current_accelerator()}"
     yield (
         "TORCHPORT_BACKEND",

@@ -58,7 +58,9 @@ def _index_of(device: Any) -> int | None:
 
 # -- host ↔ device -----------------------------------------------------------------------------------------------
 def _private_copy(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """A CPU tensor nobody else can write to."""
+    """A CPU tensor nobody else can write to, also of one on another accelerator."""
+    if not tensor.is_cpu:
+        return tensor.to("cpu", dtype)
     if dtype is not None and dtype != tensor.dtype:
         return tensor.to(dtype)
     return tensor.clone()

@@ -213,8 +213,8 @@ PATCHES: Final[dict[str, tuple[str, str, str]]] = {
     ),
     "torch._C._set_default_tensor_type": ("the same", "the same", _USE),
     "torch.autograd._engine_run_backward": (
-        "runs backward on the calling thread",
-        "backward goes on with the trace of the forward, which is the calling thread's",
+        "runs backward on the calling thread, and says why it fails on another accelerator",
+        "backward goes on with the trace of the forward, which is the calling thread's; PyTorch has one accelerator",
         _USE,
     ),
     "torch.autograd.graph._engine_run_backward": ("the same", "the same", _USE),

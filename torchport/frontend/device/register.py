@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from torchport_autoload import other_accelerator
+
 from . import (
     accelerator,
     defaults,
@@ -73,6 +75,10 @@ def register_device() -> None:
     torch._C._acc.register_python_privateuseone_device_guard(guard)  # type: ignore[attr-defined]
     accelerator.install()
     defaults.install()
+    if other_accelerator():
+        from . import backward  # on demand: ``import torch`` must stay light
+
+        backward.install(in_use=False)
     _before_the_first_use()
 
 

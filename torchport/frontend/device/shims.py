@@ -2,8 +2,8 @@
 
 Private torch APIs touched here, each wrapped for ``port`` tensors only and left alone for all others:
 ``torch._C._has_storage``, ``torch._tensor_str._str_intern``, ``torch.Tensor._reduce_ex_internal``,
-``torch._C._select_conv_backend``, ``torch._C.{_set_default_dtype, _set_default_tensor_type}``,
-``torch.autograd.graph._engine_run_backward``, and storage methods of ``torch.Tensor``.
+``torch._C._select_conv_backend``, ``torch._C.{_set_default_dtype, _set_default_tensor_type}``, and storage methods of
+``torch.Tensor``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ...run.step_closures import step_ended
 from ...trace.handle import DEVICE_TYPE, LazyTensor
 from ...trace.threads import flush_mine
 from ...trace.wrapping import unwrap, wrap
-from . import memory
+from . import backward, memory
 from .names import device_of
 from .opaque import opaque
 from .patches import replace
@@ -52,7 +52,7 @@ def install() -> None:
     _checkpoint_on_any_index()
     _kernels_of_convolutions()
     _trace_anew_for_another_default_dtype()
-    _backward_on_the_calling_thread()
+    backward.install(in_use=True)
 
 
 @functools.cache
@@ -257,21 +257,3 @@ def _trace_anew_for_another_default_dtype() -> None:
 
     replace("torch._C._set_default_dtype", noticing(torch._C._set_default_dtype))
     replace("torch._C._set_default_tensor_type", noticing(torch._C._set_default_tensor_type))
-
-
-@functools.cache
-def _backward_on_the_calling_thread() -> None:
-    """Run backward on the calling thread, so that backward continues the trace of the forward.
-
-    PyTorch's switch for this is thread-local, and leaving ``torch.inference_mode`` restores its former state. So each
-    backward sets it.
-    """
-    original = torch.autograd.graph._engine_run_backward
-
-    @functools.wraps(original)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with torch.autograd.set_multithreading_enabled(False):
-            return original(*args, **kwargs)
-
-    for module in ("torch.autograd", "torch.autograd.graph"):
-        replace(f"{module}._engine_run_backward", opaque(run))
