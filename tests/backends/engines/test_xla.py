@@ -538,18 +538,23 @@ handle = backend.init(FreeableBuffer(plain.data), CompileSpecs(), InitContext(de
 product, _ = backend.execute(handle, [backend.to_device(t, device) for t in args], ExecutionContext(device))
 print(product.handle.devices())
 torch.testing.assert_close(backend.from_device(product), x @ w)
+few, args = normal_form(lambda x: (x + 1, x), [torch.ones(3, dtype=torch.float64)])
+handle = backend.init(FreeableBuffer(backend.preprocess(few, CompileSpecs()).data), CompileSpecs(), InitContext(device))
+one, two = backend.execute(handle, [backend.to_device(t, device) for t in args], ExecutionContext(device))
+print(one.handle.devices(), one.handle.dtype, backend.from_device(one).tolist(), backend.from_device(two).tolist())
 """
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     tests = str(Path(__file__).parents[2])
     command = [sys.executable, "-W", "ignore", "-c", program, tests]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     lines = done.stdout.splitlines()
-    assert len(lines) == 4, done.stderr
+    assert len(lines) == 5, done.stderr
     assert lines[0].startswith(
         "{'mesh': {'axes': ['data', 'model'], 'shape': [2, 2]}, 'inputs': [[['data']], [[], ['model']]]}"
     )
     assert lines[1:3] == ["4 (4, 6)"] * 2
     assert lines[3] == "{CpuDevice(id=3)}"
+    assert lines[4] == "{CpuDevice(id=3)} float64 [2.0, 2.0, 2.0] [1.0, 1.0, 1.0]"
 
 
 # -- errors -------------------------------------------------------------------------------------------

@@ -32,7 +32,8 @@ except (ImportError, AttributeError):
     _import = None
 
 _SMALL: Final = 32
-"""Up to this many elements a value stays a NumPy array: handing one to a compiled call costs 1 µs, DLPack 20 µs."""
+"""Up to this many elements a value stays a NumPy array: handing one to a compiled call on the CPU costs 1 µs, DLPack
+20 µs; a copy to a GPU of its own cost 190 µs, and a training step made 56 of them."""
 _ALIGNMENT: Final = 64
 _ON_CPU: Final = 1
 """DLPack's number of the CPU."""
@@ -40,7 +41,7 @@ _BITS: Final = {torch.bfloat16: torch.int16}
 
 
 class XlaData(BackendData):
-    """A ``jax.Array``; small ones on the CPU platform may still be NumPy arrays. ``None`` while it is a placeholder."""
+    """A ``jax.Array``; small ones may still be NumPy arrays. ``None`` while it is a placeholder."""
 
     __slots__ = ("array", "shared", "used")
 
@@ -85,12 +86,11 @@ def to_array(tensor: torch.Tensor, device: Any, first: bool) -> Any:
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if 1 in plain.shape:  # such a dimension's stride means nothing to PyTorch, and a layout to XLA
         plain = plain.as_strided(plain.shape, contiguous_strides(plain.shape))
-    if first:
-        if plain.numel() <= _SMALL:
-            return _as_numpy(plain)
-        if plain.data_ptr() % _ALIGNMENT == 0:
-            # A copy of a tensor is aligned; JAX copies what is not, and would warn.
-            return _imported(plain, device)
+    if plain.numel() <= _SMALL:
+        return _as_numpy(plain)
+    if first and plain.data_ptr() % _ALIGNMENT == 0:
+        # A copy of a tensor is aligned; JAX copies what is not, and would warn.
+        return _imported(plain, device)
     return jax.device_put(_as_numpy(plain), device)
 
 
