@@ -40,7 +40,7 @@ from torchport.core.errors import ExecutionError
 from torchport.core.sharding import Sharding
 from torchport.core.specs import CompileSpecs, TensorSpec
 
-from . import container
+from . import container, host_code
 from .settings import Settings
 from .sharding import Placement
 
@@ -172,6 +172,9 @@ class XlaBackend(Backend):
         import jax
 
         compiling = _lowering()
+        on_an_accelerator = self.capabilities.donation
+        if on_an_accelerator:
+            host_code.build_beside()
         settings = Settings.of(specs)
         placement = Placement.of(specs, input_specs(graph))
         program = compiling.JaxFunction(graph)
@@ -189,6 +192,8 @@ class XlaBackend(Backend):
         )
         if not _engine().in_use():  # else what is compiled for one device may never be run
             _engine().compile_now(artifact)
+        if on_an_accelerator:
+            host_code.put_to_use()
         return Processed(container.encode(artifact))
 
     def engine_files(self) -> Sequence[str]:
