@@ -35,6 +35,8 @@ _SMALL: Final = 32
 """Up to this many elements a value stays a NumPy array: handing one to a compiled call on the CPU costs 1 µs, DLPack
 20 µs; a copy to a GPU of its own cost 190 µs, and a training step made 56 of them."""
 _ALIGNMENT: Final = 64
+_FETCH: Final = "_single_device_array_to_np_array_did_copy"
+"""JAX's own method, which gives a NumPy array and whether that is a copy."""
 _ON_CPU: Final = 1
 """DLPack's number of the CPU."""
 _BITS: Final = {torch.bfloat16: torch.int16}
@@ -156,7 +158,7 @@ def _fetched(array: Any) -> np.ndarray[Any, Any]:
 
     ``np.array`` copies what it has just fetched once more, and JAX keeps the first copy as long as the array.
     """
-    fetch = getattr(array, "_single_device_array_to_np_array_did_copy", None)
+    fetch = getattr(array, _FETCH, None)
     if fetch is not None and len(array.devices()) == 1:
         found, is_copy = fetch()
         if is_copy and not found.flags.writeable:
