@@ -91,14 +91,19 @@ class NativeLibrary:
         if errors:
             log.info("%s was not built, Python does its work: %s", self.source.name, errors)
 
+    def folder(self) -> Path:
+        """Where it is built, made if need be. Raises ``OSError`` where others can write to it."""
+        folder = self.path.parent
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _is_ours(folder, stat.S_ISDIR):
+            raise PermissionError(f"others can write to {folder}")
+        return folder
+
     def _build(self, compiler: Sequence[str], include: Path) -> str:
         """Build the library; returns what went wrong, or an empty string."""
         if "torch_python" in self.links and not (include / "Python.h").exists():
             return f"Python's headers are not in {include}"
-        folder = self.path.parent
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not _is_ours(folder, stat.S_ISDIR):
-            return f"others can write to {folder}"
+        folder = self.folder()
         with tempfile.TemporaryDirectory(dir=folder, prefix="build-", ignore_cleanup_errors=True) as private:
             made = Path(private) / self.path.name
             command = [*self.command(compiler, include), "-o", str(made)]
@@ -198,3 +203,6 @@ follow: Final = NativeLibrary(_FOLDER / "follow.cpp", ("torch_python", "torch_cp
 """Kernels along known paths: ``torchport_follow``, ``_follow_same_value``, ``_follow_copy`` and ``_follow_out``.
 ``_follow_start`` must be called first. ``torchport_direct``, after ``_direct_start``, has a kernel interpret its
 operator at once. ``torchport_followed`` counts the calls that were served."""
+
+steps: Final = NativeLibrary(_FOLDER / "steps.cpp", ("torch_python", "torch_cpu", "torch", "c10"))
+"""Paths that are interpreted: ``torchport_steps`` and ``torchport_run_steps``, after ``torchport_steps_start``."""

@@ -22,6 +22,7 @@ from ..backend.serialize import fingerprint
 from ..core.config import config
 from ..core.default_state import default_state
 from ..core.specs import CompileSpecs
+from ..native import beside
 from ..trace.graph import Sources, write_graph
 from .graphs import graph_from_data
 from .paths import NotSendable, define, path_from_data
@@ -60,6 +61,7 @@ def serve(fd: int) -> None:
         os.ftruncate(2, 0)  # what a crash report shows is this request's
         write_message(program, Kind.BEGUN, b"")
         write_message(program, Kind.REPLY, compile_request(body))
+        beside.build_beside()
 
 
 def _move_to(environ: dict[str, str], path: Sequence[str], folder: str) -> None:

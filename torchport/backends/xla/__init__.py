@@ -39,8 +39,9 @@ from torchport.backend.normal_form import input_specs, output_specs
 from torchport.core.errors import ExecutionError
 from torchport.core.sharding import Sharding
 from torchport.core.specs import CompileSpecs, TensorSpec
+from torchport.native import beside
 
-from . import container, host_code
+from . import container
 from .settings import Settings
 from .sharding import Placement
 
@@ -174,7 +175,7 @@ class XlaBackend(Backend):
         compiling = _lowering()
         on_an_accelerator = self.capabilities.donation
         if on_an_accelerator:
-            host_code.build_beside()
+            beside.build_beside()
         settings = Settings.of(specs)
         placement = Placement.of(specs, input_specs(graph))
         program = compiling.JaxFunction(graph)
@@ -193,7 +194,7 @@ class XlaBackend(Backend):
         if not _engine().in_use():  # else what is compiled for one device may never be run
             _engine().compile_now(artifact)
         if on_an_accelerator:
-            host_code.put_to_use()
+            beside.put_to_use()
         return Processed(container.encode(artifact))
 
     def engine_files(self) -> Sequence[str]:
