@@ -94,6 +94,8 @@ class Pair:
         name = self.cpp.removeprefix("torchport_")
         if name in twins.in_python and name != self.cpp:
             return f"`twins.{name}`"
+        if name != self.cpp and self.file == "steps.cpp":
+            return "`run.steps`"
         if name != self.cpp:
             return "PyTorch's device guard" if "guard" in name else "PyTorch's dispatcher"
         return "called in C++"

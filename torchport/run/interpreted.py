@@ -7,7 +7,7 @@ that the one can take the other's place at any flush and no trace that follows s
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -26,12 +26,13 @@ from .host_forms import as_tensor
 from .overwriting import overwriting
 from .plans import ExecutionPlan
 from .sizes import Family
+from .steps import Steps, make_steps
 from .tier_record import TierRecord
 
 if TYPE_CHECKING:
     from .device_runtime import DeviceRuntime
 
-__all__ = ["InterpretedPlan", "make_interpreted"]
+__all__ = ["InterpretedPlan", "PathProgram", "PathStep", "make_interpreted"]
 
 _CPU: Final = torch.device("cpu")
 _storage_of: Final[Any] = torch.Tensor.untyped_storage  # as it is before anybody wraps it
@@ -77,7 +78,7 @@ def make_interpreted(
     runtime: DeviceRuntime, path: Sequence[Node], value_ids: tuple[int, ...], leaf_specs: Sequence[TensorSpec]
 ) -> InterpretedPlan:
     """A plan for the values at the end of a path that needs no compiler. Takes time linear in the path's length."""
-    program = _PathProgram(needed(path, value_ids), value_ids, leaf_specs)
+    program = PathProgram(needed(path, value_ids), value_ids, leaf_specs)
     doubles, keys = tuple(sorted(program.scalar_inputs)), tuple(sorted(program.random_keys))
     leaves = tuple(sorted(program.leaves))
     program.places(leaves, doubles, keys)
@@ -99,7 +100,7 @@ _F64: Final = torch.float64
 _I64: Final = torch.int64
 
 
-class _PathProgram:
+class PathProgram:
     """The operators that some values need, in order, and when each value is used for the last time."""
 
     def __init__(self, nodes: Sequence[Node], value_ids: Sequence[int], leaf_specs: Sequence[TensorSpec]) -> None:
@@ -131,9 +132,11 @@ class _PathProgram:
                 self.ends[at].append(number)
         hows = [how(node.op) for node in nodes]
         forms = overwriting(nodes, hows, last, kept, leaf_specs)
-        self.steps = [_PathStep(*parts) for parts in zip(nodes, hows, forms, strict=True)]
+        self.steps = [PathStep(*parts) for parts in zip(nodes, hows, forms, strict=True)]
         self.sharing = tuple(how(makers[value_id].op).shares for value_id in value_ids)
         self.outputs = tuple(_value_spec(makers[value_id], value_id) for value_id in value_ids)
+        self.runs = 0
+        self.native: Steps | None = None
 
     def places(self, *inputs: tuple[int, ...]) -> None:
         """Where leaves, numbers and keys stand among the arguments."""
@@ -149,14 +152,19 @@ def _value_spec(node: Node, value_id: int) -> TensorSpec:
     return TensorSpec.of(blank.clone())
 
 
-class _PathStep:
+class PathStep:
     """One operator of a path, and where its arguments come from.
 
     ``args`` are its arguments, in which those at ``places`` are filled in with the values of these keys, and those at
-    ``lists`` with lists of them; what is in neither form is settled at each run (``rest``).
+    ``lists`` with lists of them; what is in neither form is settled at each run (``rest``). ``operator``: what
+    C++ may call, with ``is_but_wide`` only where all tensors are wide (:class:`.How`). ``needs``: the keys of the
+    tensors among the arguments.
     """
 
-    __slots__ = ("args", "in_place", "kwargs", "lists", "made", "manner", "node", "places", "rest")
+    __slots__ = (
+        "args", "in_place", "is_but_wide", "kwargs", "lists", "made", "manner", "needs", "node", "operator", "places",
+        "rest",
+    )  # fmt: skip
 
     def __init__(self, node: Node, manner: How, in_place: Any) -> None:
         self.node = node
@@ -180,6 +188,23 @@ class _PathStep:
         if manner.is_factory:
             self.kwargs["device"] = _CPU
         self.made = None if node.container is None else range(node.first_id, node.end_id)
+        used = templates_of(node)
+        self.needs = tuple(dict.fromkeys(_key(one) for one in used if one.__class__ in (Value, Leaf)))
+        floats = sum(one.__class__ is ScalarInput for one in used)
+        self.is_but_wide = manner.varying and floats > 0
+        places = (node.args[at] for at in manner.tensor_places if at < len(node.args))
+        numbers = sum(one.__class__ is ScalarInput for one in places)  # in places of tensors
+        if numbers and numbers == floats:
+            self.is_but_wide, in_place = False, None  # C++ makes tensors of them, as a graph has them
+        is_called = manner.call is not None and (manner.but_wide or not self.is_but_wide) and not manner.draws
+        self.operator = None
+        if is_called and not (numbers and self.is_but_wide) and not any(one.__class__ in _SPECIAL for one in used):
+            self.operator = manner.call if in_place is None else in_place
+
+    @property
+    def brings(self) -> Sequence[int]:
+        """The ids of its results."""
+        return (self.node.first_id,) if self.made is None else self.made
 
     @staticmethod
     def _constant(argument: Any) -> Any:
@@ -189,6 +214,7 @@ class _PathStep:
 
 
 _KEYED: Final = frozenset({Value, Leaf, ScalarInput})
+_SPECIAL: Final = frozenset({HostScalar, RandomKey})
 
 
 def _key(template: Any) -> Any:
@@ -208,15 +234,41 @@ def _is_fixed(argument: Any) -> bool:
 class _PathRun:
     """One run of a program: the values so far, leaves and numbers among them."""
 
-    __slots__ = ("random_keys", "values")
+    __slots__ = ("leaves", "numbers", "program", "random_keys", "values")
 
-    def __init__(self, program: _PathProgram, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, program: PathProgram, tensors: Sequence[torch.Tensor]) -> None:
         leaves, numbers, keys = program.inputs
         given = iter(tensors)
-        self.values: dict[Any, Any] = {-1 - at: next(given) for at in leaves}
-        if numbers:
-            self.values.update(zip((("number", at) for at in numbers), next(given).tolist(), strict=True))
+        self.program = program
+        self.leaves = [next(given) for _ in leaves]
+        self.numbers: list[float] = next(given).tolist() if numbers else []
+        self.values: dict[Any, Any] = {("number", at): value for at, value in zip(numbers, self.numbers, strict=True)}
         self.random_keys: dict[int, int] = dict(zip(keys, next(given).tolist(), strict=True)) if keys else {}
+
+    def results(self) -> list[torch.Tensor]:
+        """Run the operators, one after the other; the values that are wanted."""
+        program, values = self.program, self.values
+        if program.native is None and program.runs:
+            program.native = make_steps(program, *program.inputs[:2])
+        program.runs += 1
+        if program.native is not None:
+            return program.native(self.leaves, self.numbers, self.alone)
+        values.update(zip((-1 - at for at in program.inputs[0]), self.leaves, strict=True))
+        for step, ends in zip(program.steps, program.ends, strict=True):
+            self.step(step)
+            for number in ends:
+                del values[number]
+        return [values[value_id] for value_id in program.wanted]
+
+    def alone(self, position: int, given: tuple[Any, ...]) -> list[Any]:
+        """Run one operator on the values that it needs; its results."""
+        step, values = self.program.steps[position], self.values
+        values.update(zip(step.needs, given, strict=True))
+        self.step(step)
+        made = [values.pop(value_id) for value_id in step.brings]
+        for key in step.needs:
+            del values[key]
+        return made
 
     def argument(self, template: Any) -> Any:
         cls = template.__class__
@@ -228,7 +280,7 @@ class _PathRun:
             return torch.tensor(self.argument(template.value), dtype=template.dtype)
         return _CPU if cls is torch.device else template
 
-    def step(self, step: _PathStep) -> None:
+    def step(self, step: PathStep) -> None:
         """Run one operator."""
         values, node, manner, in_place = self.values, step.node, step.manner, step.in_place
         args = step.args.copy()
@@ -264,32 +316,24 @@ class _Interpreter(Backend):
     def from_device(self, data: BackendData) -> torch.Tensor:
         return as_tensor(self.runtime.backend, data)
 
-    def execute(
-        self, handle: _PathProgram, args: Sequence[BackendData], context: ExecutionContext
-    ) -> list[BackendData]:
+    def execute(self, handle: PathProgram, args: Sequence[BackendData], context: ExecutionContext) -> list[BackendData]:
         backend = self.runtime.backend
         tensors = [as_tensor(backend, arg) for arg in args]
         run = _PathRun(handle, tensors)  # type: ignore[arg-type]
-        values = run.values
         with torch.no_grad(), FewerThreads():
-            for step, ends in zip(handle.steps, handle.ends, strict=True):
-                run.step(step)
-                for number in ends:
-                    del values[number]
-            results = _separate(handle, values, tensors)  # type: ignore[arg-type]
+            results = _separate(handle, run.results(), tensors)  # type: ignore[arg-type]
         return [TensorData(context.device, spec, one) for spec, one in zip(handle.outputs, results, strict=True)]
 
 
 def _separate(
-    program: _PathProgram, values: Mapping[int, torch.Tensor], given: Sequence[torch.Tensor]
+    program: PathProgram, values: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """The results in memory of their own, with the strides that were promised."""
     taken: set[int] = set()
     if any(program.sharing):
         taken = {_storage_of(tensor).data_ptr() for tensor in given}
     made: list[torch.Tensor] = []
-    for number, spec, shares in zip(program.wanted, program.outputs, program.sharing, strict=True):
-        value = values[number]
+    for value, spec, shares in zip(values, program.outputs, program.sharing, strict=True):
         if shares:
             value = settled(value)
         if taken or shares:

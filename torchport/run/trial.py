@@ -45,8 +45,8 @@ SLOWER: Final = 1.05
 """Times the interpreter's time that the compiled computation takes at least where it is dropped, ..."""
 MUCH_SLOWER: Final = 1.15
 """... and where it may become quicker than it is here: no argument is donated to it, or its pieces may become one."""
-LEAST: Final = 0.01
-"""Seconds that a run takes at least where it is tried: a shorter one is mostly what its operators cost to call."""
+LEAST: Final = 0.0003
+"""Seconds that a run takes at least where it is tried: a shorter one cannot be timed well, and costs little."""
 
 
 def is_worth_trying(backend: Backend, plan: InterpretedPlan) -> bool:
