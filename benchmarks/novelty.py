@@ -95,12 +95,12 @@ MODELS: Final[dict[str, tuple[Callable[[], Any], Callable[[int, int], torch.Tens
 """How to make a model, an input of some size for it, and its sizes: the first, and how far they are apart."""
 
 
-def _forward(name: str, rounds: int) -> list[str]:
+def _forward(name: str, rounds: int, mode: Callable[[], Any] = torch.no_grad) -> list[str]:
     make, batch, sizes = MODELS[name]
     models = _on_both(make().eval())
 
     def run(device: str, size: int) -> None:
-        with torch.no_grad():
+        with mode():
             _logits(models[device], batch(1, size).to(device)).cpu()
 
     return _pairs(run, rounds, itertools.count(*sizes))
@@ -199,6 +199,25 @@ def _overhead(width: int, rounds: int) -> Iterator[tuple[str, list[str]]]:
     yield "median", _cells(*times, median)
 
 
+# -- reading -------------------------------------------------------------------------------------------------------
+def _reading() -> list[str]:
+    """A loop that looks at a value each round, as a search or an environment does: 100 rounds of two operators."""
+    times: dict[str, list[Seconds]] = {}
+    for device in ("cpu", "port"):
+        start = torch.ones(4).to(device)
+
+        def loop(start: torch.Tensor = start, device: str = device) -> None:
+            seen = start
+            for k in range(100):
+                seen = seen * 0.99 + torch.tensor([float(k), 1.0, 2.0, 3.0], device=device)
+                if seen.sum().item() < 0:
+                    break
+
+        loop()
+        times[device] = [_seconds(loop) for _ in range(30)]
+    return _cells(times["cpu"], times["port"], min)
+
+
 # -- eager mode ----------------------------------------------------------------------------------------------------
 def _small_operators(gradients: bool) -> list[str]:
     """Of 400 operators."""
@@ -255,6 +274,7 @@ def _rows(wanted: list[str], rounds: int) -> Iterator[list[str]]:
     if "forward" in wanted:
         for name in MODELS:
             yield [f"{name}, forward, a size never seen", *_forward(name, rounds)]
+            yield [f"{name}, the same in inference mode", *_forward(name, rounds, torch.inference_mode)]
     if "training" in wanted:
         for name in MODELS:
             yield [f"{name}, training step, a size never seen", *_training(name, rounds)]
@@ -270,13 +290,15 @@ def _rows(wanted: list[str], rounds: int) -> Iterator[list[str]]:
         for width in (8, 64):
             for which, cells in _overhead(width, rounds):
                 yield [f"steady state, GPT-2 of 16 layers of width {width}, forward, {which}", *cells]
+    if "reading" in wanted:
+        yield ["a loop that copies a row to the device and reads a value, 100 rounds", *_reading()]
     if "eager" in wanted:
         yield ["eager mode, 400 small operators", *_small_operators(gradients=False)]
         yield ["the same with gradients", *_small_operators(gradients=True)]
         yield ["eager mode, tiny BERT, forward and backward", *_tiny_bert(rounds)]
 
 
-ROWS: Final = ("forward", "training", "recording", "generate", "lengths", "overhead", "eager")
+ROWS: Final = ("forward", "training", "recording", "generate", "lengths", "overhead", "reading", "eager")
 
 
 def main(argv: list[str] | None = None) -> None:

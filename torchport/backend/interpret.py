@@ -104,12 +104,12 @@ class How:
     is of float32 or float64 and of one shape, where it makes no difference; ``tensor_places``: where tensors are
     wanted. ``shares``: results may share memory with arguments. ``no_generator``: the argument that says so, where the
     operator wants one. ``rule``: what shape inference is asked for calls of it, if a call with arguments like these
-    always gives results like these; else ``None``.
+    always gives results like these; else ``None``. ``is_blank``: results have no contents of their own, and are zeros.
     """
 
     __slots__ = (
-        "at_once", "but_wide", "call", "draws", "is_factory", "no_generator", "op", "rule", "scalars", "shares",
-        "tensor_places", "varying",
+        "at_once", "but_wide", "call", "draws", "is_blank", "is_factory", "no_generator", "op", "rule", "scalars",
+        "shares", "tensor_places", "varying",
     )  # fmt: skip
 
     def __init__(self, op: Any) -> None:
@@ -118,6 +118,7 @@ class How:
         wanted = [one for one in op._schema.arguments if one.name == "generator" and not one.has_default_value()]
         self.no_generator = {one.name: None for one in wanted}
         self.is_factory = is_factory(op)
+        self.is_blank = op in _BLANK
         lowered = self.draws or op in LOWER or op in DECOMPOSE or (foreach_target(op) is not None and op not in _EXACT)
         form = view_form(op)
         self.call = None if lowered else form
@@ -171,7 +172,7 @@ def interpret(
         args, kwargs = _with_numbers_as_tensors(how.op, args, kwargs)
     elif specs is None and how.op is aten._efficientzerotensor.default:
         return torch.zeros(*args, **kwargs)  # PyTorch's own has no memory, which a value needs
-    elif specs is None and how.op in _BLANK:
+    elif specs is None and how.is_blank:
         blank = view_form(how.op)(*args, **kwargs)
         refuse_repetition(how.op, blank.shape, blank.stride())
         return blank.zero_()

@@ -1,5 +1,5 @@
-// Kernels of operators that are not of the plain kind, where operators are interpreted at once: factories, copies to
-// another dtype, attention. Part of follow.cpp.
+// Kernels of operators that are not of the plain kind, where operators are interpreted at once: factories,
+// attention. Part of follow.cpp.
 //
 // Each stands in front of a Python kernel, which gets every other call.
 #pragma once
@@ -33,12 +33,13 @@ struct Factory final : c10::OperatorKernel {
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     const size_t count = kernel.letters.size();
     Start start;
+    std::vector<int64_t> opening;
     bool done = false;
     {
       Gil gil;
+      const Values given(stack->data() + stack->size() - count, count);
       THPObjectPtr of_thread = of_this_thread();
       if (THPObjectPtr trace = recording_trace(of_thread.get())) {
-        const Values given(stack->data() + stack->size() - count, count);
         if (PyObject* child = kernel.follow_if(trace.get(), given, makes_one)) {
           at::Tensor made = made_by(trace.get(), child);
           torch::jit::drop(*stack, count);
@@ -47,14 +48,15 @@ struct Factory final : c10::OperatorKernel {
         } else {
           start.note(trace.get(), given);
         }
-      } else {
-        done = kernel.direct &&
-            run_direct(direct_trace(of_thread.get()).get(), *kernel.direct, kernel.letters, *stack, false);
+      }
+      if (THPObjectPtr trace = done ? THPObjectPtr() : kernel.trace_at_once(of_thread.get(), given, opening)) {
+        done = run_direct(trace.get(), *kernel.direct, kernel.letters, *stack, false);
       }
     }
     if (!done) {
       python.callBoxed(op, keys, stack);
       kernel.learn_if(start, [](PyObject* child) { return makes_one(child) && !is_checkpoint(child); });
+      learn_opening(std::move(opening));
     } else if (!is_below()) {
       stack->back() = at::functionalization::impl::to_functional_tensor(stack->back().toTensor());
     }
@@ -91,44 +93,6 @@ struct Factory final : c10::OperatorKernel {
   const c10::SafeKernelFunction python;
 };
 
-// The kernel of ``_to_copy`` at Functionalize: a copy to another dtype or memory format on the same device.
-// Twin of ``frontend.device.copies._to_copy``.
-struct ToCopy final : c10::OperatorKernel {
-  static constexpr size_t count = 7; // self, dtype, layout, device, pin_memory, non_blocking, memory_format
-  ToCopy(const Kernel& kernel, c10::SafeKernelFunction python) : kernel(kernel), python(std::move(python)) {}
-
-  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-    at::Tensor made = at_once(Values(stack->data() + stack->size() - count, count));
-    if (!made.defined()) {
-      python.callBoxed(op, keys, stack);
-      return;
-    }
-    torch::jit::drop(*stack, count);
-    stack->emplace_back(at::functionalization::impl::to_functional_tensor(made));
-  }
-
-  // The copy as a handle; undefined where Python has to make it.
-  at::Tensor at_once(Values given) const {
-    if (!given[0].isTensor() || !is_ours(given[0].toTensor()) || !is_here(given[3])) {
-      return {};
-    }
-    Gil gil;
-    THPObjectPtr trace = kernel.direct ? direct_trace(of_this_thread().get()) : THPObjectPtr();
-    if (!trace) {
-      return {};
-    }
-    torch::jit::Stack values{unwrap(given[0].toTensor()), given[1], c10::IValue(), c10::IValue(),
-                             c10::IValue(), false, given[6]};
-    if (!run_direct(trace.get(), *kernel.direct, kernel.letters, values, false)) {
-      return {};
-    }
-    return values.back().toTensor();
-  }
-
-  const Kernel& kernel;
-  const c10::SafeKernelFunction python;
-};
-
 // -- attention -------------------------------------------------------------------------------------------------------
 PyObject* attention_of; // a function: runtime → when its attention is the CPU's, see ``Attends``
 PyObject* n_attention; // its answer's key in ``runtime.manners``
@@ -157,10 +121,16 @@ struct Attention final : c10::OperatorKernel {
   explicit Attention(c10::SafeKernelFunction python) : python(std::move(python)) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-    const Values given(stack->data() + stack->size() - count, count);
-    if (!is_fused(given) || !is_wanted(given)) {
+    if (!run(*stack)) {
       python.callBoxed(op, keys, stack);
-      return;
+    }
+  }
+
+  // Call the CPU's fused operator, if it is wanted for such a call; false with nothing done if not.
+  static bool run(torch::jit::Stack& stack) {
+    const Values given(stack.data() + stack.size() - count, count);
+    if (!is_fused(given) || !is_wanted(given)) {
+      return false;
     }
     std::optional<at::Tensor> mask;
     if (is_there(given[3])) {
@@ -176,8 +146,9 @@ struct Attention final : c10::OperatorKernel {
     at::Tensor made = std::get<0>(at::_scaled_dot_product_flash_attention_for_cpu(
         dense_at_end(given[0]), dense_at_end(given[1]), dense_at_end(given[2]), 0.0, given[5].toBool(), mask,
         given[6].toOptional<double>()));
-    torch::jit::drop(*stack, count);
-    stack->emplace_back(std::move(made));
+    torch::jit::drop(stack, count);
+    stack.emplace_back(std::move(made));
+    return true;
   }
 
  private:
@@ -229,13 +200,95 @@ struct Attention final : c10::OperatorKernel {
 
 } // namespace
 
+namespace {
+
+// The kernel of a composite operator at Functionalize, which is reached where its autograd key is skipped: in inference
+// mode, and inside the kernels of other libraries. It is taken apart here, too.
+// Twin of ``frontend.device.composites._apart``.
+struct Composite final : c10::OperatorKernel {
+  Composite(bool is_attention, c10::SafeKernelFunction python)
+      : is_attention(is_attention), python(std::move(python)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    const size_t count = op.schema().arguments().size();
+    const Values given(stack->data() + stack->size() - count, count);
+    if (!is_first_ours(given)) {
+      python.callBoxed(op, keys, stack);
+    } else if (is_attention && c10::InferenceMode::is_enabled()) {
+      if (!Attention::run(*stack)) {
+        python.callBoxed(op, keys, stack);
+      }
+    } else if (routed && c10::InferenceMode::is_enabled()) { // a backend's kernel at the autograd key was skipped, too
+      python.callBoxed(op, keys, stack);
+    } else {
+      op.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, *stack);
+    }
+  }
+
+  bool routed = false; // some backend has a kernel of its own
+
+ private:
+  // Whether the first wrapper among the arguments is of a handle, and not of a compiler that traces.
+  static bool is_first_ours(Values given) {
+    for (const c10::IValue& value : given) {
+      if (value.isTensorList()) {
+        if (is_first_ours(value.toListRef())) {
+          return true;
+        }
+      } else if (value.isTensor() && wrapper_of(value.toTensor()) != nullptr) {
+        return is_ours(value.toTensor());
+      }
+    }
+    return false;
+  }
+
+  const bool is_attention;
+  const c10::SafeKernelFunction python;
+};
+
+std::unordered_map<std::string, Composite*>& composites() {
+  static auto& all = *new std::unordered_map<std::string, Composite*>(); // never freed
+  return all;
+}
+
+} // namespace
+
+// Register a C++ kernel in front of the Python kernel that takes a composite operator apart.
+// Twin of ``frontend.device.composites._apart``.
+extern "C" PyObject* torchport_composite(const char* name, const char* overload) {
+  HANDLE_TH_ERRORS
+  Quiet quiet;
+  c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+  const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
+  const auto functionalize = c10::DispatchKey::Functionalize;
+  const std::string full = std::string(name) + "." + overload;
+  auto made = std::make_unique<Composite>(
+      full == "aten::scaled_dot_product_attention.", op.getComputedKernelForDispatchKey(functionalize));
+  composites()[full] = made.get();
+  put(functionalize, op.operator_name(), std::move(made));
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// A backend has a kernel of its own for a composite operator.
+extern "C" PyObject* torchport_composite_routed(const char* name, const char* overload) {
+  HANDLE_TH_ERRORS
+  const auto found = composites().find(std::string(name) + "." + overload);
+  if (found != composites().end()) {
+    found->second->routed = true;
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
 // Look up what interpreting operators at once needs. Must be called before ``torchport_direct``.
 extern "C" PyObject* torchport_direct_start(
     PyObject* data, PyObject* spec, PyObject* trace, PyObject* manner, PyObject* of_dtype, PyObject* observe,
-    PyObject* of_views) {
+    PyObject* of_views, PyObject* reopened) {
   HANDLE_TH_ERRORS
   const std::vector<std::tuple<PyObject*, const char*, Slot*>> slots = {
-      {trace, "direct", &direct_of}, {trace, "observing", &observing_of}, {data, "device", &data_device},
+      {trace, "direct", &direct_of}, {trace, "observing", &observing_of}, {trace, "root", &root_of},
+      {trace, "sights", &sights_of}, {data, "device", &data_device},
       {data, "spec", &data_spec},    {data, "tensor", &data_tensor},      {spec, "shape", &spec_shape},
       {spec, "dtype", &spec_dtype},  {spec, "strides", &spec_strides}};
   for (const auto& [type, name, slot] : slots) {
@@ -243,7 +296,7 @@ extern "C" PyObject* torchport_direct_start(
       return nullptr;
     }
   }
-  for (PyObject* held : {data, spec, manner, of_dtype, observe, of_views}) {
+  for (PyObject* held : {data, spec, manner, of_dtype, observe, of_views, reopened}) {
     Py_INCREF(held);
   }
   host_data = reinterpret_cast<PyTypeObject*>(data);
@@ -252,10 +305,12 @@ extern "C" PyObject* torchport_direct_start(
   make_template = of_dtype;
   observed = observe;
   views = of_views;
+  reopen = reopened;
   zero = PyLong_FromLong(0);
   n_by_index = PyUnicode_InternFromString("_by_index");
   n_device = PyUnicode_InternFromString("device");
   n_manners = PyUnicode_InternFromString("manners");
+  n_keeps_tensors = PyUnicode_InternFromString("keeps_tensors");
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -266,7 +321,7 @@ extern "C" PyObject* torchport_direct_start(
 // Twin of ``run.direct.run``.
 extern "C" PyObject* torchport_direct(
     PyObject* serial, PyObject* rule, const char* name, const char* overload, PyObject* keywords, int shares,
-    int is_factory, int varying, int but_wide, const char* kinds) {
+    int is_factory, int varying, int but_wide, int is_blank, const char* kinds) {
   HANDLE_TH_ERRORS
   Kernel& kernel = *kernels().at(integer(serial));
   const c10::OperatorHandle callee = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
@@ -280,7 +335,8 @@ extern "C" PyObject* torchport_direct(
   Py_INCREF(rule);
   Py_INCREF(serial);
   kernel.direct = std::unique_ptr<Direct>(new Direct{
-      callee, shares != 0, is_factory != 0, varying != 0, but_wide != 0, rule, serial, std::move(names), kinds, {}});
+      callee, shares != 0, is_factory != 0, varying != 0, but_wide != 0, is_blank != 0, rule, serial, std::move(names),
+      kinds, {}});
   Py_RETURN_TRUE;
   END_HANDLE_TH_ERRORS
 }
@@ -312,22 +368,6 @@ extern "C" PyObject* torchport_direct_factory(
   const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
   const auto dense = c10::DispatchKey::PrivateUse1;
   put(dense, op.operator_name(), std::make_unique<Factory>(kernel, op.getComputedKernelForDispatchKey(dense)));
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
-
-// The same for ``_to_copy``, on one device.
-// Twin of ``frontend.device.copies._to_copy``.
-extern "C" PyObject* torchport_direct_to_copy(const char* letters, long long serial) {
-  HANDLE_TH_ERRORS
-  Quiet quiet;
-  c10::WarningUtils::WarningHandlerGuard guard(&quiet);
-  Kernel& kernel = *(kernels()[serial] = new Kernel{letters, serial, false, nullptr});
-  const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::_to_copy", "");
-  TORCH_CHECK(op.schema().arguments().size() == ToCopy::count, "_to_copy has other arguments than those known here");
-  const auto functionalize = c10::DispatchKey::Functionalize;
-  put(functionalize, op.operator_name(),
-      std::make_unique<ToCopy>(kernel, op.getComputedKernelForDispatchKey(functionalize)));
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }

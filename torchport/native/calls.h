@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstring>
 #include <memory>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -15,6 +16,7 @@
 #include <ATen/core/ivalue.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/SmallVector.h>
+#include <c10/util/hash.h>
 
 namespace {
 
@@ -224,14 +226,25 @@ struct Record {
   }
 };
 
+struct NumbersHash {
+  size_t operator()(const std::vector<int64_t>& numbers) const {
+    return c10::hash<std::vector<int64_t>>()(numbers);
+  }
+};
+
+// What is known of paths that are interpreted and begin at a node, by their first call (openings.h).
+using Openings = std::unordered_map<std::vector<int64_t>, THPObjectPtr, NumbersHash>;
+
 // The records of a node, as a Python object in its slot.
 struct Records {
   PyObject_HEAD
   std::vector<std::unique_ptr<Record>>* list;
+  Openings* openings;
 };
 
 void free_records(PyObject* self) {
   delete reinterpret_cast<Records*>(self)->list;
+  delete reinterpret_cast<Records*>(self)->openings;
   PyObject_Free(self);
 }
 
@@ -257,6 +270,7 @@ Records* records_of(PyObject* node, bool make = false) {
     return nullptr;
   }
   made->list = new std::vector<std::unique_ptr<Record>>();
+  made->openings = new Openings();
   Py_XDECREF(std::exchange(held, reinterpret_cast<PyObject*>(made)));
   return made;
 }

@@ -3,152 +3,25 @@
 //
 // Only the plain case of ``direct.run`` is done here. Every other call goes to the Python kernel.
 #pragma once
-#include "calls.h"
 #include "threads.h"
+#include "values.h"
+#include "wide.h"
 
 #include <algorithm>
-#include <unordered_map>
 
-#include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <c10/core/InferenceMode.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
-#include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/utils/tensor_memoryformats.h>
 
 namespace {
 
 // -- Python's side ----------------------------------------------------------------------------------------------
-PyTypeObject* host_data; // interface.TensorData
-PyTypeObject* spec_type; // specs.TensorSpec
-Slot direct_of, observing_of; // of a trace
-Slot data_device, data_spec, data_tensor; // of a TensorData
-Slot spec_shape, spec_dtype, spec_strides; // of a TensorSpec
-PyObject *n_by_index, *n_device, *n_manners; // names
+Slot observing_of; // of a trace
 PyTypeObject* manner_type; // interpret.How
-PyObject* make_template; // a function: dtype → a handle of that dtype
 PyObject* observed; // ``append`` of infer.observed, the results that shape inference may learn from
-PyObject* zero; // the index of the default device
 PyObject* views; // interface.VIEWS
 
-// A thread's trace of index 0 if its operators are interpreted at once, else null.
-THPObjectPtr direct_trace(PyObject* of_thread) {
-  THPObjectPtr traces = of_thread ? entry(of_thread, n_by_index) : THPObjectPtr();
-  if (!traces || !PyDict_CheckExact(traces.get())) {
-    return THPObjectPtr();
-  }
-  THPObjectPtr trace = entry(traces.get(), zero);
-  return trace && integer(direct_of.of(trace.get())) > 0 ? std::move(trace) : THPObjectPtr();
-}
-
-// What is asked of a runtime for each operator. The same objects for as long as the runtime lives.
-struct Bound {
-  THPObjectPtr runtime, manners, device;
-};
-
-// Null with a Python error. There is one runtime of index 0 at a time, so the newest is the one that is kept.
-Bound* bound(PyObject* runtime) {
-  static auto& known = *new Bound();
-  if (known.runtime.get() != runtime) {
-    THPObjectPtr manners(PyObject_GetAttr(runtime, n_manners)), device(PyObject_GetAttr(runtime, n_device));
-    if (!manners || !device) {
-      return nullptr;
-    }
-    known = {THPObjectPtr(Py_NewRef(runtime)), std::move(manners), std::move(device)};
-  }
-  return &known;
-}
-
-// Whether CPU operators may run in the thread's state: no dispatch mode, inference mode, CPU autocast or functorch.
-// Twin of ``core.default_state.is_default``.
-bool is_default() {
-  using c10::DispatchKey;
-  const auto included = c10::impl::tls_local_dispatch_key_set().included_;
-  return !c10::impl::TorchDispatchModeTLS::any_modes_set() && !c10::InferenceMode::is_enabled() &&
-      !at::autocast::is_autocast_enabled(at::kCPU) && !included.has(DispatchKey::FuncTorchDynamicLayerFrontMode) &&
-      !included.has(DispatchKey::FuncTorchDynamicLayerBackMode) && !included.has(DispatchKey::Python);
-}
-
-// A list or tuple of Python integers; null with a Python error.
-PyObject* whole_numbers(c10::ArrayRef<int64_t> values, bool list) {
-  THPObjectPtr made(list ? PyList_New(values.size()) : PyTuple_New(values.size()));
-  for (size_t at = 0; made && at < values.size(); ++at) {
-    PyObject* item = PyLong_FromLongLong(values[at]);
-    if (item == nullptr) {
-      return nullptr;
-    }
-    list ? PyList_SET_ITEM(made.get(), at, item) : PyTuple_SET_ITEM(made.get(), at, item);
-  }
-  return made.release();
-}
-
-struct SpecKey {
-  c10::ScalarType dtype;
-  c10::SmallVector<int64_t, 10> sizes_and_strides;
-
-  bool operator==(const SpecKey& other) const {
-    return dtype == other.dtype && sizes_and_strides == other.sizes_and_strides;
-  }
-};
-
-struct SpecHash {
-  size_t operator()(const SpecKey& key) const {
-    size_t made = static_cast<size_t>(key.dtype);
-    for (const int64_t value : key.sizes_and_strides) {
-      made = (made ^ static_cast<size_t>(value)) * 0x9E3779B97F4A7C15ull;
-      made ^= made >> 29;
-    }
-    return made;
-  }
-};
-
 constexpr int64_t kFewElements = 1 << 16; // of the arguments of an operator that is computed without giving up the GIL
-
-constexpr size_t kMostSpecs = 4096; // at most kept: a loop whose sizes grow makes new ones in each iteration
-
-// A spec, and a handle that others are made from by ``variable_data``. Handles of different specs have different memory
-// as far as PyTorch can see, which refuses writes where a tensor and an argument overlap in part.
-struct Known {
-  THPObjectPtr spec;
-  at::Tensor handle;
-};
-
-// What is known of a tensor's spec; null with a Python error. Equal specs are mostly one object, since each spec is
-// three objects for the garbage collector to visit. The next call may invalidate the result.
-// Twin of ``core.specs.TensorSpec.of``.
-const Known* spec_of(const at::Tensor& tensor) {
-  static auto& known = *new std::unordered_map<SpecKey, Known, SpecHash>();
-  SpecKey key{tensor.scalar_type(), {}};
-  key.sizes_and_strides.append(tensor.sizes().begin(), tensor.sizes().end());
-  key.sizes_and_strides.append(tensor.strides().begin(), tensor.strides().end());
-  if (const auto found = known.find(key); found != known.end()) {
-    return &found->second;
-  }
-  THPObjectPtr made(spec_type->tp_alloc(spec_type, 0));
-  if (!made) {
-    return nullptr;
-  }
-  PyObject* dtype = reinterpret_cast<PyObject*>(torch::getTHPDtype(tensor.scalar_type()));
-  Py_INCREF(dtype);
-  spec_dtype.of(made.get()) = dtype;
-  spec_shape.of(made.get()) = whole_numbers(tensor.sizes(), false);
-  spec_strides.of(made.get()) = whole_numbers(tensor.strides(), false);
-  if (!spec_shape.of(made.get()) || !spec_strides.of(made.get())) {
-    return nullptr;
-  }
-  THPObjectPtr handle(PyObject_CallOneArg(make_template, dtype));
-  if (!handle) {
-    return nullptr;
-  }
-  at::Tensor model = THPVariable_Unpack(handle.get()).variable_data();
-  model.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides());
-  if (known.size() >= kMostSpecs) {
-    known.clear();
-  }
-  return &known.emplace(std::move(key), Known{std::move(made), std::move(model)}).first->second;
-}
 
 // An argument that is no tensor, as the object that the Python kernel would get; null for types not handled here.
 // ``kind``: d(type), m(emory format); with any other letter the value's own type decides.
@@ -202,6 +75,7 @@ struct Direct {
   // A float is a scalar input in a graph: calls with one go to Python, which calls the lowering, unless every tensor is
   // of float32 or float64 and it makes no difference there.
   bool varying, but_wide;
+  bool is_blank; // results have no contents of their own: they are zeros
   PyObject* rule; // the function that shape inference runs for calls of this operator
   PyObject* serial; // the kernel's, the key of ``runtime.manners``
   std::vector<std::string> keywords; // per argument: its name if it is keyword-only, else empty
@@ -262,26 +136,16 @@ struct DirectCall {
       }
       return tensor;
     }
-    THPObjectPtr handle = handle_of(tensor);
-    if (!handle) {
+    THPObjectPtr value;
+    at::Tensor held = held_by(tensor, runtime, value);
+    if (!held.defined()) {
       return {};
-    }
-    THPObjectPtr value(attribute(handle.get(), py_.n_value));
-    if (!value || Py_TYPE(value.get()) != host_data || py_.info.of(value.get()) != runtime) {
-      return {};
-    }
-    PyObject* held = data_tensor.of(value.get());
-    if (held == nullptr || !THPVariable_Check(held)) {
-      return {};
-    }
-    if (THPVariable_Unpack(held).strides() != tensor.strides()) {
-      return {}; // the handle is a view's; the value was stored without the base's strides
     }
     elements += tensor.numel();
     spec = data_spec.of(value.get());
     Py_XINCREF(spec);
     used.push_back(std::move(value));
-    return THPVariable_Unpack(held);
+    return held;
   }
 
   bool add(const c10::IValue& given, size_t at, char letter) {
@@ -369,53 +233,20 @@ struct DirectCall {
 
   // Whether the operator that is called gives what a graph gives, whose numbers are inputs.
   bool is_exact() const {
-    return !(direct.varying && has_number) || (direct.but_wide && is_wide());
+    return !(direct.varying && has_number) || (direct.but_wide && is_wide(stack));
   }
 
-  // Whether every tensor is of float32 or float64, of the shape of the first, or of the first list's tensor at its place,
-  // and has memory for each element: else the CPU computes with some as with numbers, and rounds otherwise.
-  bool is_wide() const {
-    c10::SmallVector<at::Tensor, 4> first;
-    bool first_is_list = false;
-    for (const c10::IValue& given : stack) {
-      const bool is_list = given.isTensorList();
-      if (!is_list && !given.isTensor()) {
-        continue;
-      }
-      c10::SmallVector<at::Tensor, 4> tensors;
-      if (is_list) {
-        const std::vector<at::Tensor> items = given.toTensorVector();
-        tensors.assign(items.begin(), items.end());
-      } else {
-        tensors.push_back(given.toTensor());
-      }
-      const bool begins = first.empty();
-      if (begins) {
-        first = tensors;
-        first_is_list = is_list;
-      }
-      if (is_list != first_is_list || tensors.size() != first.size()) {
-        return false;
-      }
-      for (size_t at = 0; at < tensors.size(); ++at) {
-        if (tensors[at].sizes() != first[at].sizes() || !is_dense(tensors[at]) || (!is_list && tensors[at].dim() == 0)) {
-          return false;
+  // Whether a result shows an element more than once.
+  bool repeats() const {
+    return std::any_of(stack.begin(), stack.end(), [](const c10::IValue& value) {
+      const at::Tensor& made = value.toTensor();
+      for (int64_t dim = 0; dim < made.dim(); ++dim) {
+        if (made.stride(dim) == 0 && made.size(dim) > 1) {
+          return true;
         }
       }
-    }
-    return true;
-  }
-
-  static bool is_dense(const at::Tensor& tensor) {
-    if (tensor.scalar_type() != at::kFloat && tensor.scalar_type() != at::kDouble) {
       return false;
-    }
-    for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
-      if (tensor.stride(dim) == 0 && tensor.size(dim) != 1) {
-        return false;
-      }
-    }
-    return true;
+    });
   }
 
   // Call the CPU's operator: results replace the arguments. False if it raises. ``in_place``: another form of it, which
@@ -439,38 +270,6 @@ struct DirectCall {
     }
     return done;
   }
-
-  // A handle that has a result as its value, and the spec in ``spec``; undefined with a Python error.
-  at::Tensor handle(at::Tensor value, PyObject* device, PyObject* exported, THPObjectPtr& spec) const {
-    if (value.is_conj()) {
-      value = value.resolve_conj();
-    }
-    if (value.is_neg()) {
-      value = value.resolve_neg();
-    }
-    const Known* const known = spec_of(value);
-    if (known == nullptr) {
-      return {};
-    }
-    at::Tensor result = known->handle.variable_data();
-    spec = Py_NewRef(known->spec.get());
-    THPObjectPtr made(THPVariable_Wrap(result, py_.handle)), data(host_data->tp_alloc(host_data, 0)),
-        tensor(THPVariable_Wrap(value));
-    if (!spec || !made || !data || !tensor) {
-      return {};
-    }
-    const std::pair<const Slot*, PyObject*> parts[] = {
-        {&data_device, device}, {&data_spec, spec.get()}, {&data_tensor, tensor.get()}, {&py_.info, runtime},
-        {&py_.exported, exported}};
-    for (const auto& [slot, part] : parts) {
-      Py_INCREF(part);
-      slot->of(data.get()) = part;
-    }
-    if (PyObject_SetAttr(made.get(), py_.n_value, data.get()) != 0) {
-      return {};
-    }
-    return result;
-  }
 };
 
 // Run the call on a stack: results replace the arguments. False, with nothing changed, where Python has to run it.
@@ -482,6 +281,7 @@ bool run_direct(
   if (!trace || !is_default()) {
     return false;
   }
+  const DefaultState state;
   PyObject* runtime = py_.runtime.of(trace);
   Py_INCREF(runtime); // the GIL is released below, and the trace may get another runtime meanwhile
   const THPObjectPtr held(runtime);
@@ -525,7 +325,7 @@ bool run_direct(
       return false;
     }
   }
-  if (!call.is_exact() || !call.compute(in_place)) {
+  if (!call.is_exact() || !call.compute(in_place) || (direct.is_blank && call.repeats())) {
     return false; // nothing has changed: Python repeats the call, and its error names the user's line
   }
   PyObject* count_of_ops = PyLong_FromLongLong(integer(direct_of.of(trace)) + 1);
@@ -538,6 +338,11 @@ bool run_direct(
       }
     } else {
       values.push_back(value.toTensor());
+    }
+  }
+  if (direct.is_blank) {
+    for (const at::Tensor& value : values) {
+      value.zero_();
     }
   }
   PyObject* exported = direct.shares ? views : Py_False; // of the results
@@ -561,7 +366,9 @@ bool run_direct(
   c10::SmallVector<at::Tensor, 3> results;
   for (size_t at = 0; at < values.size(); ++at) {
     THPObjectPtr spec;
-    results.push_back(values[at].defined() ? call.handle(std::move(values[at]), device.get(), exported, spec) : at::Tensor());
+    results.push_back(
+        values[at].defined() ? handle_with(std::move(values[at]), runtime, device.get(), exported, spec)
+                             : at::Tensor());
     if (PyErr_Occurred()) {
       throw python_error();
     }

@@ -7,6 +7,7 @@
 // trace's state exists once: cursor, leaves and pools are those of the Python objects.
 #include "calls.h"
 #include "direct.h"
+#include "openings.h"
 #include "outs.h"
 
 #include <array>
@@ -52,6 +53,17 @@ struct Kernel {
   long long serial; // the operator in trace keys
   bool one_list; // it returns one list of tensors
   std::unique_ptr<Direct> direct; // how the operator is interpreted at once; null where Python does that
+
+  // The trace that an operator is interpreted at once in, the calling thread's of index 0; null where it is not. A path
+  // may begin again with it; ``opening`` is what to remember if Python begins one.
+  THPObjectPtr trace_at_once(PyObject* of_thread, Values given, std::vector<int64_t>& opening) const {
+    THPObjectPtr trace = direct ? any_trace(of_thread) : THPObjectPtr();
+    if (!trace || integer(direct_of.of(trace.get())) > 0) {
+      return trace;
+    }
+    opening = direct->is_anchor(given) ? std::vector<int64_t>() : opening_of(trace.get(), serial, given);
+    return begin_again(trace.get(), opening) ? std::move(trace) : THPObjectPtr();
+  }
 
   // Move the cursor to the child that the arguments lead to, and return the child; null if no record matches.
   // ``written``: the call is in place, so the child's results have to fit the tensors that are written.
@@ -295,25 +307,26 @@ struct Functional final : c10::OperatorKernel {
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     const size_t count = kernel.letters.size();
     Start start;
+    std::vector<int64_t> opening;
     {
       Gil gil;
+      const Values given(stack->data() + stack->size() - count, count);
       THPObjectPtr of_thread = of_this_thread();
-      THPObjectPtr trace = recording_trace(of_thread.get());
-      if (trace) {
-        const Values given(stack->data() + stack->size() - count, count);
+      if (THPObjectPtr trace = recording_trace(of_thread.get())) {
         if (PyObject* child = kernel.follow(trace.get(), given, false)) {
           replace_arguments(*stack, count, results_of(child), kernel.one_list);
           return;
         }
         start.note(trace.get(), given);
-      } else if (
-          kernel.direct &&
-          run_direct(direct_trace(of_thread.get()).get(), *kernel.direct, kernel.letters, *stack, kernel.one_list)) {
+      }
+      THPObjectPtr trace = kernel.trace_at_once(of_thread.get(), given, opening);
+      if (trace && run_direct(trace.get(), *kernel.direct, kernel.letters, *stack, kernel.one_list)) {
         return;
       }
     }
     python.callBoxed(op, keys, stack);
     kernel.learn(start);
+    learn_opening(std::move(opening));
   }
 
   const Kernel& kernel;
@@ -416,7 +429,7 @@ struct Quiet final : c10::WarningHandler { // PyTorch warns when a kernel overri
 } // namespace
 
 #include "at_once.h"
-#include "empties.h"
+#include "copies.h"
 
 // Look up the Python types, slots and constants that the kernels use. Must be called first.
 extern "C" PyObject* torchport_follow_start(

@@ -45,6 +45,7 @@ struct InPlace final : c10::OperatorKernel {
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     const size_t count = kernel.letters.size();
     Start start;
+    std::vector<int64_t> opening;
     {
       Gil gil;
       const Values given(stack->data() + stack->size() - count, count);
@@ -59,12 +60,14 @@ struct InPlace final : c10::OperatorKernel {
         for (const c10::IValue& value : given) {
           values.push_back(unwrap(value));
         }
-        if (!trace) {
-          results = computed(op, direct_trace(of_thread.get()).get(), written, values);
-        } else if (PyObject* child = kernel.follow(trace.get(), values, true)) {
+        if (PyObject* child = trace ? kernel.follow(trace.get(), values, true) : nullptr) {
           results = results_of(child);
-        } else {
+        } else if (trace) {
           start.note(trace.get(), values);
+        }
+        if (results.empty()) {
+          THPObjectPtr at_once = kernel.trace_at_once(of_thread.get(), values, opening);
+          results = at_once ? computed(op, at_once.get(), written, values) : Results();
         }
       }
       if (!results.empty()) {
@@ -76,6 +79,7 @@ struct InPlace final : c10::OperatorKernel {
     }
     python.callBoxed(op, keys, stack);
     kernel.learn(start);
+    learn_opening(std::move(opening));
   }
 
   // Whether every written tensor is a wrapper, shares its storage with no other one, and is no view of an expanded

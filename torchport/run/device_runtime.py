@@ -75,6 +75,9 @@ class DeviceRuntime:
         """Tensors of one dimension without elements, whose values every copy of such a host tensor has."""
         self.holds_shared_tensors = False
         """Whether values may be CPU tensors though the backend has a form of its own (:mod:`.host_forms`)."""
+        self.keeps_tensors = 0
+        """Whether handles may be given CPU tensors without asking the backend: 2 where its values are such, 1 where it
+        takes them when it needs them, 0 where not, or where nothing was interpreted yet."""
         self.is_lost = False
         """Whether this is a forked child, where the backend's engine does not work: everything is interpreted."""
         note_used(backend)
@@ -102,6 +105,7 @@ class DeviceRuntime:
         """How the backend's values and CPU tensors go together; asked of it before anything is interpreted."""
         found = host_form(self.backend, self.device)
         self.holds_shared_tensors = found is HostForm.SHARED
+        self.keeps_tensors = {HostForm.OWN: 2, HostForm.SHARED: 1, HostForm.NONE: 0}[found]
         return found
 
     @property

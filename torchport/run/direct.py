@@ -31,7 +31,7 @@ from ..trace.layouts import kind_of, refusal
 from ..trace.record import mismatch
 from ..trace.threads import threads
 from ..trace.trace import Trace
-from ..trace.trie import Sights
+from ..trace.trie import Node, Sights
 from ..trace.wrapping import call_above, is_bypassed, unwrap, wrap
 from .flush import flush
 from .host_forms import as_tensor, keep_tensor
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ..trace.kernels import Kernel
     from .device_runtime import DeviceRuntime
 
-__all__ = ["begin", "enter_region", "interpreted", "on_interpreted", "run"]
+__all__ = ["begin", "enter_region", "interpreted", "on_interpreted", "reopen", "run"]
 
 _CPU: Final = torch.device("cpu")
 _NO_TENSOR: Final = frozenset(
@@ -83,11 +83,15 @@ computes_at_once.append(_is_unnoted)
 
 def begin(trace: Trace, sights: Sights) -> None:
     """Compute what is pending in a trace of the calling thread, and interpret what follows."""
-    runtime: DeviceRuntime = trace.runtime  # type: ignore[assignment]
     region, node = trace.region, trace.cursor
     flush(trace, "new operator")
     if region is not None:
         region.note(node)
+    _begin_round(trace, node, sights)
+
+
+def _begin_round(trace: Trace, node: Node, sights: Sights) -> None:
+    """Interpret what follows in an empty trace: a round of a path that goes on at ``node``."""
     trace.direct = 1
     sights.times += 1
     sights.ops = 0
@@ -97,8 +101,19 @@ def begin(trace: Trace, sights: Sights) -> None:
         if node.rounds is None:
             node.rounds = Rounds()
         trace.rounds = node.rounds
+        runtime: DeviceRuntime = trace.runtime  # type: ignore[assignment]
         trace.observing = runtime.regions.begin_round(node.rounds, runtime.is_worth_comparing) or sights.observed
     threads.hide(trace)
+
+
+def reopen(trace: Trace, sights: Sights) -> bool:
+    """Interpret another round of a path that begins at the trie's root, unless it is to be recorded or is a part of one
+    that is. Nothing is pending in the trace (``native/openings.h``)."""
+    runtime: DeviceRuntime = trace.runtime  # type: ignore[assignment]
+    if trace.recording or trace.region is not None or not runtime.interprets or runtime.is_worth_recording(sights):
+        return False
+    _begin_round(trace, trace.root, sights)
+    return True
 
 
 def run(trace: Trace, kernel: Kernel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -29,7 +29,16 @@ from .plans import make_plan
 if TYPE_CHECKING:
     from .device_runtime import DeviceRuntime
 
-__all__ = ["any_value_of", "host_tensor", "leaf_from_data", "leaf_from_host", "settle", "value_of"]
+__all__ = [
+    "any_value_of",
+    "host_tensor",
+    "leaf_from_data",
+    "leaf_from_host",
+    "note_copied",
+    "note_read",
+    "settle",
+    "value_of",
+]
 
 
 def settle(trace: Trace, tensor: LazyTensor) -> None:
@@ -120,12 +129,9 @@ def host_tensor(tensor: LazyTensor) -> torch.Tensor:
     """The value as a CPU tensor with the handle's strides. It may share the device's memory: do not write."""
     compute(tensor)
     value = resolve(tensor)
-    reads.count += 1
     runtime: DeviceRuntime = value.info  # type: ignore[assignment]
     value.exported = True
-    for trace in threads.mine():
-        if trace.direct:  # where a value is read a trace ends
-            trace.end_direct()
+    note_read()
     start = perf_counter()
     try:
         result = host_copy(runtime, value)
@@ -137,6 +143,19 @@ def host_tensor(tensor: LazyTensor) -> torch.Tensor:
         checked_tensor(runtime.backend, result, spec)
     metrics.metrics.add_time("TransferFromDeviceTime", perf_counter() - start)
     return with_shown_strides(result, tensor.shape, tensor.stride())
+
+
+def note_read() -> None:
+    """A value is read: where one is, a path of operators that are interpreted at once ends."""
+    reads.count += 1
+    for trace in threads.mine():
+        if trace.direct:
+            trace.end_direct()
+
+
+def note_copied() -> None:
+    """A tensor was copied to the device (``native/copies.h``)."""
+    metrics.count("TransferToDevice")
 
 
 def _transfer_failed(runtime: Runner, way: str, error: Exception) -> ExecutionError:

@@ -14,6 +14,7 @@ from ..backend.optional import optional_of
 from ..cache.current import disk_cache
 from ..core.config import config
 from ..core.threads import cores
+from ..trace.keys import beginning_of
 from ..worker.service import service
 from .kept_paths import may_begin
 from .sizes import Family
@@ -163,7 +164,7 @@ def is_worth_recording(backend: Backend, sights: Sights) -> bool:
         return False
     if Family.any_shared and optional_of(backend).symbolic_sizes is not None:
         return sights.seconds >= RECORDING * sights.ops  # it may be another size of what is compiled
-    return costs_enough(backend, sights.seconds, sights.ops, sights.begins)
+    return costs_enough(backend, sights.seconds, sights.ops, beginning_of(sights))
 
 
 def share_to_record(backend: Backend, sights: Sights) -> int:

@@ -15,11 +15,12 @@ import torch
 from ..core.specs import TensorSpec
 from .handle import IndexedLazyTensor, LazyTensor, intern_spec
 from .trace import COPIES_UNDER_GRAD, Trace
-from .trie import FLOAT, FLOATS, FOREIGN_DEVICE, LEAF, LIMITS, WRAPPED
+from .trie import FLOAT, FLOATS, FOREIGN_DEVICE, LEAF, LIMITS, WRAPPED, Sights
 from .wrapping import is_bypassed, unwrap
 
 __all__ = [
     "beginning",
+    "beginning_of",
     "constant",
     "constants",
     "filler",
@@ -38,6 +39,13 @@ def beginning(op: Any, key: Any) -> str:
     """What a path begins with, in words that are the same in any process and for any sizes."""
     specs = [part for part in parts(key) if isinstance(part, TensorSpec)]
     return " ".join([str(op), *(f"{spec.dtype} {len(spec.shape)}" for spec in specs)])
+
+
+def beginning_of(sights: Sights) -> str:
+    """What a path that is not recorded begins with; empty where that is not known yet."""
+    if not sights.begins and sights.first is not None:
+        sights.begins = beginning(*sights.first)
+    return sights.begins
 
 
 def parts(key: Any) -> Iterator[Any]:

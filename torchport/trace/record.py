@@ -18,7 +18,7 @@ from .decide import AtOnce, decide
 from .eager import EagerTrace
 from .finalizers import without_collecting
 from .handle import LazyTensor, intern_spec, make_handle, make_template, shown_spec
-from .keys import beginning, leaf, parts
+from .keys import leaf, parts
 from .layouts import kind_of, refusal
 from .pool import fill_pool, new_handle
 from .trace import CHECKPOINT_EVERY, Trace, lock
@@ -68,9 +68,12 @@ def record(trace: Trace, kernel: Kernel, key: tuple[Any, ...], args: Sequence[An
         trace.recording = False  # what comes after it is another path each time
     if not trace.recording and trace.runtime.interprets:
         sights = _sights(trace.cursor, key)
-        if sights.times and not sights.begins:
-            first = trace.cursor.path()[0] if trace.cursor.parent is not None else None
-            sights.begins = beginning(kernel.op, key) if first is None else beginning(first.op, first.key)
+        if sights.first is None:
+            if trace.cursor.parent is None:
+                sights.first = kernel.op, key
+            elif sights.times:  # not worth a walk if it never comes back
+                first = trace.cursor.path()[0]
+                sights.first = first.op, first.key
         worth = region is None and trace.runtime.is_worth_recording(sights)
         if not worth or not sights.observed:
             sights.observed = worth  # computed at once a last time, so that nothing has to be inferred

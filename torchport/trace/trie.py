@@ -132,11 +132,11 @@ class Sights:
     """What is known of a path that is not recorded: how often it came, what that has cost, and how long it was last.
 
     ``observed``: what its operators gave the last time is known to shape inference. ``share``: how many of them are
-    recorded at one time, once that is known. ``begins``: what it begins with, from where the trace does
-    (:func:`.keys.beginning`).
+    recorded at one time, once that is known. ``first``: the operator that it begins with, from where the trace does,
+    and its key; ``begins``: the same in words, once they were asked for (:func:`.keys.beginning_of`).
     """
 
-    __slots__ = ("begins", "observed", "ops", "seconds", "share", "times")
+    __slots__ = ("begins", "first", "observed", "ops", "seconds", "share", "times")
 
     def __init__(self) -> None:
         self.times = 0
@@ -144,6 +144,7 @@ class Sights:
         self.ops = 0
         self.observed = False
         self.share = 0
+        self.first: tuple[Any, Any] | None = None
         self.begins = ""
 
 

@@ -438,11 +438,13 @@ def test_every_function_that_python_calls_is_in_the_table() -> None:
         for name in re.findall(r'extern "C" [\w ]+?\*? ?(torchport_\w+)\(', source.read_text())
     }
     assert exported - {pair.cpp for pair in table()} == {
+        "torchport_composite_routed",
         "torchport_direct_anchor",
         "torchport_direct_start",
         "torchport_flush_start",
         "torchport_follow_start",
         "torchport_followed",
+        "torchport_steps_start",
         "torchport_thread_limit",
     }
 

@@ -8,7 +8,7 @@ device. The views and writes in its body would then apply to handles, which shar
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -18,7 +18,10 @@ from .opaque import opaque
 from .registered import KEPT_WHOLE, aten_operator, names_with_kernel
 from .routes import call_autograd_kernel
 
-__all__ = ["install"]
+__all__ = ["apart", "install"]
+
+apart: Final[list[Any]] = []
+"""The operators that are taken apart where autograd is off."""
 
 _IMPLICIT = torch._C.DispatchKey.CompositeImplicitAutograd
 _EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
@@ -37,6 +40,7 @@ def install(library: torch.library.Library) -> None:
             whole = torch.library.get_kernel(op, "Functionalize")
             fn = opaque(_apart(op, whole))
             library.impl(name.removeprefix("aten::"), fn, "Functionalize", with_keyset=True)
+            apart.append(op)
     library.impl("record_stream", opaque(_record_stream), "AutogradPrivateUse1")
     # The lengths and one of the results are on the host, whatever device the sequence is on.
     op = torch.ops.aten._pack_padded_sequence.default

@@ -18,14 +18,14 @@ from ...core.specs import TensorSpec
 from ...core.threads import native_arguments
 from ...dispatch import Functionality
 from ...native.twins import twins
-from ...run import direct, regions
+from ...run import direct, regions, values
 from ...run.device_runtime import DeviceRuntime
 from ...run.future import Future
 from ...trace import pool, trace, trie
 from ...trace.handle import LazyTensor, make_handle, make_template
 from ...trace.kernels import Kernel, letters
 from ...trace.threads import threads
-from . import copies, fake, routes
+from . import composites, copies, fake, routes
 from .writes import Checked
 
 __all__ = ["install", "use_flush"]
@@ -114,8 +114,10 @@ def _use_follow(
     library.torchport_follow_copy(kinds.encode(), copy.serial)
     _use_direct(library, kernels)
     _use_attention(library)
-    (from_host,) = _functions(library, from_host=1)
-    from_host(fake.stock_lift())
+    _use_composites(library)
+    from_host, read_number = _functions(library, from_host=2, read_number=1)
+    from_host(fake.stock_lift(), values.note_copied)
+    read_number(values.note_read)
     for op in copies.SAME_VALUE:
         same_value(op._schema.name.encode())
     for op, outs, original in checked:
@@ -127,12 +129,12 @@ def _use_direct(library: ctypes.PyDLL, kernels: Sequence[Kernel]) -> None:
     limit = library.torchport_thread_limit
     limit.argtypes, limit.restype = [ctypes.c_void_p] * 3, None
     limit(*native_arguments())
-    (start,) = _functions(library, direct_start=7)
-    start(TensorData, TensorSpec, trace.Trace, How, _template_of, observed.append, VIEWS)
+    (start,) = _functions(library, direct_start=8)
+    start(TensorData, TensorSpec, trace.Trace, How, _template_of, observed.append, VIEWS, direct.reopen)
     register = library.torchport_direct
     register.argtypes = [
         ctypes.py_object, ctypes.py_object, ctypes.c_char_p, ctypes.c_char_p, ctypes.py_object,
-        ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_char_p,
+        ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_char_p,
     ]  # fmt: skip
     register.restype = ctypes.py_object
     to_copy = copies.kernels[torch.ops.aten._to_copy.default]
@@ -140,7 +142,7 @@ def _use_direct(library: ctypes.PyDLL, kernels: Sequence[Kernel]) -> None:
     _use_factories(library, [kernel for kernel in left if kernel.is_factory], to_copy)
 
     def interpreted(kernel: Kernel, how: How) -> None:
-        callee = kernel.op if kernel is to_copy else how.at_once
+        callee = kernel.op if kernel is to_copy or how.is_blank else how.at_once
         if callee is None:
             return
         try:
@@ -152,10 +154,10 @@ def _use_direct(library: ctypes.PyDLL, kernels: Sequence[Kernel]) -> None:
         kinds = "".join(_IN_CPP.get(argument.kind, "?") for argument in kernel.arguments)
         observed_kinds = b"" if how.rule is None or "?" in kinds or kernel is to_copy else kinds.encode()
         name, overload = schema.name.encode(), schema.overload_name.encode()
-        shares = how.shares and kernel is not to_copy
+        shares = how.shares and kernel is not to_copy and not how.is_blank
         register(
             kernel.serial, how.rule, name, overload, keywords, shares, kernel.is_factory, how.varying, how.but_wide,
-            observed_kinds,
+            how.is_blank, observed_kinds,
         )  # fmt: skip
 
     (anchor,) = _functions(library, direct_anchor=2)
@@ -203,6 +205,26 @@ def _use_attention(library: ctypes.PyDLL) -> None:
     routes.on_routed.append(routed)
     if routes.is_routed(_ATTENTION, _AUTOGRAD):
         attention(_attends)
+
+
+def _use_composites(library: ctypes.PyDLL) -> None:
+    """Have C++ take composite operators apart where autograd is off, but for those that a backend has a kernel of."""
+    composite, has_kernel = library.torchport_composite, library.torchport_composite_routed
+    composite.argtypes = has_kernel.argtypes = [ctypes.c_char_p] * 2
+    composite.restype = has_kernel.restype = ctypes.py_object
+
+    def names(op: Any) -> tuple[bytes, bytes]:
+        return op._schema.name.encode(), op._schema.overload_name.encode()
+
+    def routed(op: Any, key: str) -> None:
+        if key == _AUTOGRAD:
+            has_kernel(*names(op))
+
+    for op in composites.apart:
+        composite(*names(op))
+        if routes.is_routed(op, _AUTOGRAD):
+            routed(op, _AUTOGRAD)
+    routes.on_routed.append(routed)
 
 
 def _template_of(dtype: torch.dtype) -> torch.Tensor:
