@@ -33,7 +33,7 @@ struct Factory final : c10::OperatorKernel {
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     const size_t count = kernel.letters.size();
     Start start;
-    std::vector<int64_t> opening;
+    size_t opening = 0;
     bool done = false;
     {
       Gil gil;
@@ -56,7 +56,7 @@ struct Factory final : c10::OperatorKernel {
     if (!done) {
       python.callBoxed(op, keys, stack);
       kernel.learn_if(start, [](PyObject* child) { return makes_one(child) && !is_checkpoint(child); });
-      learn_opening(std::move(opening));
+      learn_opening(opening);
     } else if (!is_below()) {
       stack->back() = at::functionalization::impl::to_functional_tensor(stack->back().toTensor());
     }

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import logging
 import os
 import shutil
 import sys
 import sysconfig
 import threading
+import time
 from pathlib import Path
 from typing import Final
 
@@ -24,6 +26,10 @@ from ..core.config import config
 
 __all__ = ["build_beside", "put_to_use"]
 
+log: Final = logging.getLogger("torchport.native")
+
+_STALE: Final = 3600.0
+"""Seconds after which a folder that was built in is nobody's."""
 _started: Final[list[threading.Thread]] = []
 
 
@@ -57,9 +63,12 @@ def _build(compiler: str, missing: list[native.NativeLibrary]) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes with the process
         include = Path(sysconfig.get_paths()["include"])
+        for left in folder.glob("build-*"):  # of a process that was ended
+            if left.stat().st_mtime < time.time() - _STALE:
+                shutil.rmtree(left, ignore_errors=True)
         side_by_side(functools.partial(library.build, [compiler], include) for library in missing)
-    except BlockingIOError:
-        pass
+    except Exception as error:  # nobody waits for it, and Python does the work
+        log.info("the C++ libraries were not built: %s: %s", type(error).__name__, error)
     finally:
         os.close(lock)
 

@@ -8,7 +8,6 @@
 #include <cmath>
 #include <cstring>
 #include <memory>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -16,7 +15,7 @@
 #include <ATen/core/ivalue.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/SmallVector.h>
-#include <c10/util/hash.h>
+#include <c10/util/flat_hash_map.h>
 
 namespace {
 
@@ -226,14 +225,9 @@ struct Record {
   }
 };
 
-struct NumbersHash {
-  size_t operator()(const std::vector<int64_t>& numbers) const {
-    return c10::hash<std::vector<int64_t>>()(numbers);
-  }
-};
-
-// What is known of paths that are interpreted and begin at a node, by their first call (openings.h).
-using Openings = std::unordered_map<std::vector<int64_t>, THPObjectPtr, NumbersHash>;
+// What is known of paths that are interpreted and begin at a node, by a hash of their first call (openings.h). Flat, since
+// a loop whose sizes grow adds one in each round: what is kept of each would lie between the memory of their values.
+using Openings = ska::flat_hash_map<size_t, PyObject*>;
 
 // The records of a node, as a Python object in its slot.
 struct Records {
@@ -244,6 +238,9 @@ struct Records {
 
 void free_records(PyObject* self) {
   delete reinterpret_cast<Records*>(self)->list;
+  for (const auto& opening : *reinterpret_cast<Records*>(self)->openings) {
+    Py_DECREF(opening.second);
+  }
   delete reinterpret_cast<Records*>(self)->openings;
   PyObject_Free(self);
 }

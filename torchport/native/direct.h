@@ -254,16 +254,25 @@ struct DirectCall {
   bool compute(const c10::OperatorHandle* in_place) {
     // To give up the GIL and take it again is eight operations on mutexes, more than a small operator takes.
     PyThreadState* const state = elements > kFewElements ? PyEval_SaveThread() : nullptr;
-    bool done = true;
+    bool done = true, interrupted = false;
     const c10::IValue written = in_place != nullptr ? stack[0] : c10::IValue();
     try {
       const FewerThreads while_compiling;
       (in_place != nullptr ? *in_place : direct.callee).callBoxed(&stack);
+    } catch (const python_error&) { // of a kernel of the program's
+      done = false;
+      interrupted = true;
     } catch (const std::exception&) {
       done = false;
     }
     if (state != nullptr) {
       PyEval_RestoreThread(state);
+    }
+    if (interrupted && PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) {
+      throw python_error(); // not to be run again
+    }
+    if (!done) {
+      PyErr_Clear();
     }
     if (done && in_place != nullptr) {
       stack = {written}; // operators on lists return nothing

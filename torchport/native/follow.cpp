@@ -56,12 +56,12 @@ struct Kernel {
 
   // The trace that an operator is interpreted at once in, the calling thread's of index 0; null where it is not. A path
   // may begin again with it; ``opening`` is what to remember if Python begins one.
-  THPObjectPtr trace_at_once(PyObject* of_thread, Values given, std::vector<int64_t>& opening) const {
+  THPObjectPtr trace_at_once(PyObject* of_thread, Values given, size_t& opening) const {
     THPObjectPtr trace = direct ? any_trace(of_thread) : THPObjectPtr();
     if (!trace || integer(direct_of.of(trace.get())) > 0) {
       return trace;
     }
-    opening = direct->is_anchor(given) ? std::vector<int64_t>() : opening_of(trace.get(), serial, given);
+    opening = direct->is_anchor(given) ? 0 : opening_of(trace.get(), serial, given);
     return begin_again(trace.get(), opening) ? std::move(trace) : THPObjectPtr();
   }
 
@@ -307,7 +307,7 @@ struct Functional final : c10::OperatorKernel {
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     const size_t count = kernel.letters.size();
     Start start;
-    std::vector<int64_t> opening;
+    size_t opening = 0;
     {
       Gil gil;
       const Values given(stack->data() + stack->size() - count, count);
@@ -326,7 +326,7 @@ struct Functional final : c10::OperatorKernel {
     }
     python.callBoxed(op, keys, stack);
     kernel.learn(start);
-    learn_opening(std::move(opening));
+    learn_opening(opening);
   }
 
   const Kernel& kernel;

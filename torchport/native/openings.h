@@ -9,8 +9,9 @@
 #include "direct.h"
 
 #include <cstring>
-#include <unordered_map>
 #include <vector>
+
+#include <c10/util/hash.h>
 
 namespace {
 
@@ -24,8 +25,8 @@ bool is_empty(PyObject* trace) {
       PyList_GET_SIZE(py_.scalar_inputs.of(trace)) == 0;
 }
 
-// A call, as far as ``trace.keys`` tells calls apart that begin a path: numbers for the specs of tensors and for what is
-// no tensor.
+// A call, as far as ``trace.keys`` tells calls apart that begin a path: numbers for the specs of tensors and for what
+// is no tensor.
 class Described {
  public:
   std::vector<int64_t> numbers;
@@ -111,23 +112,24 @@ bool is_idle(PyObject* trace) {
   return trace != nullptr && Py_TYPE(trace) == trace_type && is_empty(trace) && integer(direct_of.of(trace)) == 0;
 }
 
-// A call with which a path may begin at the root of a thread's trie; empty where it does not, or is not known here.
-// ``serial``: the operator's in trace keys.
-std::vector<int64_t> opening_of(PyObject* trace, long long serial, Values given) {
+// A call with which a path may begin at the root of a thread's trie, as a number; 0 where it does not, or is not known
+// here. ``serial``: the operator's in trace keys.
+size_t opening_of(PyObject* trace, long long serial, Values given) {
   if (!is_idle(trace)) {
-    return {};
+    return 0;
   }
   Described call;
   call.numbers.push_back(serial);
   PyObject* runtime = py_.runtime.of(trace);
   const auto add = [&](const c10::IValue& value) { return call.add(value, runtime); };
-  return std::all_of(given.begin(), given.end(), add) ? std::move(call.numbers) : std::vector<int64_t>();
+  return std::all_of(given.begin(), given.end(), add) ? c10::hash<std::vector<int64_t>>()(call.numbers) : 0;
 }
 
-// Begin a path that was interpreted before, if it is interpreted again; false where Python has to decide.
+// Begin a path that was interpreted before, if it is interpreted again; false where Python has to decide. If two calls
+// were one number, the cost of one path would be counted as the other's.
 // Raises an interrupt, with nothing begun.
-bool begin_again(PyObject* trace, const std::vector<int64_t>& opening) {
-  Records* records = opening.empty() ? nullptr : records_of(root_of.of(trace));
+bool begin_again(PyObject* trace, size_t opening) {
+  Records* records = opening == 0 ? nullptr : records_of(root_of.of(trace));
   if (records == nullptr) {
     return false;
   }
@@ -135,20 +137,20 @@ bool begin_again(PyObject* trace, const std::vector<int64_t>& opening) {
   if (found == records->openings->end()) {
     return false;
   }
-  const THPObjectPtr keep(Py_NewRef(reinterpret_cast<PyObject*>(records))), sights(Py_NewRef(found->second.get()));
+  const THPObjectPtr keep(Py_NewRef(reinterpret_cast<PyObject*>(records))), sights(Py_NewRef(found->second));
   THPObjectPtr begun(PyObject_CallFunctionObjArgs(reopen, trace, sights.get(), nullptr));
   if (!begun) {
     throw python_error();
   }
-  if (begun.get() != Py_True) {
-    records->openings->erase(opening); // it is learned again where Python interprets the path
+  if (begun.get() != Py_True && records->openings->erase(opening) != 0) { // learned again where Python interprets it
+    Py_DECREF(sights.get());
   }
   return begun.get() == Py_True;
 }
 
 // Remember a call, if Python has begun to interpret a path with it.
-void learn_opening(std::vector<int64_t> opening) {
-  if (opening.empty()) {
+void learn_opening(size_t opening) {
+  if (opening == 0) {
     return;
   }
   Gil gil;
@@ -159,12 +161,19 @@ void learn_opening(std::vector<int64_t> opening) {
   }
   PyObject* sights = sights_of.of(trace.get());
   Records* records = sights == nullptr || sights == Py_None ? nullptr : records_of(root_of.of(trace.get()), true);
-  if (records != nullptr) {
-    if (records->openings->size() >= kMostOpenings) {
-      Openings().swap(*records->openings);
-    }
-    (*records->openings)[std::move(opening)] = THPObjectPtr(Py_NewRef(sights));
+  if (records == nullptr) {
+    return;
   }
+  Openings& openings = *records->openings;
+  if (openings.size() >= kMostOpenings) {
+    Openings old;
+    old.swap(openings);
+    for (const auto& one : old) {
+      Py_DECREF(one.second);
+    }
+  }
+  PyObject*& held = openings[opening];
+  Py_XSETREF(held, Py_NewRef(sights));
 }
 
 } // namespace

@@ -243,7 +243,8 @@ struct Run {
   void wrap() {
     bool floats = false, wide = false;
     const auto look = [&](const at::Tensor& tensor) {
-      const at::ScalarType dtype = tensor.defined() ? tensor.scalar_type() : at::kLong;
+      const bool counts = tensor.defined() && !tensor.unsafeGetTensorImpl()->is_wrapped_number();
+      const at::ScalarType dtype = counts ? tensor.scalar_type() : at::kLong;
       floats = floats || at::isFloatingType(dtype) || at::isComplexType(dtype);
       wide = wide || dtype == at::kDouble || dtype == at::kComplexDouble;
     };

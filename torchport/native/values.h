@@ -10,6 +10,7 @@
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/util/flat_hash_map.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
 
@@ -118,7 +119,8 @@ struct SpecHash {
   }
 };
 
-constexpr size_t kMostSpecs = 4096; // at most kept: a loop whose sizes grow makes new ones in each iteration
+constexpr size_t kMostSpecs = 4096; // kept at most
+constexpr size_t kMostSeen = 1 << 16; // specs that are known to have come once
 
 // A spec, and a handle that others are made from by ``variable_data``. Handles of different specs have different memory
 // as far as PyTorch can see, which refuses writes where a tensor and an argument overlap in part.
@@ -127,39 +129,55 @@ struct Known {
   at::Tensor handle;
 };
 
-// What is known of a tensor's spec; null with a Python error. Equal specs are mostly one object, since each spec is
-// three objects for the garbage collector to visit. The next call may invalidate the result.
+// What is new of a tensor's spec; no spec, with a Python error, where that cannot be made.
+Known new_spec(const at::Tensor& tensor) {
+  THPObjectPtr made(spec_type->tp_alloc(spec_type, 0));
+  if (!made) {
+    return {};
+  }
+  PyObject* dtype = reinterpret_cast<PyObject*>(torch::getTHPDtype(tensor.scalar_type()));
+  spec_dtype.of(made.get()) = Py_NewRef(dtype);
+  spec_shape.of(made.get()) = whole_numbers(tensor.sizes(), false);
+  spec_strides.of(made.get()) = whole_numbers(tensor.strides(), false);
+  THPObjectPtr handle(
+      spec_shape.of(made.get()) && spec_strides.of(made.get()) ? PyObject_CallOneArg(make_template, dtype) : nullptr);
+  if (!handle) {
+    return {};
+  }
+  at::Tensor model = THPVariable_Unpack(handle.get()).variable_data();
+  model.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides());
+  return {std::move(made), std::move(model)};
+}
+
+// What is known of a tensor's spec; no spec, with a Python error, where it is not and cannot be made. Equal specs are
+// mostly one object, since each spec is three objects for the garbage collector to visit. It is kept from the second
+// time on that it comes: in a loop whose sizes grow, what is kept of each size would lie between the values of one size
+// and the next, and their memory could be used for neither.
 // Twin of ``core.specs.TensorSpec.of``.
-const Known* spec_of(const at::Tensor& tensor) {
+Known spec_of(const at::Tensor& tensor) {
   static auto& known = *new std::unordered_map<SpecKey, Known, SpecHash>();
+  static auto& seen = *new ska::flat_hash_set<size_t>(); // hashes of those that came once
   SpecKey key{tensor.scalar_type(), {}};
   key.sizes_and_strides.append(tensor.sizes().begin(), tensor.sizes().end());
   key.sizes_and_strides.append(tensor.strides().begin(), tensor.strides().end());
   if (const auto found = known.find(key); found != known.end()) {
-    return &found->second;
+    return {THPObjectPtr(Py_NewRef(found->second.spec.get())), found->second.handle};
   }
-  THPObjectPtr made(spec_type->tp_alloc(spec_type, 0));
-  if (!made) {
-    return nullptr;
+  Known made = new_spec(tensor);
+  if (!made.spec) {
+    return made;
   }
-  PyObject* dtype = reinterpret_cast<PyObject*>(torch::getTHPDtype(tensor.scalar_type()));
-  Py_INCREF(dtype);
-  spec_dtype.of(made.get()) = dtype;
-  spec_shape.of(made.get()) = whole_numbers(tensor.sizes(), false);
-  spec_strides.of(made.get()) = whole_numbers(tensor.strides(), false);
-  if (!spec_shape.of(made.get()) || !spec_strides.of(made.get())) {
-    return nullptr;
+  if (seen.insert(SpecHash()(key)).second) {
+    if (seen.size() > kMostSeen) {
+      seen.clear();
+    }
+    return made;
   }
-  THPObjectPtr handle(PyObject_CallOneArg(make_template, dtype));
-  if (!handle) {
-    return nullptr;
-  }
-  at::Tensor model = THPVariable_Unpack(handle.get()).variable_data();
-  model.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides());
   if (known.size() >= kMostSpecs) {
-    known.clear();
+    std::unordered_map<SpecKey, Known, SpecHash>().swap(known);
   }
-  return &known.emplace(std::move(key), Known{std::move(made), std::move(model)}).first->second;
+  known.emplace(std::move(key), Known{THPObjectPtr(Py_NewRef(made.spec.get())), made.handle});
+  return made;
 }
 
 // The CPU tensor that a handle of a runtime has as its value, and the value; undefined where Python has to look.
@@ -191,12 +209,12 @@ at::Tensor handle_with(
   if (value.is_neg()) {
     value = value.resolve_neg();
   }
-  const Known* const known = spec_of(value);
-  if (known == nullptr) {
+  Known known = spec_of(value);
+  if (!known.spec) {
     return {};
   }
-  at::Tensor result = known->handle.variable_data();
-  spec = Py_NewRef(known->spec.get());
+  at::Tensor result = known.handle.variable_data();
+  spec = std::move(known.spec);
   THPObjectPtr made(THPVariable_Wrap(result, py_.handle)), data(host_data->tp_alloc(host_data, 0)),
       tensor(THPVariable_Wrap(value));
   if (!spec || !made || !data || !tensor) {

@@ -45,7 +45,7 @@ struct InPlace final : c10::OperatorKernel {
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     const size_t count = kernel.letters.size();
     Start start;
-    std::vector<int64_t> opening;
+    size_t opening = 0;
     {
       Gil gil;
       const Values given(stack->data() + stack->size() - count, count);
@@ -79,7 +79,7 @@ struct InPlace final : c10::OperatorKernel {
     }
     python.callBoxed(op, keys, stack);
     kernel.learn(start);
-    learn_opening(std::move(opening));
+    learn_opening(opening);
   }
 
   // Whether every written tensor is a wrapper, shares its storage with no other one, and is no view of an expanded

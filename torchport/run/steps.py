@@ -82,7 +82,7 @@ class Steps:
                 made.append(None)
                 continue
             one = self._argument(given, template, str(wanted.type) == "Tensor")
-            if one is None:
+            if one is None or (one[0] == "n" and "Tensor" in str(wanted.type)):
                 return None
             made.append(one)
         return tuple(made)

@@ -108,13 +108,13 @@ class ThreadTraces(threading.local):
             if (lazy or eager) and not finalizers.is_busy():
                 for trace in [*lazy.values(), *eager.values()]:
                     trace.runtime.flush(trace, "finalizer")
-        finally:
-            finalizers.running.here = False
+        finally:  # an interrupt may come anywhere, and then this is done once more
             trace, mine["_by_index"], mine["_of_other_mode"] = mine["_set_aside"]
-            mine["_set_aside"] = None
             mine.pop("trace", None)
             if trace is not None:
                 mine["trace"] = trace
+            finalizers.running.here = False
+            mine["_set_aside"] = None
 
     def owns(self, trace: Trace) -> bool:
         """Whether a trace is the calling thread's."""
@@ -137,7 +137,8 @@ def _around_collection(phase: str, info: object, is_finalizing: Callable[[], boo
             threads.take_up()
 
 
-gc.callbacks.append(_around_collection)
+gc.callbacks.extend([_around_collection] * 2)
+"""Twice, for Python ignores an interrupt in the first: the thread would go on as if it were in a finalizer."""
 
 
 def every_trace() -> list[Trace]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
 from typing import Any
+from unittest import mock
 
 import fakes
 import pytest
@@ -12,6 +14,8 @@ from everyday_support import counted, needs_counters, ramp, randn
 from torch import nn
 
 import torchport
+from torchport.trace import finalizers
+from torchport.trace.threads import threads
 
 pytestmark = needs_counters
 
@@ -204,6 +208,25 @@ def test_one_seed_one_sequence_in_every_form(device: torch.device) -> None:
 
 
 # -- finalizers --------------------------------------------------------------------------------------------------------
+def test_an_interrupt_in_the_collectors_callback_leaves_the_thread_as_it_was(device: torch.device) -> None:
+    """Python ignores it there; the thread went on as if it were in a finalizer, and could not compute."""
+    x = torch.ones(3, device=device)
+    torchport.sync()
+    take_up, lost = type(threads).take_up, [0]
+
+    def interrupted(self: Any) -> None:
+        lost[0] += 1
+        if lost[0] == 1:
+            raise KeyboardInterrupt
+        take_up(self)
+
+    with mock.patch.object(type(threads), "take_up", interrupted), mock.patch.object(sys, "unraisablehook"):
+        gc.collect()
+    assert lost[0] == 2
+    assert (x + 1).tolist() == [2.0, 2.0, 2.0]
+    assert not finalizers.running.here
+
+
 class Reader:
     """Reads a value when the garbage collector finds it, wherever the program is then."""
 

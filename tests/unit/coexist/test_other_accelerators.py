@@ -27,9 +27,10 @@ torchport_autoload._has_gpu = lambda: True
 
 
 def python(code: str, **environment: str) -> str:
+    surroundings = {name: value for name, value in os.environ.items() if name != "TORCHPORT_BACKEND"}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", WITH_A_GPU + code],
-        capture_output=True, text=True, check=False, env={**os.environ, **environment}, timeout=240,
+        capture_output=True, text=True, check=False, env={**surroundings, **environment}, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
