@@ -24,7 +24,7 @@ from .. import native
 from ..core.compilers import side_by_side
 from ..core.config import config
 
-__all__ = ["build_beside", "put_to_use"]
+__all__ = ["build_beside"]
 
 log: Final = logging.getLogger("torchport.native")
 
@@ -71,11 +71,6 @@ def _build(compiler: str, missing: list[native.NativeLibrary]) -> None:
         log.info("the C++ libraries were not built: %s: %s", type(error).__name__, error)
     finally:
         os.close(lock)
-
-
-def put_to_use() -> None:
-    """Use what has been built by now, by this process or another."""
-    native.announce()
 
 
 os.register_at_fork(after_in_child=_started.clear)

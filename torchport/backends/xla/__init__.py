@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from torchport import native
 from torchport.backend.container import check_interface
 from torchport.backend.engine_files import environment, libraries_of
 from torchport.backend.forked import abandon
@@ -194,7 +195,7 @@ class XlaBackend(Backend):
         if not _engine().in_use():  # else what is compiled for one device may never be run
             _engine().compile_now(artifact)
         if on_an_accelerator:
-            beside.put_to_use()
+            native.announce()
         return Processed(container.encode(artifact))
 
     def engine_files(self) -> Sequence[str]:
