@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from native_support import COMPILER, compiles
+from native_support import COMPILER, compiles, said_without_and_with
 
 import torchport
 from torchport import native
@@ -445,3 +445,24 @@ def _made_inside(outside: Callable[[], Any]) -> torch.Tensor:
     with outside():
         made = torch.ones(2, device="port") * 3
     return made.clone() if made.is_inference() else made
+
+
+FIRST = """
+import torch
+from torch.nn import functional as F
+
+def told(device):
+    with torch.inference_mode():
+        x = torch.arange(6.0).reshape(2, 3).to(device)
+        heads = x.reshape(1, 1, 2, 3)
+        seen = F.scaled_dot_product_attention(heads, heads, heads).sum().item()
+        return round(seen, 4), F.linear(x, x).tolist(), F.layer_norm(x, (3,)).cpu().sum().item(), torch.relu_(x).tolist()
+
+print(told("port"))
+print(told("cpu"))
+"""
+
+
+def test_inference_mode_may_be_how_a_process_begins() -> None:
+    for said in said_without_and_with(FIRST):
+        assert said[0] == said[1]
