@@ -455,8 +455,8 @@ def told(device):
     with torch.inference_mode():
         x = torch.arange(6.0).reshape(2, 3).to(device)
         heads = x.reshape(1, 1, 2, 3)
-        seen = F.scaled_dot_product_attention(heads, heads, heads).sum().item()
-        return round(seen, 4), F.linear(x, x).tolist(), F.layer_norm(x, (3,)).cpu().sum().item(), torch.relu_(x).tolist()
+        seen = round(F.scaled_dot_product_attention(heads, heads, heads).sum().item(), 4)
+        return seen, F.linear(x, x).tolist(), F.layer_norm(x, (3,)).cpu().sum().item(), torch.relu_(x).tolist()
 
 print(told("port"))
 print(told("cpu"))
