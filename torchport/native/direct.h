@@ -107,6 +107,66 @@ struct Direct {
   }
 };
 
+// Whether a trace's operators are interpreted in C++, and for whom. It is the thread's default state as long as this
+// lives.
+class AtOnce {
+ public:
+  PyObject* runtime = nullptr;
+  PyObject* device = nullptr;
+
+  AtOnce(PyObject* trace, const Direct& direct) : trace_(trace) {
+    if (trace == nullptr || !is_default()) {
+      return;
+    }
+    Bound* const of_runtime = bound(py_.runtime.of(trace));
+    if (of_runtime == nullptr) {
+      PyErr_Clear();
+      return;
+    }
+    PyObject* manner = PyDict_GetItemWithError(of_runtime->manners.get(), direct.serial);
+    if (manner == nullptr || Py_TYPE(manner) != manner_type) { // not decided yet, or the backend or the host runs it
+      PyErr_Clear();
+      return;
+    }
+    observing_ = observing_of.of(trace);
+    if (observing_ != Py_True && observing_ != Py_False) { // a log, which Python writes
+      return;
+    }
+    runtime = of_runtime->runtime.get();
+    device = of_runtime->device.get();
+    held_device_ = Py_NewRef(device);
+    held_ = Py_NewRef(runtime); // where the GIL is released, the trace may get another runtime meanwhile
+  }
+
+  explicit operator bool() const {
+    return runtime != nullptr;
+  }
+
+  // Whether calls are noted for shape inference.
+  bool notes() const {
+    return observing_ == Py_True;
+  }
+
+  void count() const {
+    PyObject* count_of_ops = PyLong_FromLongLong(integer(direct_of.of(trace_)) + 1);
+    Py_XSETREF(direct_of.of(trace_), count_of_ops);
+  }
+
+  // Note that a result shares an argument's memory. Returns who else sees it: nobody but values, or somebody.
+  PyObject* share(PyObject* value) const {
+    if (py_.exported.of(value) == Py_False) {
+      Py_XSETREF(py_.exported.of(value), Py_NewRef(views));
+    }
+    return py_.exported.of(value) == views ? views : Py_True;
+  }
+
+ private:
+  PyObject* trace_;
+  PyObject* observing_ = nullptr;
+  THPObjectPtr held_, held_device_;
+  const DefaultState state_;
+};
+
 struct DirectCall {
   const Direct& direct;
   PyObject* trace;
@@ -287,32 +347,15 @@ struct DirectCall {
 bool run_direct(
     PyObject* trace, const Direct& direct, const std::string& letters, torch::jit::Stack& stack,
     bool one_list, const c10::OperatorHandle* in_place = nullptr) {
-  if (!trace || !is_default()) {
+  const AtOnce ready(trace, direct);
+  if (!ready) {
     return false;
   }
-  const DefaultState state;
-  PyObject* runtime = py_.runtime.of(trace);
-  Py_INCREF(runtime); // the GIL is released below, and the trace may get another runtime meanwhile
-  const THPObjectPtr held(runtime);
-  Bound* const of_runtime = bound(runtime);
-  if (of_runtime == nullptr) {
-    PyErr_Clear();
-    return false;
-  }
-  THPObjectPtr device(Py_NewRef(of_runtime->device.get()));
-  PyObject* manner = PyDict_GetItemWithError(of_runtime->manners.get(), direct.serial);
-  if (manner == nullptr || Py_TYPE(manner) != manner_type) { // not decided yet, or the backend or the host runs it
-    PyErr_Clear();
-    return false;
-  }
-  PyObject* observing = observing_of.of(trace);
-  if (observing != Py_True && observing != Py_False) { // a log, which Python writes
-    return false;
-  }
-  const bool noted = observing == Py_True;
+  const bool noted = ready.notes();
   if (noted && direct.kinds.empty()) { // Python notes kinds of arguments that are not known here
     return false;
   }
+  PyObject* const runtime = ready.runtime;
   DirectCall call{direct, trace, runtime, {}, {}, THPObjectPtr(), THPObjectPtr(), noted};
   if (noted) {
     call.args = PyList_New(0);
@@ -337,8 +380,7 @@ bool run_direct(
   if (!call.is_exact() || !call.compute(in_place) || (direct.is_blank && call.repeats())) {
     return false; // nothing has changed: Python repeats the call, and its error names the user's line
   }
-  PyObject* count_of_ops = PyLong_FromLongLong(integer(direct_of.of(trace)) + 1);
-  Py_XSETREF(direct_of.of(trace), count_of_ops);
+  ready.count();
   c10::SmallVector<at::Tensor, 3> values;
   for (const c10::IValue& value : call.stack) {
     if (value.isTensorList()) {
@@ -357,11 +399,7 @@ bool run_direct(
   PyObject* exported = direct.shares ? views : Py_False; // of the results
   if (direct.shares) {
     for (THPObjectPtr& data : call.used) {
-      if (py_.exported.of(data.get()) == Py_False) {
-        Py_XSETREF(py_.exported.of(data.get()), Py_NewRef(views));
-      } else if (py_.exported.of(data.get()) != views) {
-        exported = Py_True;
-      }
+      exported = ready.share(data.get()) == Py_True ? Py_True : exported;
     }
   }
   const bool several = one_list || values.size() != 1;
@@ -376,7 +414,7 @@ bool run_direct(
   for (size_t at = 0; at < values.size(); ++at) {
     THPObjectPtr spec;
     results.push_back(
-        values[at].defined() ? handle_with(std::move(values[at]), runtime, device.get(), exported, spec)
+        values[at].defined() ? handle_with(std::move(values[at]), runtime, ready.device, exported, spec)
                              : at::Tensor());
     if (PyErr_Occurred()) {
       throw python_error();

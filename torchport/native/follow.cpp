@@ -408,12 +408,16 @@ struct CopyAutograd final : c10::OperatorKernel {
 };
 
 // -- registering -----------------------------------------------------------------------------------------------------
-template <class Made>
-void put(c10::DispatchKey key, const c10::OperatorName& name, std::unique_ptr<Made> made) {
+void put(c10::DispatchKey key, const c10::OperatorName& name, torch::CppFunction&& made) {
   static auto& libraries = *new std::vector<std::unique_ptr<torch::Library>>(); // never freed
   libraries.push_back(std::make_unique<torch::Library>(torch::Library::IMPL, "aten", key, __FILE__, __LINE__));
   const std::string full = name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
-  libraries.back()->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::move(made)));
+  libraries.back()->impl(full.c_str(), std::move(made));
+}
+
+template <class Made>
+void put(c10::DispatchKey key, const c10::OperatorName& name, std::unique_ptr<Made> made) {
+  put(key, name, torch::CppFunction::makeFromBoxedFunctor(std::move(made)));
 }
 
 // Every kernel by its serial; never freed.
@@ -430,6 +434,8 @@ struct Quiet final : c10::WarningHandler { // PyTorch warns when a kernel overri
 
 #include "at_once.h"
 #include "copies.h"
+#include "views.h"
+#include "wrapped.h"
 
 // Look up the Python types, slots and constants that the kernels use. Must be called first.
 extern "C" PyObject* torchport_follow_start(
@@ -479,6 +485,10 @@ extern "C" PyObject* torchport_follow(
   const auto dense = c10::DispatchKey::PrivateUse1, functionalize = c10::DispatchKey::Functionalize;
   put(dense, op.operator_name(),
       std::make_unique<Functional>(kernel, op.getComputedKernelForDispatchKey(dense)));
+  if (has_fallback_only(op)) {
+    put(functionalize, op.operator_name(),
+        std::make_unique<Wrapped>(kernel, op.getComputedKernelForDispatchKey(functionalize)));
+  }
   if (*in_place != 0) {
     const c10::OperatorHandle writing = dispatcher.findSchemaOrThrow(in_place, overload);
     put(functionalize, writing.operator_name(),

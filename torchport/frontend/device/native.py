@@ -14,6 +14,8 @@ from ...backend.host import attention_at_once, cpu_attention
 from ...backend.infer import observed
 from ...backend.interface import VIEWS, BackendData, TensorData
 from ...backend.interpret import How
+from ...backend.lowering import view_form
+from ...backend.normal_form import is_view
 from ...core.specs import TensorSpec
 from ...core.threads import native_arguments
 from ...dispatch import Functionality
@@ -113,6 +115,7 @@ def _use_follow(
     assert kinds is not None, "copy has arguments that C++ cannot compare"
     library.torchport_follow_copy(kinds.encode(), copy.serial)
     _use_direct(library, kernels)
+    _use_views(library, kernels)
     _use_attention(library)
     _use_composites(library)
     from_host, read_number = _functions(library, from_host=2, read_number=1)
@@ -167,6 +170,16 @@ def _use_direct(library: ctypes.PyDLL, kernels: Sequence[Kernel]) -> None:
         interpreted(kernel, how)
     for serial, shapes in list(regions.begun_with):
         anchor(serial, shapes)
+
+
+def _use_views(library: ctypes.PyDLL, kernels: Sequence[Kernel]) -> None:
+    """Have C++ take views, of those operators whose copying form handles know (``native/views.h``)."""
+    view = library.torchport_view
+    view.argtypes, view.restype = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_longlong], ctypes.py_object
+    for kernel in kernels:
+        form = view_form(kernel.op)
+        if form is not kernel.op and is_view(form) and letters(kernel) is not None:
+            view(form._schema.name.encode(), form._schema.overload_name.encode(), kernel.serial)
 
 
 def _use_factories(library: ctypes.PyDLL, factories: Sequence[Kernel], to_copy: Kernel) -> None:

@@ -1,0 +1,289 @@
+// Views. Part of follow.cpp.
+//
+// A program takes about as many views as it calls other operators, and PyTorch does much for each: autograd makes two
+// functions that take the view again, which it needs where a view is written and differentiated; functionalization makes
+// a step of its own (``ViewMeta``) for the write's way back; both go through the dispatcher with boxed arguments.
+//
+// Steps say nothing but the operator and its arguments, so the step of an earlier call with the same arguments serves
+// again. And where gradients are off, autograd refuses the writes that it would need its functions for.
+#pragma once
+#include "direct.h"
+#include "outs.h"
+#include "wrapped.h"
+
+#include <array>
+#include <memory>
+#include <optional>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include <ATen/FunctionalTensorWrapper.h>
+#include <ATen/ops/_reshape_alias_ops.h>
+#include <ATen/ops/expand_ops.h>
+#include <ATen/ops/permute_ops.h>
+#include <ATen/ops/select_ops.h>
+#include <ATen/ops/slice_ops.h>
+#include <ATen/ops/split_ops.h>
+#include <ATen/ops/split_with_sizes_ops.h>
+#include <ATen/ops/squeeze_ops.h>
+#include <ATen/ops/t_ops.h>
+#include <ATen/ops/transpose_ops.h>
+#include <ATen/ops/unbind_ops.h>
+#include <ATen/ops/unsqueeze_ops.h>
+#include <ATen/ops/view_ops.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
+
+namespace {
+
+using Steps = std::vector<std::shared_ptr<at::functionalization::ViewMeta>>;
+using ViewArguments = c10::SmallVector<int64_t, 8>;
+
+struct HashOfView {
+  size_t operator()(const ViewArguments& given) const {
+    size_t made = given.size();
+    for (const int64_t value : given) {
+      made = (made ^ static_cast<size_t>(value)) * 0x9E3779B97F4A7C15ull;
+      made ^= made >> 29;
+    }
+    return made;
+  }
+};
+
+constexpr size_t kMostKnown = 1024; // of one operator
+
+// Added to a key set, its autograd key leads to PyTorch's own kernel, as in ``frontend/device/routes.py``.
+constexpr auto kStockAutograd = c10::BackendComponent::PrivateUse3Bit;
+
+// Arguments as numbers; false for sizes that are symbols.
+bool number(ViewArguments& made, int64_t value) {
+  made.push_back(value);
+  return true;
+}
+bool number(ViewArguments& made, const c10::SymInt& value) {
+  const auto known = value.maybe_as_int();
+  made.push_back(known.value_or(0));
+  return known.has_value();
+}
+bool number(ViewArguments& made, const std::optional<c10::SymInt>& value) {
+  made.push_back(value.has_value());
+  return number(made, value.value_or(c10::SymInt(0)));
+}
+template <class Item>
+bool number(ViewArguments& made, c10::ArrayRef<Item> values) {
+  made.push_back(static_cast<int64_t>(values.size()));
+  return std::all_of(values.begin(), values.end(), [&](const Item& value) { return number(made, value); });
+}
+
+// Whether autograd notes nothing but which tensor is a view of which: gradients are off, also forward ones.
+bool notes_no_gradients(const at::Tensor& tensor) {
+  return !at::GradMode::is_enabled() &&
+      (tensor.unsafeGetTensorImpl()->autograd_meta() == nullptr || !tensor._fw_grad(0).defined());
+}
+
+// One operator's kernels. Any other call goes to PyTorch's own.
+template <class Op, class Schema = typename Op::schema>
+struct View;
+
+template <class Op, class Out, class... Args>
+struct View<Op, Out(const at::Tensor&, Args...)> {
+  static inline const Kernel* kernel = nullptr; // of the operator that copies the view, which handles know
+  static inline std::optional<c10::SafeKernelFunction> original; // at Functionalize
+  static inline std::unordered_map<ViewArguments, Steps, HashOfView> known; // guarded by the GIL
+
+  // At Functionalize.
+  static Out view(c10::DispatchKeySet keys, const at::Tensor& self, Args... args) {
+    bool is_new = false;
+    if (Out made; shown(keys.remove_backend(kStockAutograd), self, made, is_new, args...)) {
+      return made;
+    }
+    torch::jit::Stack stack;
+    torch::jit::push(stack, self, args...);
+    original->callBoxed(original->opHandle(), keys, &stack);
+    Out made = stack.back().to<Out>();
+    if (is_new) {
+      learn(self, made, args...);
+    }
+    return made;
+  }
+
+  // At this device's autograd key.
+  static Out with_autograd(c10::DispatchKeySet keys, const at::Tensor& self, Args... args) {
+    const auto below = keys & c10::after_ADInplaceOrView_keyset;
+    bool is_new = false;
+    if (Out made; keys.has(c10::DispatchKey::ADInplaceOrView) && notes_no_gradients(self) &&
+        shown(below, self, made, is_new, args...)) {
+      return noted(self, std::move(made));
+    }
+    const auto stock = keys.add(c10::DispatchKey::AutogradPrivateUse3).remove(c10::DispatchKey::PythonDispatcher);
+    return Op::redispatch(stock, self, args...);
+  }
+
+ private:
+  // The views in wrappers, if a known path is followed or the operator is interpreted at once; else false, with nothing
+  // done. ``is_new``: the steps are not known yet.
+  static bool shown(c10::DispatchKeySet keys, const at::Tensor& self, Out& made, bool& is_new, const Args&... args) {
+    if (!goes_to_handles(keys) || !is_ours(self) || at::functionalization::impl::getFunctionalizationReapplyViewsTLS()) {
+      return false;
+    }
+    at::FunctionalTensorWrapper* wrapper = wrapper_of(self);
+    ViewArguments numbers;
+    if (!wrapper->is_up_to_date() || !(number(numbers, args) && ...)) {
+      return false;
+    }
+    Results results;
+    Steps steps;
+    {
+      const Gil gil;
+      const auto found = known.find(numbers);
+      is_new = found == known.end();
+      if (is_new || !serve(wrapper->value(), results, args...)) {
+        return false;
+      }
+      while (found->second.size() < results.size()) {
+        found->second.push_back(found->second[0]->to_out_index(static_cast<int64_t>(found->second.size())));
+      }
+      steps.assign(found->second.begin(), found->second.begin() + results.size());
+    }
+    const auto in_wrapper = [&](size_t at) {
+      return at::detail::make_tensor<at::FunctionalTensorWrapper>(results[at], wrapper, steps[at]);
+    };
+    if constexpr (std::is_same_v<Out, at::Tensor>) {
+      made = in_wrapper(0);
+    } else {
+      for (size_t at = 0; at < results.size(); ++at) {
+        made.push_back(in_wrapper(at));
+      }
+    }
+    return true;
+  }
+
+  // The handles of the views of a handle.
+  static bool serve(const at::Tensor& handle, Results& results, const Args&... args) {
+    THPObjectPtr of_thread = of_this_thread();
+    if (THPObjectPtr trace = recording_trace(of_thread.get())) {
+      const std::array<c10::IValue, 1 + sizeof...(Args)> given = {handle, c10::IValue(args)...};
+      PyObject* child = kernel->follow(trace.get(), given, false);
+      results = child == nullptr ? Results() : results_of(child);
+      return child != nullptr;
+    }
+    THPObjectPtr trace = kernel->direct ? direct_trace(of_thread.get()) : THPObjectPtr();
+    return trace && show(trace.get(), handle, results, args...);
+  }
+
+  // The views of a handle's value.
+  // Twin of ``run.direct.run``.
+  static bool show(PyObject* trace, const at::Tensor& handle, Results& results, const Args&... args) {
+    const AtOnce ready(trace, *kernel->direct);
+    if (!ready || ready.notes() || !kernel->direct->anchors.empty()) {
+      return false;
+    }
+    THPObjectPtr value;
+    const at::Tensor held = held_by(handle, ready.runtime, value);
+    if (!held.defined()) {
+      return false;
+    }
+    Out views;
+    try {
+      views = Op::redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), held, args...);
+    } catch (const std::exception&) {
+      return false; // again in the Python kernel, whose error names the user's line
+    }
+    PyObject* exported = ready.share(value.get());
+    const auto add = [&](at::Tensor one) {
+      THPObjectPtr spec;
+      results.push_back(handle_with(std::move(one), ready.runtime, ready.device, exported, spec));
+      if (PyErr_Occurred()) {
+        throw python_error();
+      }
+    };
+    if constexpr (std::is_same_v<Out, at::Tensor>) {
+      add(std::move(views));
+    } else {
+      for (at::Tensor& one : views) {
+        add(std::move(one));
+      }
+    }
+    ready.count();
+    return true;
+  }
+
+  static void learn(const at::Tensor& self, const Out& made, const Args&... args) {
+    const at::Tensor* first = nullptr;
+    if constexpr (std::is_same_v<Out, at::Tensor>) {
+      first = &made;
+    } else if (!made.empty()) {
+      first = &made[0];
+    }
+    at::FunctionalTensorWrapper* wrapper = first == nullptr ? nullptr : wrapper_of(*first);
+    ViewArguments numbers;
+    if (wrapper == nullptr || wrapper->view_metas().size() != wrapper_of(self)->view_metas().size() + 1 ||
+        !(number(numbers, args) && ...)) {
+      return;
+    }
+    const Gil gil;
+    if (known.size() >= kMostKnown) {
+      known.clear();
+    }
+    known.insert_or_assign(std::move(numbers), Steps{wrapper->view_metas().back()});
+  }
+
+  // What autograd notes of views where gradients are off.
+  static Out noted(const at::Tensor& self, Out made) {
+    using torch::autograd::CreationMeta;
+    const auto note = [&self](const at::Tensor& view) {
+      return torch::autograd::as_view(self, view, true, true, nullptr, nullptr, CreationMeta::NO_GRAD_MODE);
+    };
+    if constexpr (std::is_same_v<Out, at::Tensor>) {
+      return note(made);
+    } else {
+      for (at::Tensor& one : made) {
+        one = note(one);
+      }
+      return made;
+    }
+  }
+};
+
+template <class Op>
+bool put_view(const c10::OperatorHandle& op, const Kernel& kernel) {
+  if (op.schema().name() != Op::name || op.schema().overload_name() != Op::overload_name) {
+    return false;
+  }
+  const auto functionalize = c10::DispatchKey::Functionalize, autograd = c10::DispatchKey::AutogradPrivateUse1;
+  View<Op>::kernel = &kernel;
+  View<Op>::original.emplace(op.getComputedKernelForDispatchKey(functionalize));
+  put(functionalize, op.operator_name(), torch::CppFunction::makeFromUnboxedFunction(&View<Op>::view));
+  if (!op.hasKernelForDispatchKey(autograd)) { // a backend's own kernel is behind a router, which calls PyTorch's
+    put(autograd, op.operator_name(), torch::CppFunction::makeFromUnboxedFunction(&View<Op>::with_autograd));
+  }
+  return true;
+}
+
+template <class... Ops>
+bool put_first(const c10::OperatorHandle& op, const Kernel& kernel) {
+  return (put_view<Ops>(op, kernel) || ...);
+}
+
+} // namespace
+
+// Register C++ kernels in front of PyTorch's own of a view operator. ``serial``: in trace keys, of the operator that
+// copies the view. Returns whether the operator is one of those that are known here.
+// Twin of ``run.direct.run``.
+extern "C" PyObject* torchport_view(const char* name, const char* overload, long long serial) {
+  HANDLE_TH_ERRORS
+  namespace ops = at::_ops;
+  Quiet quiet;
+  c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+  const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
+  const Kernel& kernel = *kernels().at(serial);
+  const bool done = put_first<
+      ops::view, ops::transpose_int, ops::split_Tensor, ops::split_with_sizes, ops::slice_Tensor, ops::select_int,
+      ops::unsqueeze, ops::squeeze_dim, ops::permute, ops::expand, ops::t, ops::unbind_int, ops::_reshape_alias>(
+      op, kernel);
+  if (done) {
+    Py_RETURN_TRUE;
+  }
+  Py_RETURN_FALSE;
+  END_HANDLE_TH_ERRORS
+}

@@ -1,0 +1,111 @@
+// Functional operators as functionalization meets them: on what the program holds of handles. Part of follow.cpp.
+//
+// PyTorch has one kernel for all of them, which unwraps the arguments on the stack, goes through the dispatcher again,
+// and wraps the results. Here the call is made on the spot, if it follows a known path or is interpreted at once.
+#pragma once
+#include "direct.h"
+#include "openings.h"
+#include "outs.h"
+#include "writes.h"
+
+#include <algorithm>
+
+#include <ATen/FunctionalTensorWrapper.h>
+
+namespace {
+
+// Whether nothing lies between functionalization and the handles' kernels, such as a dispatch mode.
+bool goes_to_handles(c10::DispatchKeySet keys) {
+  return keys.remove(c10::DispatchKey::Functionalize).highestPriorityTypeId() == c10::DispatchKey::PrivateUse1;
+}
+
+
+// The kernel of a functional operator at Functionalize. Any other call goes to PyTorch's ``original``, and from there to
+// ``Functional``.
+struct Wrapped final : c10::OperatorKernel {
+  Wrapped(const Kernel& kernel, c10::SafeKernelFunction original) : kernel(kernel), original(std::move(original)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    const size_t count = kernel.letters.size();
+    const Values given(stack->data() + stack->size() - count, count);
+    if (!goes_to_handles(keys) || !is_ours(given)) {
+      original.callBoxed(op, keys, stack);
+      return;
+    }
+    for (size_t at = stack->size() - count; at < stack->size(); ++at) {
+      (*stack)[at] = unwrap((*stack)[at]);
+    }
+    if (!served(*stack)) {
+      const at::AutoDispatchSkipFunctionalize below;
+      op.callBoxed(stack);
+    }
+    for (size_t at = stack->size() - op.schema().returns().size(); at < stack->size(); ++at) {
+      wrap((*stack)[at]);
+    }
+  }
+
+ private:
+  bool served(torch::jit::Stack& stack) const {
+    const size_t count = kernel.letters.size();
+    size_t opening = 0;
+    const Gil gil;
+    const Values given(stack.data() + stack.size() - count, count);
+    THPObjectPtr of_thread = of_this_thread();
+    if (THPObjectPtr trace = recording_trace(of_thread.get())) {
+      if (PyObject* child = kernel.follow(trace.get(), given, false)) {
+        replace_arguments(stack, count, results_of(child), kernel.one_list);
+        return true;
+      }
+    }
+    THPObjectPtr trace = kernel.trace_at_once(of_thread.get(), given, opening);
+    return trace && run_direct(trace.get(), *kernel.direct, kernel.letters, stack, kernel.one_list);
+  }
+
+  // Whether the tensors are wrappers of handles, at least one of them, or numbers.
+  static bool is_ours(Values given) {
+    bool any = false;
+    const auto fine = [&any](const at::Tensor& tensor) {
+      if (!tensor.defined() || (tensor.dim() == 0 && tensor.is_cpu())) {
+        return true;
+      }
+      const bool ours = ::is_ours(tensor);
+      any = any || ours;
+      return ours;
+    };
+    const auto fit = [&fine](const c10::IValue& value) {
+      if (value.isTensor()) {
+        return fine(value.toTensor());
+      }
+      if (value.isTensorList()) {
+        const Values items = value.toListRef();
+        return std::all_of(items.begin(), items.end(), [&](const auto& item) { return fine(item.toTensor()); });
+      }
+      return !value.isOptionalTensorList();
+    };
+    return std::all_of(given.begin(), given.end(), fit) && any;
+  }
+
+  static void wrap(c10::IValue& value) {
+    using at::functionalization::impl::to_functional_tensor;
+    if (value.isTensor() && value.toTensor().defined()) {
+      value = to_functional_tensor(value.toTensor());
+    } else if (value.isTensorList()) {
+      c10::List<at::Tensor> wrapped;
+      for (const c10::IValue& item : value.toListRef()) {
+        wrapped.push_back(item.toTensor().defined() ? to_functional_tensor(item.toTensor()) : at::Tensor());
+      }
+      value = std::move(wrapped);
+    }
+  }
+
+  const Kernel& kernel;
+  const c10::SafeKernelFunction original;
+};
+
+// Whether PyTorch's functionalization has nothing of its own for an operator.
+bool has_fallback_only(const c10::OperatorHandle& op) {
+  return !op.hasKernelForDispatchKey(c10::DispatchKey::Functionalize) &&
+      !op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) && !op.schema().hasAnyAliasInfo();
+}
+
+} // namespace
