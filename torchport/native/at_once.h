@@ -51,6 +51,9 @@ struct Factory final : c10::OperatorKernel {
       }
       if (THPObjectPtr trace = done ? THPObjectPtr() : kernel.trace_at_once(of_thread.get(), given, opening)) {
         done = run_direct(trace.get(), *kernel.direct, kernel.letters, *stack, false);
+        if (done && is_below()) {
+          show(stack->back().toTensor());
+        }
       }
     }
     if (!done) {
@@ -101,13 +104,14 @@ enum Attends : long { kNever = 0, kAtOnce = 1, kAlways = 2 };
 
 // When a runtime's attention is the CPU's fused operator.
 long attends(PyObject* runtime) {
-  Bound* const of_runtime = bound(runtime);
-  PyObject* known = of_runtime == nullptr ? nullptr : PyDict_GetItemWithError(of_runtime->manners.get(), n_attention);
+  const Owner of_runtime = bound(runtime);
+  PyObject* manners = of_runtime == nullptr ? nullptr : of_runtime->manners.get();
+  PyObject* known = manners == nullptr ? nullptr : PyDict_GetItemWithError(manners, n_attention);
   if (known != nullptr) {
     return static_cast<long>(integer(known));
   }
-  THPObjectPtr asked(of_runtime == nullptr ? nullptr : PyObject_CallOneArg(attention_of, runtime));
-  if (!asked || PyDict_SetItem(of_runtime->manners.get(), n_attention, asked.get()) != 0) {
+  THPObjectPtr asked(manners == nullptr ? nullptr : PyObject_CallOneArg(attention_of, runtime));
+  if (!asked || PyDict_SetItem(manners, n_attention, asked.get()) != 0) {
     PyErr_Clear();
     return kNever;
   }
@@ -310,8 +314,21 @@ extern "C" PyObject* torchport_direct_start(
   n_by_index = PyUnicode_InternFromString("_by_index");
   n_device = PyUnicode_InternFromString("device");
   n_manners = PyUnicode_InternFromString("manners");
+  static auto& library = *new torch::Library(torch::Library::IMPL, "_", kUnseen, __FILE__, __LINE__); // never freed
+  library.fallback(torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Show>()));
+  n_class = PyUnicode_InternFromString("__class__");
   n_keeps_tensors = PyUnicode_InternFromString("keeps_tensors");
   Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// A handle, in the form that Python knows; anything else as it is.
+extern "C" PyObject* torchport_shown(PyObject* tensor) {
+  HANDLE_TH_ERRORS
+  if (THPVariable_Check(tensor)) {
+    show(THPVariable_Unpack(tensor));
+  }
+  return Py_NewRef(tensor);
   END_HANDLE_TH_ERRORS
 }
 

@@ -91,11 +91,14 @@ THPObjectPtr current_trace() {
   return recording_trace(of_this_thread().get());
 }
 
+void show(const at::Tensor& tensor); // values.h
+
 // The tensor as a handle of index 0, a new reference; null for any other tensor.
 THPObjectPtr handle_of(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.is_privateuseone()) {
     return THPObjectPtr();
   }
+  show(tensor);
   THPObjectPtr handle(THPVariable_Wrap(tensor));
   if (!handle) {
     PyErr_Clear();

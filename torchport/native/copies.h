@@ -93,9 +93,8 @@ struct ToCopy final : c10::OperatorKernel {
     }
     Gil gil;
     THPObjectPtr trace = trace_of_tensors(of_this_thread().get());
-    THPObjectPtr value;
     const at::Tensor held =
-        trace ? held_by(unwrap(given[0].toTensor()), py_.runtime.of(trace.get()), value) : at::Tensor();
+        trace ? held_by(unwrap(given[0].toTensor()), py_.runtime.of(trace.get())).tensor : at::Tensor();
     if (!held.defined() || held.numel() > kSmall || !held.is_non_overlapping_and_dense()) {
       return {};
     }
@@ -189,12 +188,10 @@ struct FromHost final : c10::OperatorKernel {
     if (!takes || !(at_once || interprets(runtime))) {
       return {}; // a computation is going to want values in the engine's own form
     }
-    Bound* const of_runtime = bound(runtime);
+    const Owner of_runtime = bound(runtime);
     if (of_runtime == nullptr) {
-      PyErr_Clear();
       return {};
     }
-    THPObjectPtr device(Py_NewRef(of_runtime->device.get()));
     if (at_once && tensor.numel() > 1) { // with a batch a path ends
       THPObjectPtr ended(PyObject_CallMethodNoArgs(trace.get(), n_end_direct));
       if (!ended) {
@@ -205,9 +202,8 @@ struct FromHost final : c10::OperatorKernel {
     const at::Tensor plain = tensor.detach();
     const at::ScalarType dtype = dtype_of(given);
     at::Tensor copy = dtype == plain.scalar_type() ? plain.clone() : plain.to(dtype);
-    THPObjectPtr spec;
-    at::Tensor made = handle_with(std::move(copy), runtime, device.get(), Py_False, spec);
-    THPObjectPtr handle(made.defined() ? THPVariable_Wrap(made) : nullptr);
+    at::Tensor made = handle_with(std::move(copy), of_runtime, Sharing::nobody);
+    THPObjectPtr handle(THPVariable_Wrap(made));
     if (!handle || (tensor.numel() > 1 && PyObject_SetAttr(handle.get(), py_.n_fresh, Py_True) != 0)) {
       throw python_error();
     }
@@ -252,9 +248,8 @@ struct ReadNumber final : c10::OperatorKernel {
     {
       Gil gil;
       THPObjectPtr trace = trace_of_tensors(of_this_thread().get());
-      THPObjectPtr value;
       const at::Tensor held =
-          trace ? held_by(stack->back().toTensor(), py_.runtime.of(trace.get()), value) : at::Tensor();
+          trace ? held_by(stack->back().toTensor(), py_.runtime.of(trace.get())).tensor : at::Tensor();
       if (held.defined() && held.numel() == 1) {
         const at::Scalar read = held.item();
         call(note_read);

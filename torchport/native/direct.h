@@ -19,7 +19,6 @@ namespace {
 Slot observing_of; // of a trace
 PyTypeObject* manner_type; // interpret.How
 PyObject* observed; // ``append`` of infer.observed, the results that shape inference may learn from
-PyObject* views; // interface.VIEWS
 
 constexpr int64_t kFewElements = 1 << 16; // of the arguments of an operator that is computed without giving up the GIL
 
@@ -112,18 +111,15 @@ struct Direct {
 class AtOnce {
  public:
   PyObject* runtime = nullptr;
-  PyObject* device = nullptr;
+  Owner owner; // what the runtime is asked for; the trace may get another runtime where the GIL is released
 
   AtOnce(PyObject* trace, const Direct& direct) : trace_(trace) {
     if (trace == nullptr || !is_default()) {
       return;
     }
-    Bound* const of_runtime = bound(py_.runtime.of(trace));
-    if (of_runtime == nullptr) {
-      PyErr_Clear();
-      return;
-    }
-    PyObject* manner = PyDict_GetItemWithError(of_runtime->manners.get(), direct.serial);
+    owner = bound(py_.runtime.of(trace));
+    PyObject* manner =
+        owner == nullptr ? nullptr : PyDict_GetItemWithError(owner->manners.get(), direct.serial);
     if (manner == nullptr || Py_TYPE(manner) != manner_type) { // not decided yet, or the backend or the host runs it
       PyErr_Clear();
       return;
@@ -132,10 +128,7 @@ class AtOnce {
     if (observing_ != Py_True && observing_ != Py_False) { // a log, which Python writes
       return;
     }
-    runtime = of_runtime->runtime.get();
-    device = of_runtime->device.get();
-    held_device_ = Py_NewRef(device);
-    held_ = Py_NewRef(runtime); // where the GIL is released, the trace may get another runtime meanwhile
+    runtime = owner->runtime.get();
   }
 
   explicit operator bool() const {
@@ -152,27 +145,17 @@ class AtOnce {
     Py_XSETREF(direct_of.of(trace_), count_of_ops);
   }
 
-  // Note that a result shares an argument's memory. Returns who else sees it: nobody but values, or somebody.
-  PyObject* share(PyObject* value) const {
-    if (py_.exported.of(value) == Py_False) {
-      Py_XSETREF(py_.exported.of(value), Py_NewRef(views));
-    }
-    return py_.exported.of(value) == views ? views : Py_True;
-  }
-
  private:
   PyObject* trace_;
   PyObject* observing_ = nullptr;
-  THPObjectPtr held_, held_device_;
   const DefaultState state_;
 };
 
 struct DirectCall {
   const Direct& direct;
-  PyObject* trace;
   PyObject* runtime;
   std::vector<c10::IValue> stack;
-  c10::SmallVector<THPObjectPtr, 4> used; // the values of the arguments' handles
+  c10::SmallVector<Held, 4> used; // what the arguments' handles hold
   THPObjectPtr args, kwargs; // what is noted for shape inference: specs in the places of tensors
   bool noted; // whether to note the call for shape inference; false once an argument has no such form
   int64_t elements = 0; // of the arguments
@@ -196,16 +179,19 @@ struct DirectCall {
       }
       return tensor;
     }
-    THPObjectPtr value;
-    at::Tensor held = held_by(tensor, runtime, value);
-    if (!held.defined()) {
+    Held held = held_by(tensor, runtime);
+    if (!held.tensor.defined()) {
       return {};
     }
     elements += tensor.numel();
-    spec = data_spec.of(value.get());
-    Py_XINCREF(spec);
-    used.push_back(std::move(value));
-    return held;
+    if (noted) {
+      spec = held.spec();
+    }
+    at::Tensor found = held.tensor;
+    if (direct.shares) {
+      used.push_back(std::move(held));
+    }
+    return found;
   }
 
   bool add(const c10::IValue& given, size_t at, char letter) {
@@ -356,7 +342,7 @@ bool run_direct(
     return false;
   }
   PyObject* const runtime = ready.runtime;
-  DirectCall call{direct, trace, runtime, {}, {}, THPObjectPtr(), THPObjectPtr(), noted};
+  DirectCall call{direct, runtime, {}, {}, THPObjectPtr(), THPObjectPtr(), noted};
   if (noted) {
     call.args = PyList_New(0);
     call.kwargs = PyDict_New();
@@ -377,6 +363,10 @@ bool run_direct(
       return false;
     }
   }
+  Sharing sharing = Sharing::nobody; // of the results
+  for (Held& held : call.used) {
+    sharing = std::max(held.share(), sharing);
+  }
   if (!call.is_exact() || !call.compute(in_place) || (direct.is_blank && call.repeats())) {
     return false; // nothing has changed: Python repeats the call, and its error names the user's line
   }
@@ -396,12 +386,6 @@ bool run_direct(
       value.zero_();
     }
   }
-  PyObject* exported = direct.shares ? views : Py_False; // of the results
-  if (direct.shares) {
-    for (THPObjectPtr& data : call.used) {
-      exported = ready.share(data.get()) == Py_True ? Py_True : exported;
-    }
-  }
   const bool several = one_list || values.size() != 1;
   THPObjectPtr specs;
   if (call.noted) {
@@ -412,17 +396,16 @@ bool run_direct(
   }
   c10::SmallVector<at::Tensor, 3> results;
   for (size_t at = 0; at < values.size(); ++at) {
-    THPObjectPtr spec;
     results.push_back(
-        values[at].defined() ? handle_with(std::move(values[at]), runtime, ready.device, exported, spec)
-                             : at::Tensor());
-    if (PyErr_Occurred()) {
-      throw python_error();
-    }
+        values[at].defined() ? unseen_handle(std::move(values[at]), ready.owner, sharing) : at::Tensor());
     if (!specs) {
       continue;
     }
-    PyObject* described = spec ? spec.release() : Py_NewRef(Py_None);
+    PyObject* described =
+        results.back().defined() ? spec_of(unseen(results.back())->value) : Py_NewRef(Py_None);
+    if (described == nullptr) {
+      throw python_error();
+    }
     one_list ? PyList_SET_ITEM(specs.get(), at, described) : PyTuple_SET_ITEM(specs.get(), at, described);
   }
   if (call.noted) {

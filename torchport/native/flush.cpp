@@ -346,6 +346,10 @@ extern "C" PyObject* torchport_own_gradients(PyObject* parameters) {
     }
     at::FunctionalTensorWrapper* wrapper = functional::unsafeGetFunctionalWrapper(grad);
     wrapper->sync_();
+    if (is_unseen(wrapper->value())) {
+      parameter.mutable_grad() = functional::to_functional_tensor(wrapper->value());
+      continue;
+    }
     THPObjectPtr handle(THPVariable_Wrap(wrapper->value()));
     if (!handle) {
       return nullptr;

@@ -321,6 +321,7 @@ struct Functional final : c10::OperatorKernel {
       }
       THPObjectPtr trace = kernel.trace_at_once(of_thread.get(), given, opening);
       if (trace && run_direct(trace.get(), *kernel.direct, kernel.letters, *stack, kernel.one_list)) {
+        show_each(Values(stack->data() + stack->size() - op.schema().returns().size(), op.schema().returns().size()));
         return;
       }
     }

@@ -95,6 +95,15 @@ inline PyObject* handle_like(const at::Tensor& tensor) {
   return THPVariable_Wrap(tensor.variable_data(), py_.handle);
 }
 
+// The dispatch key of a handle that Python has not seen (values.h), and of its wrapper. PyTorch reserves it for libraries
+// outside of it, and has no kernel there.
+constexpr auto kUnseen = c10::DispatchKey::Fake;
+
+inline bool is_unseen(const at::Tensor& tensor) {
+  const auto keys = tensor.key_set();
+  return keys.has(kUnseen) && !keys.has(c10::DispatchKey::Functionalize) && tensor.is_privateuseone();
+}
+
 inline long long value_id_of(PyObject* handle) {
   THPObjectPtr value_id(attribute(handle, py_.n_value_id));
   return value_id ? integer(value_id.get()) : -2;

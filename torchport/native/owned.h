@@ -19,6 +19,14 @@ bool is_elementwise(const c10::OperatorHandle& op) {
   return (of_lists || op.hasTag(at::Tag::pointwise)) && !op.hasTag(at::Tag::nondeterministic_seeded);
 }
 
+// Whether a CPU tensor's memory has no other holder.
+bool is_alone(const at::Tensor& memory) {
+  // Memory that is not PyTorch's, such as NumPy's or an engine's, may have other holders than tensors.
+  return memory.use_count() == 1 && memory.has_storage() && memory.storage().use_count() == 1 &&
+      memory.storage().unsafeGetStorageImpl()->resizable() &&
+      memory.is_non_overlapping_and_dense() && !memory.is_inference() && !memory.requires_grad();
+}
+
 // Whether a tensor's value is memory that nobody else can see or will ask for: no other handle, computation, view or
 // tensor of the host's. ``counted``: the caller's own references to the handle.
 bool owns_memory(const at::Tensor& tensor, size_t counted) {
@@ -28,28 +36,22 @@ bool owns_memory(const at::Tensor& tensor, size_t counted) {
   if (storage->base().unsafeGetTensorImpl() != inner.unsafeGetTensorImpl() || tensor.strides() != inner.strides()) {
     return false; // a view
   }
+  if (const Unseen* own = unseen(inner)) {
+    // The handle's references: the wrapper's, the base's.
+    return inner.use_count() == 2 + counted && own->sharing != Sharing::others && is_alone(own->value);
+  }
   // The handle's references: its Python object's, the wrapper's, the base's.
   THPObjectPtr handle = handle_of(inner);
   if (!handle || inner.use_count() != 3 + counted || Py_REFCNT(handle.get()) != 2) {
     return false;
   }
   THPObjectPtr value(attribute(handle.get(), py_.n_value));
-  if (!value || Py_TYPE(value.get()) != host_data || Py_REFCNT(value.get()) != 2) {
-    return false;
-  }
-  PyObject* exported = py_.exported.of(value.get());
-  if (exported != Py_False && exported != views) {
+  if (!value || Py_TYPE(value.get()) != host_data || Py_REFCNT(value.get()) != 2 ||
+      sharing_of(py_.exported.of(value.get())) == Sharing::others) {
     return false;
   }
   PyObject* held = data_tensor.of(value.get());
-  if (held == nullptr || !THPVariable_Check(held) || Py_REFCNT(held) != 1) {
-    return false;
-  }
-  const at::Tensor& memory = THPVariable_Unpack(held);
-  // Memory that is not PyTorch's, such as NumPy's or an engine's, may have other holders than tensors.
-  return memory.use_count() == 1 && memory.has_storage() && memory.storage().use_count() == 1 &&
-      memory.storage().unsafeGetStorageImpl()->resizable() &&
-      memory.is_non_overlapping_and_dense() && !memory.is_inference() && !memory.requires_grad();
+  return held != nullptr && THPVariable_Check(held) && Py_REFCNT(held) == 1 && is_alone(THPVariable_Unpack(held));
 }
 
 // Whether an argument goes with each of the written tensors: of their dtypes and sizes, or a number.

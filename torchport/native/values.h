@@ -2,10 +2,14 @@
 #pragma once
 #include "calls.h"
 
+#include <array>
+#include <memory>
 #include <optional>
+#include <typeinfo>
 #include <unordered_map>
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/autocast_mode.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -22,7 +26,8 @@ PyTypeObject* spec_type; // specs.TensorSpec
 Slot direct_of; // of a trace
 Slot data_device, data_spec, data_tensor; // of a TensorData
 Slot spec_shape, spec_dtype, spec_strides; // of a TensorSpec
-PyObject *n_by_index, *n_device, *n_manners, *n_keeps_tensors; // names
+PyObject *n_by_index, *n_device, *n_manners, *n_keeps_tensors, *n_class; // names
+PyObject* views; // interface.VIEWS
 PyObject* make_template; // a function: dtype → a handle of that dtype
 PyObject* zero; // the index of the default device
 
@@ -43,17 +48,32 @@ struct Bound {
   THPObjectPtr runtime, manners, device;
 };
 
-// Null with a Python error. There is one runtime of index 0 at a time, so the newest is the one that is kept.
-Bound* bound(PyObject* runtime) {
-  static auto& known = *new Bound();
-  if (known.runtime.get() != runtime) {
+// Drop what Python holds, from any thread.
+void free_bound(Bound* of_runtime) {
+  if (Py_IsInitialized()) {
+    const Gil gil;
+    delete of_runtime;
+  }
+}
+
+using Owner = std::shared_ptr<Bound>;
+
+// Null, without a Python error, where it has not what is asked for. There is one runtime of index 0 at a time, so the
+// newest is the one that is kept.
+const Owner& bound(PyObject* runtime) {
+  static auto& known = *new Owner(new Bound(), free_bound);
+  static const auto& none = *new Owner();
+  if (known->runtime.get() != runtime) {
     THPObjectPtr manners(PyObject_GetAttr(runtime, n_manners)), device(PyObject_GetAttr(runtime, n_device));
     if (!manners || !device) {
-      return nullptr;
+      PyErr_Clear();
+      return none;
     }
-    known = {THPObjectPtr(Py_NewRef(runtime)), std::move(manners), std::move(device)};
+    const Owner before = std::exchange(
+        known,
+        Owner(new Bound{THPObjectPtr(Py_NewRef(runtime)), std::move(manners), std::move(device)}, free_bound));
   }
-  return &known;
+  return known;
 }
 
 // Whether CPU operators may run in the thread's state, once ``DefaultState`` has seen to inference mode: no dispatch
@@ -100,8 +120,14 @@ PyObject* whole_numbers(c10::ArrayRef<int64_t> values, bool list) {
 }
 
 struct SpecKey {
-  c10::ScalarType dtype;
+  c10::ScalarType dtype = c10::ScalarType::Undefined;
   c10::SmallVector<int64_t, 10> sizes_and_strides;
+
+  SpecKey() = default;
+  explicit SpecKey(const at::Tensor& tensor) : dtype(tensor.scalar_type()) {
+    sizes_and_strides.append(tensor.sizes().begin(), tensor.sizes().end());
+    sizes_and_strides.append(tensor.strides().begin(), tensor.strides().end());
+  }
 
   bool operator==(const SpecKey& other) const {
     return dtype == other.dtype && sizes_and_strides == other.sizes_and_strides;
@@ -122,71 +148,176 @@ struct SpecHash {
 constexpr size_t kMostSpecs = 4096; // kept at most
 constexpr size_t kMostSeen = 1 << 16; // specs that are known to have come once
 
-// A spec, and a handle that others are made from by ``variable_data``. Handles of different specs have different memory
-// as far as PyTorch can see, which refuses writes where a tensor and an argument overlap in part.
-struct Known {
-  THPObjectPtr spec;
-  at::Tensor handle;
-};
-
-// What is new of a tensor's spec; no spec, with a Python error, where that cannot be made.
-Known new_spec(const at::Tensor& tensor) {
+// A new spec like a tensor's; null with a Python error.
+PyObject* new_spec(const at::Tensor& tensor) {
   THPObjectPtr made(spec_type->tp_alloc(spec_type, 0));
   if (!made) {
-    return {};
+    return nullptr;
   }
-  PyObject* dtype = reinterpret_cast<PyObject*>(torch::getTHPDtype(tensor.scalar_type()));
-  spec_dtype.of(made.get()) = Py_NewRef(dtype);
+  spec_dtype.of(made.get()) = Py_NewRef(reinterpret_cast<PyObject*>(torch::getTHPDtype(tensor.scalar_type())));
   spec_shape.of(made.get()) = whole_numbers(tensor.sizes(), false);
   spec_strides.of(made.get()) = whole_numbers(tensor.strides(), false);
-  THPObjectPtr handle(
-      spec_shape.of(made.get()) && spec_strides.of(made.get()) ? PyObject_CallOneArg(make_template, dtype) : nullptr);
-  if (!handle) {
-    return {};
-  }
-  at::Tensor model = THPVariable_Unpack(handle.get()).variable_data();
-  model.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides());
-  return {std::move(made), std::move(model)};
+  return spec_shape.of(made.get()) && spec_strides.of(made.get()) ? made.release() : nullptr;
 }
 
-// What is known of a tensor's spec; no spec, with a Python error, where it is not and cannot be made. Equal specs are
-// mostly one object, since each spec is three objects for the garbage collector to visit. It is kept from the second
-// time on that it comes: in a loop whose sizes grow, what is kept of each size would lie between the values of one size
-// and the next, and their memory could be used for neither.
+// A tensor's spec, as a new reference; null with a Python error. Equal specs are mostly one object, since each spec is
+// three objects for the garbage collector to visit. It is kept from the second time on that it comes: in a loop whose
+// sizes grow, what is kept of each size would lie between the values of one size and the next, and their memory could be
+// used for neither.
 // Twin of ``core.specs.TensorSpec.of``.
-Known spec_of(const at::Tensor& tensor) {
-  static auto& known = *new std::unordered_map<SpecKey, Known, SpecHash>();
+PyObject* spec_of(const at::Tensor& tensor) {
+  static auto& known = *new std::unordered_map<SpecKey, THPObjectPtr, SpecHash>();
   static auto& seen = *new ska::flat_hash_set<size_t>(); // hashes of those that came once
-  SpecKey key{tensor.scalar_type(), {}};
-  key.sizes_and_strides.append(tensor.sizes().begin(), tensor.sizes().end());
-  key.sizes_and_strides.append(tensor.strides().begin(), tensor.strides().end());
+  SpecKey key(tensor);
   if (const auto found = known.find(key); found != known.end()) {
-    return {THPObjectPtr(Py_NewRef(found->second.spec.get())), found->second.handle};
+    return Py_NewRef(found->second.get());
   }
-  Known made = new_spec(tensor);
-  if (!made.spec) {
-    return made;
+  THPObjectPtr made(new_spec(tensor));
+  if (!made) {
+    return nullptr;
   }
   if (seen.insert(SpecHash()(key)).second) {
     if (seen.size() > kMostSeen) {
       seen.clear();
     }
-    return made;
+    return made.release();
   }
   if (known.size() >= kMostSpecs) {
-    std::unordered_map<SpecKey, Known, SpecHash>().swap(known);
+    std::unordered_map<SpecKey, THPObjectPtr, SpecHash>().swap(known);
   }
-  known.emplace(std::move(key), Known{THPObjectPtr(Py_NewRef(made.spec.get())), made.handle});
-  return made;
+  known.emplace(std::move(key), THPObjectPtr(Py_NewRef(made.get())));
+  return made.release();
 }
 
-// The CPU tensor that a handle of a runtime has as its value, and the value; undefined where Python has to look.
-at::Tensor held_by(const at::Tensor& tensor, PyObject* runtime, THPObjectPtr& value) {
+// -- handles that Python has not seen -----------------------------------------------------------------------------------
+// Who may see a value's memory besides the value: ``BackendData.exported``.
+enum class Sharing : uint8_t { nobody, views, others };
+
+PyObject* exported_of(Sharing sharing) {
+  return sharing == Sharing::nobody ? Py_False : sharing == Sharing::views ? views : Py_True;
+}
+
+Sharing sharing_of(PyObject* exported) {
+  return exported == Py_False ? Sharing::nobody : exported == views ? Sharing::views : Sharing::others;
+}
+
+// The keys of every handle. Raises what Python raises, the first time.
+c10::DispatchKeySet keys_of_handles() {
+  static const c10::DispatchKeySet keys = [] {
+    PyObject* dtype = reinterpret_cast<PyObject*>(torch::getTHPDtype(at::kFloat));
+    THPObjectPtr handle(PyObject_CallOneArg(make_template, dtype));
+    if (!handle) {
+      throw python_error();
+    }
+    return THPVariable_Unpack(handle.get()).key_set();
+  }();
+  return keys;
+}
+
+// A handle that holds its CPU tensor itself, as long as Python has not seen it: only a wrapper holds it. Most results
+// of operators that are interpreted at once are only used by such operators, which need none of the objects that Python
+// has of a handle and its value.
+//
+// The dispatcher calls ``Show`` before any other kernel of a handle like this.
+class Unseen final : public c10::TensorImpl {
+ public:
+  at::Tensor value; // undefined once Python has seen the handle
+  Owner owner;
+  Sharing sharing;
+
+  Unseen(c10::Storage memory, at::Tensor held, Owner of_runtime, Sharing shared)
+      : TensorImpl(std::move(memory), keys_of_handles().add(kUnseen), held.dtype()),
+        value(std::move(held)),
+        owner(std::move(of_runtime)),
+        sharing(shared) {
+    set_sizes_and_strides(value.sizes(), value.strides());
+    set_allow_tensor_metadata_change(false);
+  }
+
+  // Python has seen it, and holds its value.
+  void forget() {
+    key_set_ = key_set_.remove(kUnseen);
+    value.reset();
+    owner.reset();
+  }
+};
+
+// A tensor as such a handle; null for any other.
+Unseen* unseen(const at::Tensor& tensor) {
+  if (!is_unseen(tensor)) {
+    return nullptr;
+  }
+  c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  return typeid(impl) == typeid(Unseen) ? static_cast<Unseen*>(&impl) : nullptr;
+}
+
+// The memory that a handle seems to have. PyTorch refuses writes where a tensor and an argument overlap in part, so
+// handles of different specs have different memory.
+c10::Storage memory_like(const at::Tensor& tensor) {
+  struct Place {
+    SpecKey spec;
+    c10::Storage memory;
+  };
+  static auto& places = *new std::array<Place, 256>(); // guarded by the GIL
+  SpecKey key(tensor);
+  Place& place = places[SpecHash()(key) % places.size()];
+  if (!place.memory || !(place.spec == key)) {
+    const c10::Device here(c10::DeviceType::PrivateUse1, 0);
+    place = {
+        std::move(key),
+        c10::make_intrusive<c10::StorageImpl>(
+            c10::StorageImpl::use_byte_size_t(), 0, c10::DataPtr(nullptr, here), nullptr, false)};
+  }
+  return place.memory;
+}
+
+at::Tensor settled(at::Tensor value) {
+  if (value.is_conj()) {
+    value = value.resolve_conj();
+  }
+  return value.is_neg() ? value.resolve_neg() : std::move(value);
+}
+
+// A handle that has a CPU tensor as its value, which Python has not seen.
+at::Tensor unseen_handle(at::Tensor value, const Owner& owner, Sharing sharing) {
+  value = settled(std::move(value));
+  c10::Storage memory = memory_like(value);
+  return at::detail::make_tensor<Unseen>(std::move(memory), std::move(value), owner, sharing);
+}
+
+// What a handle holds. ``own`` lives as long as the handle.
+struct Held {
+  at::Tensor tensor; // undefined where Python has to look
+  Unseen* own = nullptr;
+  THPObjectPtr data; // the handle's TensorData, if Python has seen it
+
+  // The value's spec, as a new reference; null with a Python error.
+  PyObject* spec() {
+    return own == nullptr ? Py_NewRef(data_spec.of(data.get())) : spec_of(tensor);
+  }
+
+  // Note that a result shares the memory. Returns who sees the result's.
+  Sharing share() {
+    if (own != nullptr) {
+      own->sharing = own->sharing == Sharing::nobody ? Sharing::views : own->sharing;
+      return own->sharing;
+    }
+    if (py_.exported.of(data.get()) == Py_False) {
+      Py_XSETREF(py_.exported.of(data.get()), Py_NewRef(views));
+    }
+    return sharing_of(py_.exported.of(data.get()));
+  }
+};
+
+Held held_by(const at::Tensor& tensor, PyObject* runtime) {
+  if (Unseen* own = unseen(tensor)) {
+    return own->owner->runtime.get() == runtime ? Held{own->value, own, THPObjectPtr()} : Held();
+  }
   THPObjectPtr handle = handle_of(tensor);
   if (!handle) {
     return {};
   }
-  value = attribute(handle.get(), py_.n_value);
+  THPObjectPtr value = THPObjectPtr(attribute(handle.get(), py_.n_value));
   if (!value || Py_TYPE(value.get()) != host_data || py_.info.of(value.get()) != runtime) {
     return {};
   }
@@ -197,40 +328,71 @@ at::Tensor held_by(const at::Tensor& tensor, PyObject* runtime, THPObjectPtr& va
   if (THPVariable_Unpack(held).strides() != tensor.strides()) {
     return {}; // the handle is a view's; the value was stored without the base's strides
   }
-  return THPVariable_Unpack(held);
+  return {THPVariable_Unpack(held), nullptr, std::move(value)};
 }
 
-// A handle that has a CPU tensor as its value, and the spec in ``spec``; undefined with a Python error.
-at::Tensor handle_with(
-    at::Tensor value, PyObject* runtime, PyObject* device, PyObject* exported, THPObjectPtr& spec) {
-  if (value.is_conj()) {
-    value = value.resolve_conj();
-  }
-  if (value.is_neg()) {
-    value = value.resolve_neg();
-  }
-  Known known = spec_of(value);
-  if (!known.spec) {
-    return {};
-  }
-  at::Tensor result = known.handle.variable_data();
-  spec = std::move(known.spec);
-  THPObjectPtr made(THPVariable_Wrap(result, py_.handle)), data(host_data->tp_alloc(host_data, 0)),
-      tensor(THPVariable_Wrap(value));
-  if (!spec || !made || !data || !tensor) {
-    return {};
+// Give a handle a CPU tensor as its value, in the form that Python knows. False with a Python error.
+bool give_value(PyObject* handle, const at::Tensor& value, Bound& owner, Sharing sharing) {
+  THPObjectPtr spec(spec_of(value)), data(spec ? host_data->tp_alloc(host_data, 0) : nullptr),
+      tensor(data ? THPVariable_Wrap(value) : nullptr);
+  if (!tensor) {
+    return false;
   }
   const std::pair<const Slot*, PyObject*> parts[] = {
-      {&data_device, device}, {&data_spec, spec.get()}, {&data_tensor, tensor.get()}, {&py_.info, runtime},
-      {&py_.exported, exported}};
+      {&data_device, owner.device.get()}, {&data_spec, spec.get()}, {&data_tensor, tensor.get()},
+      {&py_.info, owner.runtime.get()}, {&py_.exported, exported_of(sharing)}};
   for (const auto& [slot, part] : parts) {
     Py_INCREF(part);
     slot->of(data.get()) = part;
   }
-  if (PyObject_SetAttr(made.get(), py_.n_value, data.get()) != 0) {
-    return {};
+  return PyObject_SetAttr(handle, py_.n_value, data.get()) == 0;
+}
+
+// Make a handle one that Python knows, if it is none yet. The GIL has to be held.
+// Raises what Python raises, with nothing changed.
+void show(const at::Tensor& tensor) {
+  Unseen* const own = unseen(tensor);
+  if (own == nullptr) {
+    return;
   }
-  return result;
+  THPObjectPtr handle(THPVariable_Wrap(tensor)); // a plain tensor so far
+  if (!handle || PyObject_SetAttr(handle.get(), n_class, reinterpret_cast<PyObject*>(py_.handle)) != 0 ||
+      !give_value(handle.get(), own->value, *own->owner, own->sharing)) {
+    throw python_error();
+  }
+  own->forget();
+}
+
+// The same for all handles among values.
+void show_each(Values values) {
+  for (const c10::IValue& value : values) {
+    if (value.isTensor()) {
+      show(value.toTensor());
+    } else if (value.isTensorList()) {
+      show_each(value.toListRef());
+    } else if (value.isOptionalTensorList()) {
+      show_each(value.toListRef());
+    }
+  }
+}
+
+// The fallback at ``kUnseen``: before any other kernel of a handle that Python has not seen.
+struct Show final : c10::OperatorKernel {
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    const size_t count = op.schema().arguments().size();
+    {
+      const Gil gil;
+      show_each(Values(stack->data() + stack->size() - count, count));
+    }
+    op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kUnseen), stack);
+  }
+};
+
+// A handle that Python knows, with a CPU tensor as its value.
+at::Tensor handle_with(at::Tensor value, const Owner& owner, Sharing sharing) {
+  at::Tensor made = unseen_handle(std::move(value), owner, sharing);
+  show(made);
+  return made;
 }
 
 } // namespace

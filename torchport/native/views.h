@@ -178,25 +178,18 @@ struct View<Op, Out(const at::Tensor&, Args...)> {
     if (!ready || ready.notes() || !kernel->direct->anchors.empty()) {
       return false;
     }
-    THPObjectPtr value;
-    const at::Tensor held = held_by(handle, ready.runtime, value);
-    if (!held.defined()) {
+    Held held = held_by(handle, ready.runtime);
+    if (!held.tensor.defined()) {
       return false;
     }
     Out views;
     try {
-      views = Op::redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), held, args...);
+      views = Op::redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), held.tensor, args...);
     } catch (const std::exception&) {
       return false; // again in the Python kernel, whose error names the user's line
     }
-    PyObject* exported = ready.share(value.get());
-    const auto add = [&](at::Tensor one) {
-      THPObjectPtr spec;
-      results.push_back(handle_with(std::move(one), ready.runtime, ready.device, exported, spec));
-      if (PyErr_Occurred()) {
-        throw python_error();
-      }
-    };
+    const Sharing sharing = held.share();
+    const auto add = [&](at::Tensor one) { results.push_back(unseen_handle(std::move(one), ready.owner, sharing)); };
     if constexpr (std::is_same_v<Out, at::Tensor>) {
       add(std::move(views));
     } else {

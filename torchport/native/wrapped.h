@@ -16,7 +16,7 @@ namespace {
 
 // Whether nothing lies between functionalization and the handles' kernels, such as a dispatch mode.
 bool goes_to_handles(c10::DispatchKeySet keys) {
-  return keys.remove(c10::DispatchKey::Functionalize).highestPriorityTypeId() == c10::DispatchKey::PrivateUse1;
+  return keys.remove(c10::DispatchKey::Functionalize).remove(kUnseen).highestPriorityTypeId() == c10::DispatchKey::PrivateUse1;
 }
 
 

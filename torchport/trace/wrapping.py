@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
-__all__ = ["call_above", "is_below", "is_bypassed", "unwrap", "wrap"]
+__all__ = ["call_above", "inner_of", "is_below", "is_bypassed", "unwrap", "use_shown", "wrap"]
+
+
+_show: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+
+def use_shown(show: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Call a function with what is in a wrapper and Python has not seen. C++ makes such handles, and has the function:
+    it gives them the class and the value that Python knows (``native/values.h``)."""
+    global _show
+    _show = show
+
+
+def inner_of(wrapper: torch.Tensor) -> torch.Tensor:
+    """The inner tensor of a functionalization wrapper, as of the wrapper's last use."""
+    inner = torch._from_functional_tensor(wrapper)
+    return _show(inner) if _show is not None and inner.__class__ is torch.Tensor else inner
 
 
 def unwrap(tensor: torch.Tensor) -> torch.Tensor:
     """The inner tensor of a functionalization wrapper, brought up to date; any other tensor unchanged."""
     if torch._is_functional_tensor(tensor):
         torch._functionalize_sync(tensor)  # what ``torch._sync`` comes to for a wrapper, 3 µs later
-        return torch._from_functional_tensor(tensor)
+        return inner_of(tensor)
     return tensor
 
 

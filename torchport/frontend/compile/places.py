@@ -19,6 +19,7 @@ from ...run.device_runtime import DeviceRuntime, default_backend, runtimes
 from ...run.values import leaf_from_host, value_of
 from ...trace.handle import DEVICE_TYPE, LazyTensor, intern_spec, make_handle, make_template
 from ...trace.threads import threads
+from ...trace.wrapping import inner_of
 from .options import Options
 
 __all__ = ["Caller", "DataPlace", "HostPlace", "PortPlace", "place_of"]
@@ -64,7 +65,7 @@ class DataPlace(ABC):
 def _inner(tensor: torch.Tensor) -> Any:
     """The handle in a wrapper, brought up to date (``torch._sync`` without its detour through Python)."""
     torch._functionalize_sync(tensor)
-    return torch._from_functional_tensor(tensor)
+    return inner_of(tensor)
 
 
 def _told(shape: Sequence[int], strides: Sequence[int]) -> list[int]:

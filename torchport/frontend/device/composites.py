@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 
 from ...trace.handle import LazyTensor
+from ...trace.wrapping import inner_of
 from .layouts import COMPRESSED
 from .opaque import opaque
 from .registered import KEPT_WHOLE, aten_operator, names_with_kernel
@@ -63,7 +64,7 @@ def _is_ours(values: Any) -> bool:
     """Whether the first wrapper among the values is of a handle, and not of a compiler that traces."""
     for value in values:
         if isinstance(value, torch.Tensor) and torch._is_functional_tensor(value):
-            return isinstance(torch._from_functional_tensor(value), LazyTensor)
+            return isinstance(inner_of(value), LazyTensor)
         if isinstance(value, (list, tuple)) and _is_ours(value):
             return True
     return False

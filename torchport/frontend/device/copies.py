@@ -23,7 +23,7 @@ from ...trace.layouts import kind_of, refusal
 from ...trace.threads import threads
 from ...trace.trace import COPIES_UNDER_GRAD, Trace
 from ...trace.trie import NONE
-from ...trace.wrapping import call_above, is_below, is_bypassed, unwrap, wrap
+from ...trace.wrapping import call_above, inner_of, is_below, is_bypassed, unwrap, wrap
 from . import layouts
 from .generators import owner_of
 from .opaque import opaque
@@ -154,7 +154,7 @@ def install(library: torch.library.Library) -> None:
     functionalized = torch.library.get_kernel(aten._to_copy.default, "Functionalize")
 
     def to_copy(keys: Any, self: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        if torch._is_functional_tensor(self) and isinstance(torch._from_functional_tensor(self), LazyTensor):
+        if torch._is_functional_tensor(self) and isinstance(inner_of(self), LazyTensor):
             return _to_copy(self, **kwargs)
         return functionalized.call_boxed(keys, self, **kwargs)  # a wrapper of a compiler that traces
 

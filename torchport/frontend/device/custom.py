@@ -26,6 +26,7 @@ from ...core.fallback import note_fallback
 from ...core.frames import user_line
 from ...run import barriers
 from ...trace.handle import DEVICE_TYPE, LazyTensor
+from ...trace.wrapping import inner_of
 from .opaque import opaque
 from .patches import replace
 
@@ -151,7 +152,7 @@ def first_port_tensor(given: Any) -> torch.Tensor | None:
     """The first wrapper of a handle among the values; compilers trace with wrappers of other tensors."""
     for value in tree_leaves(given):
         wrapped = isinstance(value, torch.Tensor) and torch._is_functional_tensor(value)
-        if wrapped and isinstance(torch._from_functional_tensor(value), LazyTensor):
+        if wrapped and isinstance(inner_of(value), LazyTensor):
             return value
     return None
 

@@ -28,6 +28,7 @@ from ...trace.handle import DEVICE_TYPE, IndexedLazyTensor, LazyTensor
 from ...trace.kernels import Kernel
 from ...trace.layouts import is_sparse_here
 from ...trace.threads import threads
+from ...trace.wrapping import inner_of
 from . import sparse
 from .expanded import ExactWrites, call_exactly, is_of_expanded, write_back
 from .opaque import opaque
@@ -47,7 +48,7 @@ __all__ = [
 ]
 
 _is_functional = torch._is_functional_tensor
-_inner_of = torch._from_functional_tensor
+_inner_of = inner_of
 _sync = torch._functionalize_sync
 _replace = torch._functionalize_replace
 _commit = torch._functionalize_commit_update

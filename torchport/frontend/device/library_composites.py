@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 from ...core.errors import UnsupportedOp
 from ...core.frames import user_line
 from ...trace.handle import LazyTensor
+from ...trace.wrapping import inner_of
 from .custom import first_port_tensor, has_kernel, hide
 from .opaque import opaque
 from .patches import replace
@@ -116,5 +117,5 @@ def _without_empty_wrapper(value: torch.Tensor) -> torch.Tensor:
     """A tensor as the program may have it: functionalization's wrapper of another device's tensor has no memory."""
     if not torch._is_functional_tensor(value):
         return value
-    inner = torch._from_functional_tensor(value)
+    inner = inner_of(value)
     return value if isinstance(inner, LazyTensor) else inner

@@ -23,7 +23,7 @@ from ...run.device_runtime import DeviceRuntime, runtimes
 from ...trace.handle import LazyTensor
 from ...trace.kernels import Kernel, has_tensor_argument, make_kernel, supported_schema
 from ...trace.threads import threads
-from ...trace.wrapping import unwrap, wrap
+from ...trace.wrapping import inner_of, unwrap, wrap
 from . import copies, custom
 from .inplace import overriding
 from .opaque import opaque
@@ -115,7 +115,7 @@ def _runtime(args: Sequence[Any], kwargs: Mapping[str, Any]) -> DeviceRuntime | 
     """The runtime of the first tensor of this device, not of a compiler that traces."""
     for value in tree_leaves((args, kwargs)):
         if isinstance(value, torch.Tensor):
-            inner = torch._from_functional_tensor(value) if torch._is_functional_tensor(value) else value
+            inner = inner_of(value) if torch._is_functional_tensor(value) else value
             if isinstance(inner, LazyTensor):
                 return runtimes.get(inner.device.index or 0)
     return None

@@ -21,6 +21,7 @@ import torch.utils.dlpack
 
 from ...core.errors import StorageAccess
 from ...trace.handle import DEVICE_TYPE, LazyTensor
+from ...trace.wrapping import inner_of
 from . import places, storages
 from .names import device_of
 from .opaque import opaque
@@ -180,7 +181,7 @@ def _data_ptr(original: Any, self: torch.Tensor) -> int:
 
 
 def _storage_offset(original: Any, self: torch.Tensor) -> int:
-    if torch._is_functional_tensor(self) and not isinstance(torch._from_functional_tensor(self), LazyTensor):
+    if torch._is_functional_tensor(self) and not isinstance(inner_of(self), LazyTensor):
         return original(self)  # a compiler's tensor: comparing its symbolic sizes would add to the compiler's graph
     return places.offset(self) or 0
 

@@ -27,6 +27,7 @@ from ...trace import pool, trace, trie
 from ...trace.handle import LazyTensor, make_handle, make_template
 from ...trace.kernels import Kernel, letters
 from ...trace.threads import threads
+from ...trace.wrapping import use_shown
 from . import composites, copies, fake, routes
 from .writes import Checked
 
@@ -134,6 +135,8 @@ def _use_direct(library: ctypes.PyDLL, kernels: Sequence[Kernel]) -> None:
     limit(*native_arguments())
     (start,) = _functions(library, direct_start=8)
     start(TensorData, TensorSpec, trace.Trace, How, _template_of, observed.append, VIEWS, direct.reopen)
+    (shown,) = _functions(library, shown=1)
+    use_shown(shown)
     register = library.torchport_direct
     register.argtypes = [
         ctypes.py_object, ctypes.py_object, ctypes.c_char_p, ctypes.c_char_p, ctypes.py_object,

@@ -14,7 +14,7 @@ import torch
 from ...trace.handle import DEVICE_TYPE, LazyTensor
 from ...trace.kernels import Kernel
 from ...trace.threads import threads
-from ...trace.wrapping import unwrap, wrap
+from ...trace.wrapping import inner_of, unwrap, wrap
 from .opaque import opaque
 
 __all__ = ["install"]
@@ -52,7 +52,7 @@ def _is_elsewhere(tensor: Any, device: torch.device) -> bool:
     """Whether a tensor is on this device, and ``device`` is not the tensor's."""
     if not isinstance(tensor, torch.Tensor) or not torch._is_functional_tensor(tensor):
         return False
-    if not isinstance(torch._from_functional_tensor(tensor), LazyTensor):
+    if not isinstance(inner_of(tensor), LazyTensor):
         return False  # a wrapper of a compiler that traces
     if device.type != DEVICE_TYPE:
         return True

@@ -26,7 +26,7 @@ from ...core.frames import user_line
 from ...run.values import host_tensor
 from ...trace.handle import DEVICE_TYPE, LazyTensor
 from ...trace.layouts import SPARSE, is_sparse_here, kind_of, refusal
-from ...trace.wrapping import is_below, unwrap
+from ...trace.wrapping import inner_of, is_below, unwrap
 from .opaque import opaque
 from .registered import aten_operator, names_with_kernel
 
@@ -249,7 +249,7 @@ def _gradient_of_bags(to_stock_autograd: Callable[[Any], Any]) -> Callable[..., 
 def _from_dense(op: Any, functionalized: Any) -> Callable[..., Any]:
     def to_sparse(keys: Any, self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         layouts = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.layout)]
-        ours = torch._is_functional_tensor(self) and isinstance(torch._from_functional_tensor(self), LazyTensor)
+        ours = torch._is_functional_tensor(self) and isinstance(inner_of(self), LazyTensor)
         if not ours or any(layout is not torch.sparse_coo for layout in layouts):
             return functionalized.call_boxed(keys, self, *args, **kwargs)
         return _on_host(op, (self, *args), kwargs)

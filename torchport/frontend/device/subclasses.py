@@ -22,6 +22,7 @@ from typing import Any, Final
 import torch
 
 from ...trace.handle import DEVICE_TYPE, LazyTensor
+from ...trace.wrapping import inner_of
 from .opaque import opaque
 from .patches import replace
 from .registered import KEPT_WHOLE, aten_operator
@@ -103,7 +104,7 @@ def _let_nested_tensors_pass(library: torch.library.Library) -> None:
 
 
 def _nest(cls: type, op: Any, functionalized: Any, keys: Any, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    if torch._is_functional_tensor(values) and isinstance(torch._from_functional_tensor(values), LazyTensor):
+    if torch._is_functional_tensor(values) and isinstance(inner_of(values), LazyTensor):
         _take(cls)
         with torch._C._ExcludeDispatchKeyGuard(_BOTH):
             return op(values, *args, **kwargs)

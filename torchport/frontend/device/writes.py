@@ -24,6 +24,7 @@ from ...core.errors import UnsupportedOp
 from ...core.frames import user_line
 from ...core.specs import TensorSpec, is_dense
 from ...trace.handle import LazyTensor
+from ...trace.wrapping import inner_of
 from .expanded import call_exactly, is_of_expanded, write_back
 from .opaque import opaque
 from .places import place
@@ -189,7 +190,7 @@ def _checked(op: Any, outs: Sequence[str], original: Any) -> Callable[..., Any]:
                     kind = None  # the next tensor may be a view
         else:
             return call_exactly(op, run, written, keys, *boxable(op, args), **kwargs)
-        before = [torch._from_functional_tensor(out) for out in written]
+        before = [inner_of(out) for out in written]
         found = call_exactly(op, run, written, keys, *boxable(op, args), **kwargs)
         kept = [_keep_strides(out, old) for out, old in zip(written, before, strict=True)]
         if kind is not None and not any(kept) and not any(map(is_of_expanded, written)):
@@ -208,7 +209,7 @@ def _keep_strides(out: torch.Tensor, before: torch.Tensor) -> bool:
     """
     if out.shape != before.shape or out.stride() == before.stride() or not is_dense(before.shape, before.stride()):
         return False
-    value = torch._from_functional_tensor(out)
+    value = inner_of(out)
     write_back(out, torch.ops.aten.copy.default(before, value))
     return True
 
@@ -248,7 +249,7 @@ def _is_ours(value: Any) -> bool:
     """Whether a value is a functionalization wrapper of a handle, which is what a program holds."""
     if not isinstance(value, torch.Tensor) or not _is_functional(value):
         return False
-    return isinstance(torch._from_functional_tensor(value), LazyTensor)
+    return isinstance(inner_of(value), LazyTensor)
 
 
 def _refuse_to_resize_a_view(op: Any, out: torch.Tensor, shape: tuple[int, ...]) -> None:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from ...core import releases
 from ...trace.handle import DEVICE_TYPE, LazyTensor
+from ...trace.wrapping import inner_of
 from ..device.inplace import overriding
 from ..device.opaque import opaque
 from ..device.registered import KEPT_WHOLE, aten_operator
@@ -142,4 +143,4 @@ def _is_plain(cls: Any, tensor: torch.Tensor) -> bool:
     """Whether a tensor is a plain one of this device, which PyTorch may take for a replicated one."""
     if isinstance(tensor, cls) or tensor.device.type != DEVICE_TYPE or not torch._is_functional_tensor(tensor):
         return False
-    return isinstance(torch._from_functional_tensor(tensor), LazyTensor)
+    return isinstance(inner_of(tensor), LazyTensor)
