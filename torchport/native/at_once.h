@@ -61,7 +61,7 @@ struct Factory final : c10::OperatorKernel {
       kernel.learn_if(start, [](PyObject* child) { return makes_one(child) && !is_checkpoint(child); });
       learn_opening(opening);
     } else if (!is_below()) {
-      stack->back() = at::functionalization::impl::to_functional_tensor(stack->back().toTensor());
+      stack->back() = in_wrapper(stack->back().toTensor());
     }
   }
 

@@ -64,11 +64,20 @@ struct Gil {
 // What the calling thread has in ``threads``, by name. A dictionary, because a look-up in it that finds nothing raises no
 // exception, which would take longer than the rest of the look-up.
 THPObjectPtr of_this_thread() {
+  // A thread has one as long as it has Python's state, which a thread that Python did not start may get anew.
+  static thread_local PyObject* known = nullptr; // borrowed
+  static thread_local uint64_t of_state = 0;
+  const uint64_t state = PyThreadState_GetID(PyThreadState_Get());
+  if (known != nullptr && of_state == state) {
+    return THPObjectPtr(Py_NewRef(known));
+  }
   THPObjectPtr names(PyObject_GetAttr(threads, py_.n_dict));
   if (!names || !PyDict_CheckExact(names.get())) {
     PyErr_Clear();
     return THPObjectPtr();
   }
+  known = names.get();
+  of_state = state;
   return names;
 }
 

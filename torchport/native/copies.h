@@ -65,7 +65,7 @@ struct ToCopy final : c10::OperatorKernel {
       return;
     }
     torch::jit::drop(*stack, count);
-    stack->emplace_back(made.is_cpu() ? std::move(made) : at::functionalization::impl::to_functional_tensor(made));
+    stack->emplace_back(made.is_cpu() ? std::move(made) : in_wrapper(made));
   }
 
   // The copy as a handle; undefined where Python has to make it.
@@ -130,7 +130,7 @@ struct FromHost final : c10::OperatorKernel {
       return;
     }
     torch::jit::drop(*stack, ToCopy::count);
-    stack->emplace_back(at::functionalization::impl::to_functional_tensor(made));
+    stack->emplace_back(in_wrapper(made));
   }
 
  private:

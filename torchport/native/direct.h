@@ -151,6 +151,24 @@ class AtOnce {
   const DefaultState state_;
 };
 
+// The stack of the operator that is called, whose memory serves for the next one.
+class Spare {
+ public:
+  static std::vector<c10::IValue> take() {
+    return std::move(kept());
+  }
+  static void give(std::vector<c10::IValue>&& stack) {
+    stack.clear();
+    kept() = std::move(stack);
+  }
+
+ private:
+  static std::vector<c10::IValue>& kept() {
+    static auto& one = *new std::vector<c10::IValue>(); // guarded by the GIL
+    return one;
+  }
+};
+
 struct DirectCall {
   const Direct& direct;
   PyObject* runtime;
@@ -342,7 +360,7 @@ bool run_direct(
     return false;
   }
   PyObject* const runtime = ready.runtime;
-  DirectCall call{direct, runtime, {}, {}, THPObjectPtr(), THPObjectPtr(), noted};
+  DirectCall call{direct, runtime, Spare::take(), {}, THPObjectPtr(), THPObjectPtr(), noted};
   if (noted) {
     call.args = PyList_New(0);
     call.kwargs = PyDict_New();
@@ -381,6 +399,7 @@ bool run_direct(
       values.push_back(value.toTensor());
     }
   }
+  Spare::give(std::move(call.stack));
   if (direct.is_blank) {
     for (const at::Tensor& value : values) {
       value.zero_();

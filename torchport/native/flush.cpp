@@ -347,7 +347,7 @@ extern "C" PyObject* torchport_own_gradients(PyObject* parameters) {
     at::FunctionalTensorWrapper* wrapper = functional::unsafeGetFunctionalWrapper(grad);
     wrapper->sync_();
     if (is_unseen(wrapper->value())) {
-      parameter.mutable_grad() = functional::to_functional_tensor(wrapper->value());
+      parameter.mutable_grad() = in_wrapper(wrapper->value());
       continue;
     }
     THPObjectPtr handle(THPVariable_Wrap(wrapper->value()));
@@ -355,7 +355,7 @@ extern "C" PyObject* torchport_own_gradients(PyObject* parameters) {
       return nullptr;
     }
     if (PyType_IsSubtype(Py_TYPE(handle.get()), py_.handle)) {
-      parameter.mutable_grad() = functional::to_functional_tensor(THPVariable_Unpack(handle.get()));
+      parameter.mutable_grad() = in_wrapper(THPVariable_Unpack(handle.get()));
     }
   }
   if (!items) {

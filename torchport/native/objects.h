@@ -6,6 +6,7 @@
 #include <tuple>
 #include <vector>
 
+#include <ATen/FunctionalTensorWrapper.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -95,13 +96,30 @@ inline PyObject* handle_like(const at::Tensor& tensor) {
   return THPVariable_Wrap(tensor.variable_data(), py_.handle);
 }
 
-// The dispatch key of a handle that Python has not seen (values.h), and of its wrapper. PyTorch reserves it for libraries
-// outside of it, and has no kernel there.
-constexpr auto kUnseen = c10::DispatchKey::Fake;
+// The dispatch key of a handle that Python has not seen (values.h). PyTorch reserves it for libraries outside of it, and
+// has no kernel there. It comes before any other kernel of a handle, and before dispatch modes.
+constexpr auto kUnseen = c10::DispatchKey::DeferredInit;
 
 inline bool is_unseen(const at::Tensor& tensor) {
   const auto keys = tensor.key_set();
   return keys.has(kUnseen) && !keys.has(c10::DispatchKey::Functionalize) && tensor.is_privateuseone();
+}
+
+// A wrapper without the key, which it has from a handle.
+inline at::Tensor without_key(at::Tensor wrapper) {
+  struct Keys : c10::TensorImpl {
+    static constexpr auto of() {
+      return &Keys::key_set_;
+    }
+  };
+  c10::TensorImpl& impl = *wrapper.unsafeGetTensorImpl();
+  impl.*Keys::of() = (impl.*Keys::of()).remove(kUnseen);
+  return wrapper;
+}
+
+// What a program holds of a handle.
+inline at::Tensor in_wrapper(const at::Tensor& handle) {
+  return without_key(at::functionalization::impl::to_functional_tensor(handle));
 }
 
 inline long long value_id_of(PyObject* handle) {

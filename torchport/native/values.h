@@ -214,6 +214,34 @@ c10::DispatchKeySet keys_of_handles() {
   return keys;
 }
 
+c10::Storage new_memory() {
+  const c10::Device here(c10::DeviceType::PrivateUse1, 0);
+  return c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), 0, c10::DataPtr(nullptr, here), nullptr, false);
+}
+
+// The memory that a handle seems to have that Python has not seen: nobody asks for it.
+const c10::Storage& no_memory() {
+  static const auto& memory = *new c10::Storage(new_memory());
+  return memory;
+}
+
+// The memory that a handle seems to have. PyTorch refuses writes where a tensor and an argument overlap in part, so
+// handles of different specs have different memory.
+c10::Storage memory_like(const at::Tensor& tensor) {
+  struct Place {
+    SpecKey spec;
+    c10::Storage memory;
+  };
+  static auto& places = *new std::array<Place, 256>(); // guarded by the GIL
+  SpecKey key(tensor);
+  Place& place = places[SpecHash()(key) % places.size()];
+  if (!place.memory || !(place.spec == key)) {
+    place = {std::move(key), new_memory()};
+  }
+  return place.memory;
+}
+
 // A handle that holds its CPU tensor itself, as long as Python has not seen it: only a wrapper holds it. Most results
 // of operators that are interpreted at once are only used by such operators, which need none of the objects that Python
 // has of a handle and its value.
@@ -225,8 +253,8 @@ class Unseen final : public c10::TensorImpl {
   Owner owner;
   Sharing sharing;
 
-  Unseen(c10::Storage memory, at::Tensor held, Owner of_runtime, Sharing shared)
-      : TensorImpl(std::move(memory), keys_of_handles().add(kUnseen), held.dtype()),
+  Unseen(at::Tensor held, Owner of_runtime, Sharing shared)
+      : TensorImpl(c10::Storage(no_memory()), keys_of_handles().add(kUnseen), held.dtype()),
         value(std::move(held)),
         owner(std::move(of_runtime)),
         sharing(shared) {
@@ -237,6 +265,7 @@ class Unseen final : public c10::TensorImpl {
   // Python has seen it, and holds its value.
   void forget() {
     key_set_ = key_set_.remove(kUnseen);
+    storage_ = memory_like(value);
     value.reset();
     owner.reset();
   }
@@ -251,26 +280,6 @@ Unseen* unseen(const at::Tensor& tensor) {
   return typeid(impl) == typeid(Unseen) ? static_cast<Unseen*>(&impl) : nullptr;
 }
 
-// The memory that a handle seems to have. PyTorch refuses writes where a tensor and an argument overlap in part, so
-// handles of different specs have different memory.
-c10::Storage memory_like(const at::Tensor& tensor) {
-  struct Place {
-    SpecKey spec;
-    c10::Storage memory;
-  };
-  static auto& places = *new std::array<Place, 256>(); // guarded by the GIL
-  SpecKey key(tensor);
-  Place& place = places[SpecHash()(key) % places.size()];
-  if (!place.memory || !(place.spec == key)) {
-    const c10::Device here(c10::DeviceType::PrivateUse1, 0);
-    place = {
-        std::move(key),
-        c10::make_intrusive<c10::StorageImpl>(
-            c10::StorageImpl::use_byte_size_t(), 0, c10::DataPtr(nullptr, here), nullptr, false)};
-  }
-  return place.memory;
-}
-
 at::Tensor settled(at::Tensor value) {
   if (value.is_conj()) {
     value = value.resolve_conj();
@@ -281,8 +290,7 @@ at::Tensor settled(at::Tensor value) {
 // A handle that has a CPU tensor as its value, which Python has not seen.
 at::Tensor unseen_handle(at::Tensor value, const Owner& owner, Sharing sharing) {
   value = settled(std::move(value));
-  c10::Storage memory = memory_like(value);
-  return at::detail::make_tensor<Unseen>(std::move(memory), std::move(value), owner, sharing);
+  return at::detail::make_tensor<Unseen>(std::move(value), owner, sharing);
 }
 
 // What a handle holds. ``own`` lives as long as the handle.

@@ -89,7 +89,7 @@ template <class Op, class Out, class... Args>
 struct View<Op, Out(const at::Tensor&, Args...)> {
   static inline const Kernel* kernel = nullptr; // of the operator that copies the view, which handles know
   static inline std::optional<c10::SafeKernelFunction> original; // at Functionalize
-  static inline std::unordered_map<ViewArguments, Steps, HashOfView> known; // guarded by the GIL
+  static inline std::unordered_map<ViewArguments, std::shared_ptr<Steps>, HashOfView> known; // guarded by the GIL
 
   // At Functionalize.
   static Out view(c10::DispatchKeySet keys, const at::Tensor& self, Args... args) {
@@ -132,27 +132,25 @@ struct View<Op, Out(const at::Tensor&, Args...)> {
       return false;
     }
     Results results;
-    Steps steps;
-    {
-      const Gil gil;
-      const auto found = known.find(numbers);
-      is_new = found == known.end();
-      if (is_new || !serve(wrapper->value(), results, args...)) {
-        return false;
-      }
-      while (found->second.size() < results.size()) {
-        found->second.push_back(found->second[0]->to_out_index(static_cast<int64_t>(found->second.size())));
-      }
-      steps.assign(found->second.begin(), found->second.begin() + results.size());
+    const Gil gil;
+    const auto found = known.find(numbers);
+    is_new = found == known.end();
+    const auto held = is_new ? nullptr : found->second; // Python may run below
+    if (is_new || !serve(wrapper->value(), results, args...)) {
+      return false;
     }
-    const auto in_wrapper = [&](size_t at) {
-      return at::detail::make_tensor<at::FunctionalTensorWrapper>(results[at], wrapper, steps[at]);
+    Steps& steps = *held;
+    while (steps.size() < results.size()) {
+      steps.push_back(steps[0]->to_out_index(static_cast<int64_t>(steps.size())));
+    }
+    const auto wrapped = [&](size_t at) {
+      return without_key(at::detail::make_tensor<at::FunctionalTensorWrapper>(results[at], wrapper, steps[at]));
     };
     if constexpr (std::is_same_v<Out, at::Tensor>) {
-      made = in_wrapper(0);
+      made = wrapped(0);
     } else {
       for (size_t at = 0; at < results.size(); ++at) {
-        made.push_back(in_wrapper(at));
+        made.push_back(wrapped(at));
       }
     }
     return true;
@@ -218,7 +216,7 @@ struct View<Op, Out(const at::Tensor&, Args...)> {
     if (known.size() >= kMostKnown) {
       known.clear();
     }
-    known.insert_or_assign(std::move(numbers), Steps{wrapper->view_metas().back()});
+    known.insert_or_assign(std::move(numbers), std::make_shared<Steps>(1, wrapper->view_metas().back()));
   }
 
   // What autograd notes of views where gradients are off.

@@ -16,7 +16,7 @@ namespace {
 
 // Whether nothing lies between functionalization and the handles' kernels, such as a dispatch mode.
 bool goes_to_handles(c10::DispatchKeySet keys) {
-  return keys.remove(c10::DispatchKey::Functionalize).remove(kUnseen).highestPriorityTypeId() == c10::DispatchKey::PrivateUse1;
+  return keys.remove(c10::DispatchKey::Functionalize).highestPriorityTypeId() == c10::DispatchKey::PrivateUse1;
 }
 
 
@@ -86,13 +86,12 @@ struct Wrapped final : c10::OperatorKernel {
   }
 
   static void wrap(c10::IValue& value) {
-    using at::functionalization::impl::to_functional_tensor;
     if (value.isTensor() && value.toTensor().defined()) {
-      value = to_functional_tensor(value.toTensor());
+      value = in_wrapper(value.toTensor());
     } else if (value.isTensorList()) {
       c10::List<at::Tensor> wrapped;
       for (const c10::IValue& item : value.toListRef()) {
-        wrapped.push_back(item.toTensor().defined() ? to_functional_tensor(item.toTensor()) : at::Tensor());
+        wrapped.push_back(item.toTensor().defined() ? in_wrapper(item.toTensor()) : at::Tensor());
       }
       value = std::move(wrapped);
     }
