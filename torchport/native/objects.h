@@ -7,6 +7,8 @@
 #include <vector>
 
 #include <ATen/FunctionalTensorWrapper.h>
+#include <c10/core/DispatchKey.h>
+#include <c10/core/TensorImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>

@@ -6,7 +6,7 @@ Every other tensor, and every call whose result would change shape or dtype, goe
 through a view is taken back to the base by functionalization; through an expanded one, by :mod:`.expanded`.
 
 Private torch APIs used here: ``torch._functionalize_replace``, ``torch._functionalize_commit_update``,
-``torch._functionalize_sync``, ``torch._from_functional_tensor``, ``torch._is_functional_tensor`` (what
+``torch._functionalize_sync``, ``torch._is_functional_tensor`` (what
 functionalization does after such an op).
 """
 

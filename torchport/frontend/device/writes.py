@@ -6,7 +6,7 @@ argument that is read. Functionalization drops these checks, so the CPU's operat
 arguments.
 
 Private torch APIs used here: ``torch._C._functionalization.get_view_meta_sequence`` (what a wrapper is a view of),
-``torch._is_functional_tensor``, ``torch._from_functional_tensor``, ``torch._C._is_alias_of``.
+``torch._is_functional_tensor``, ``torch._C._is_alias_of``.
 """
 
 from __future__ import annotations
