@@ -179,8 +179,13 @@ struct DirectCall {
   int64_t elements = 0; // of the arguments
   bool has_number = false; // a number that a graph may have as a scalar input
 
-  // The CPU tensor of an argument; undefined where the call has to go to Python.
-  at::Tensor real(const at::Tensor& tensor, PyObject*& spec) {
+  // The CPU tensor of an argument, a handle or its wrapper; undefined where the call has to go to Python.
+  at::Tensor real(const at::Tensor& given, PyObject*& spec) {
+    at::FunctionalTensorWrapper* wrapper = wrapper_of(given);
+    if (wrapper != nullptr) {
+      wrapper->sync_();
+    }
+    const at::Tensor& tensor = wrapper == nullptr ? given : wrapper->value();
     if (!tensor.is_privateuseone()) {
       if (tensor.dim() != 0 || !tensor.is_cpu()) {
         return {};

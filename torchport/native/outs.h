@@ -23,13 +23,6 @@ namespace {
 
 constexpr size_t kMostKinds = 1024; // kinds of calls remembered per operator
 
-at::FunctionalTensorWrapper* wrapper_of(const at::Tensor& tensor) {
-  if (!tensor.defined() || !at::functionalization::impl::isFunctionalTensor(tensor)) {
-    return nullptr;
-  }
-  return at::functionalization::impl::unsafeGetFunctionalWrapper(tensor);
-}
-
 enum class Care { none, strided, always };
 
 // How a write through a kind of view goes. The classes of views have no declaration in PyTorch's headers, so their names

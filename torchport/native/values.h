@@ -189,6 +189,12 @@ PyObject* spec_of(const at::Tensor& tensor) {
   return made.release();
 }
 
+at::FunctionalTensorWrapper* wrapper_of(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.key_set().has(c10::DispatchKey::Functionalize)
+      ? at::functionalization::impl::unsafeGetFunctionalWrapper(tensor)
+      : nullptr;
+}
+
 // -- handles that Python has not seen -----------------------------------------------------------------------------------
 // Who may see a value's memory besides the value: ``BackendData.exported``.
 enum class Sharing : uint8_t { nobody, views, others };

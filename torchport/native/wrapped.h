@@ -26,18 +26,23 @@ struct Wrapped final : c10::OperatorKernel {
   Wrapped(const Kernel& kernel, c10::SafeKernelFunction original) : kernel(kernel), original(std::move(original)) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-    const size_t count = kernel.letters.size();
-    const Values given(stack->data() + stack->size() - count, count);
-    if (!goes_to_handles(keys) || !is_ours(given)) {
+    if (!goes_to_handles(keys)) {
       original.callBoxed(op, keys, stack);
       return;
     }
-    for (size_t at = stack->size() - count; at < stack->size(); ++at) {
-      (*stack)[at] = unwrap((*stack)[at]);
-    }
-    if (!served(*stack)) {
-      const at::AutoDispatchSkipFunctionalize below;
-      op.callBoxed(stack);
+    if (!served_at_once(*stack)) {
+      const size_t count = kernel.letters.size();
+      if (!is_ours(Values(stack->data() + stack->size() - count, count))) {
+        original.callBoxed(op, keys, stack);
+        return;
+      }
+      for (size_t at = stack->size() - count; at < stack->size(); ++at) {
+        (*stack)[at] = unwrap((*stack)[at]);
+      }
+      if (!served(*stack)) {
+        const at::AutoDispatchSkipFunctionalize below;
+        op.callBoxed(stack);
+      }
     }
     for (size_t at = stack->size() - op.schema().returns().size(); at < stack->size(); ++at) {
       wrap((*stack)[at]);
@@ -45,6 +50,17 @@ struct Wrapped final : c10::OperatorKernel {
   }
 
  private:
+  // Call the operator on the wrappers on a stack, if it is interpreted at once.
+  bool served_at_once(torch::jit::Stack& stack) const {
+    if (!kernel.direct) {
+      return false;
+    }
+    const Gil gil;
+    THPObjectPtr trace = direct_trace(of_this_thread().get());
+    return trace && run_direct(trace.get(), *kernel.direct, kernel.letters, stack, kernel.one_list);
+  }
+
+  // Call it on the handles on a stack, if it follows a known path, or begins one that is interpreted at once.
   bool served(torch::jit::Stack& stack) const {
     const size_t count = kernel.letters.size();
     size_t opening = 0;
