@@ -314,8 +314,14 @@ extern "C" PyObject* torchport_direct_start(
   n_by_index = PyUnicode_InternFromString("_by_index");
   n_device = PyUnicode_InternFromString("device");
   n_manners = PyUnicode_InternFromString("manners");
-  static auto& library = *new torch::Library(torch::Library::IMPL, "_", kUnseen, __FILE__, __LINE__); // never freed
-  library.fallback(torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Show>()));
+  if (!may_be_unseen) { // once in a process, however often the device is installed
+    static auto& library = *new torch::Library(torch::Library::IMPL, "_", kUnseen, __FILE__, __LINE__); // never freed
+    try {
+      library.fallback(torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Show>()));
+      may_be_unseen = true;
+    } catch (const c10::Error&) { // another library has its own
+    }
+  }
   n_class = PyUnicode_InternFromString("__class__");
   n_keeps_tensors = PyUnicode_InternFromString("keeps_tensors");
   Py_RETURN_NONE;

@@ -398,10 +398,10 @@ bool run_direct(
   for (const c10::IValue& value : call.stack) {
     if (value.isTensorList()) {
       for (const c10::IValue& item : value.toListRef()) {
-        values.push_back(item.toTensor());
+        values.push_back(settled(item.toTensor()));
       }
     } else {
-      values.push_back(value.toTensor());
+      values.push_back(settled(value.toTensor()));
     }
   }
   Spare::give(std::move(call.stack));
@@ -420,17 +420,15 @@ bool run_direct(
   }
   c10::SmallVector<at::Tensor, 3> results;
   for (size_t at = 0; at < values.size(); ++at) {
+    if (specs) {
+      PyObject* described = values[at].defined() ? spec_of(values[at]) : Py_NewRef(Py_None);
+      if (described == nullptr) {
+        throw python_error();
+      }
+      one_list ? PyList_SET_ITEM(specs.get(), at, described) : PyTuple_SET_ITEM(specs.get(), at, described);
+    }
     results.push_back(
         values[at].defined() ? unseen_handle(std::move(values[at]), ready.owner, sharing) : at::Tensor());
-    if (!specs) {
-      continue;
-    }
-    PyObject* described =
-        results.back().defined() ? spec_of(unseen(results.back())->value) : Py_NewRef(Py_None);
-    if (described == nullptr) {
-      throw python_error();
-    }
-    one_list ? PyList_SET_ITEM(specs.get(), at, described) : PyTuple_SET_ITEM(specs.get(), at, described);
   }
   if (call.noted) {
     PyObject* result = several ? specs.get() : PyTuple_GET_ITEM(specs.get(), 0);

@@ -486,10 +486,7 @@ extern "C" PyObject* torchport_follow(
   const auto dense = c10::DispatchKey::PrivateUse1, functionalize = c10::DispatchKey::Functionalize;
   put(dense, op.operator_name(),
       std::make_unique<Functional>(kernel, op.getComputedKernelForDispatchKey(dense)));
-  if (has_fallback_only(op)) {
-    put(functionalize, op.operator_name(),
-        std::make_unique<Wrapped>(kernel, op.getComputedKernelForDispatchKey(functionalize)));
-  }
+  put_wrapped(op, kernel);
   if (*in_place != 0) {
     const c10::OperatorHandle writing = dispatcher.findSchemaOrThrow(in_place, overload);
     put(functionalize, writing.operator_name(),

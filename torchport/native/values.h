@@ -286,17 +286,15 @@ Unseen* unseen(const at::Tensor& tensor) {
   return typeid(impl) == typeid(Unseen) ? static_cast<Unseen*>(&impl) : nullptr;
 }
 
+// A value without a bit that says it is to be conjugated or negated.
 at::Tensor settled(at::Tensor value) {
+  if (!value.defined()) {
+    return value;
+  }
   if (value.is_conj()) {
     value = value.resolve_conj();
   }
   return value.is_neg() ? value.resolve_neg() : std::move(value);
-}
-
-// A handle that has a CPU tensor as its value, which Python has not seen.
-at::Tensor unseen_handle(at::Tensor value, const Owner& owner, Sharing sharing) {
-  value = settled(std::move(value));
-  return at::detail::make_tensor<Unseen>(std::move(value), owner, sharing);
 }
 
 // What a handle holds. ``own`` lives as long as the handle.
@@ -377,7 +375,18 @@ void show(const at::Tensor& tensor) {
   own->forget();
 }
 
-// The same for all handles among values.
+bool may_be_unseen = false; // whether ``Show`` is there
+
+// A handle that has a CPU tensor as its value, which Python has not seen.
+at::Tensor unseen_handle(at::Tensor value, const Owner& owner, Sharing sharing) {
+  at::Tensor made = at::detail::make_tensor<Unseen>(settled(std::move(value)), owner, sharing);
+  if (!may_be_unseen) {
+    show(made);
+  }
+  return made;
+}
+
+// Make handles among values ones that Python knows.
 void show_each(Values values) {
   for (const c10::IValue& value : values) {
     if (value.isTensor()) {

@@ -166,12 +166,12 @@ struct View<Op, Out(const at::Tensor&, Args...)> {
       return child != nullptr;
     }
     THPObjectPtr trace = kernel->direct ? direct_trace(of_thread.get()) : THPObjectPtr();
-    return trace && show(trace.get(), handle, results, args...);
+    return trace && at_once(trace.get(), handle, results, args...);
   }
 
   // The views of a handle's value.
   // Twin of ``run.direct.run``.
-  static bool show(PyObject* trace, const at::Tensor& handle, Results& results, const Args&... args) {
+  static bool at_once(PyObject* trace, const at::Tensor& handle, Results& results, const Args&... args) {
     const AtOnce ready(trace, *kernel->direct);
     if (!ready || ready.notes() || !kernel->direct->anchors.empty()) {
       return false;
@@ -243,6 +243,9 @@ bool put_view(const c10::OperatorHandle& op, const Kernel& kernel) {
   }
   const auto functionalize = c10::DispatchKey::Functionalize, autograd = c10::DispatchKey::AutogradPrivateUse1;
   View<Op>::kernel = &kernel;
+  if (View<Op>::original) { // the device is installed once more
+    return true;
+  }
   View<Op>::original.emplace(op.getComputedKernelForDispatchKey(functionalize));
   put(functionalize, op.operator_name(), torch::CppFunction::makeFromUnboxedFunction(&View<Op>::view));
   if (!op.hasKernelForDispatchKey(autograd)) { // a backend's own kernel is behind a router, which calls PyTorch's

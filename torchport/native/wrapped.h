@@ -9,6 +9,7 @@
 #include "writes.h"
 
 #include <algorithm>
+#include <unordered_map>
 
 #include <ATen/FunctionalTensorWrapper.h>
 
@@ -23,7 +24,9 @@ bool goes_to_handles(c10::DispatchKeySet keys) {
 // The kernel of a functional operator at Functionalize. Any other call goes to PyTorch's ``original``, and from there to
 // ``Functional``.
 struct Wrapped final : c10::OperatorKernel {
-  Wrapped(const Kernel& kernel, c10::SafeKernelFunction original) : kernel(kernel), original(std::move(original)) {}
+  explicit Wrapped(c10::SafeKernelFunction original) : original(std::move(original)) {}
+
+  const Kernel* kernel = nullptr; // another one where the device is installed once more
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     if (!goes_to_handles(keys)) {
@@ -31,7 +34,7 @@ struct Wrapped final : c10::OperatorKernel {
       return;
     }
     if (!served_at_once(*stack)) {
-      const size_t count = kernel.letters.size();
+      const size_t count = kernel->letters.size();
       if (!is_ours(Values(stack->data() + stack->size() - count, count))) {
         original.callBoxed(op, keys, stack);
         return;
@@ -52,29 +55,29 @@ struct Wrapped final : c10::OperatorKernel {
  private:
   // Call the operator on the wrappers on a stack, if it is interpreted at once.
   bool served_at_once(torch::jit::Stack& stack) const {
-    if (!kernel.direct) {
+    if (!kernel->direct) {
       return false;
     }
     const Gil gil;
     THPObjectPtr trace = direct_trace(of_this_thread().get());
-    return trace && run_direct(trace.get(), *kernel.direct, kernel.letters, stack, kernel.one_list);
+    return trace && run_direct(trace.get(), *kernel->direct, kernel->letters, stack, kernel->one_list);
   }
 
   // Call it on the handles on a stack, if it follows a known path, or begins one that is interpreted at once.
   bool served(torch::jit::Stack& stack) const {
-    const size_t count = kernel.letters.size();
+    const size_t count = kernel->letters.size();
     size_t opening = 0;
     const Gil gil;
     const Values given(stack.data() + stack.size() - count, count);
     THPObjectPtr of_thread = of_this_thread();
     if (THPObjectPtr trace = recording_trace(of_thread.get())) {
-      if (PyObject* child = kernel.follow(trace.get(), given, false)) {
-        replace_arguments(stack, count, results_of(child), kernel.one_list);
+      if (PyObject* child = kernel->follow(trace.get(), given, false)) {
+        replace_arguments(stack, count, results_of(child), kernel->one_list);
         return true;
       }
     }
-    THPObjectPtr trace = kernel.trace_at_once(of_thread.get(), given, opening);
-    return trace && run_direct(trace.get(), *kernel.direct, kernel.letters, stack, kernel.one_list);
+    THPObjectPtr trace = kernel->trace_at_once(of_thread.get(), given, opening);
+    return trace && run_direct(trace.get(), *kernel->direct, kernel->letters, stack, kernel->one_list);
   }
 
   // Whether the tensors are wrappers of handles, at least one of them, or numbers.
@@ -113,7 +116,6 @@ struct Wrapped final : c10::OperatorKernel {
     }
   }
 
-  const Kernel& kernel;
   const c10::SafeKernelFunction original;
 };
 
@@ -121,6 +123,21 @@ struct Wrapped final : c10::OperatorKernel {
 bool has_fallback_only(const c10::OperatorHandle& op) {
   return !op.hasKernelForDispatchKey(c10::DispatchKey::Functionalize) &&
       !op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) && !op.schema().hasAnyAliasInfo();
+}
+
+// Register the kernel of a functional operator at Functionalize, where PyTorch has its fallback.
+void put_wrapped(const c10::OperatorHandle& op, const Kernel& kernel) {
+  static auto& known = *new std::unordered_map<const void*, Wrapped*>(); // never freed
+  const auto functionalize = c10::DispatchKey::Functionalize;
+  Wrapped*& wrapped = known[&op.schema()];
+  if (wrapped == nullptr && has_fallback_only(op)) {
+    auto made = std::make_unique<Wrapped>(op.getComputedKernelForDispatchKey(functionalize));
+    wrapped = made.get();
+    wrapped->kernel = &kernel;
+    put(functionalize, op.operator_name(), std::move(made));
+  } else if (wrapped != nullptr) {
+    wrapped->kernel = &kernel;
+  }
 }
 
 } // namespace
