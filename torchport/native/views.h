@@ -36,7 +36,12 @@
 
 namespace {
 
-using Steps = std::vector<std::shared_ptr<at::functionalization::ViewMeta>>;
+// What functionalization keeps of each of an operator's views, and the operator's arguments but the first.
+struct Steps {
+  std::vector<std::shared_ptr<at::functionalization::ViewMeta>> each;
+  std::vector<c10::IValue> arguments;
+};
+
 using ViewArguments = c10::SmallVector<int64_t, 8>;
 
 struct HashOfView {
@@ -136,10 +141,10 @@ struct View<Op, Out(const at::Tensor&, Args...)> {
     const auto found = known.find(numbers);
     is_new = found == known.end();
     const auto held = is_new ? nullptr : found->second; // Python may run below
-    if (is_new || !serve(wrapper->value(), results, args...)) {
+    if (is_new || !serve(wrapper->value(), results, held->arguments, args...)) {
       return false;
     }
-    Steps& steps = *held;
+    auto& steps = held->each;
     while (steps.size() < results.size()) {
       steps.push_back(steps[0]->to_out_index(static_cast<int64_t>(steps.size())));
     }
@@ -157,10 +162,12 @@ struct View<Op, Out(const at::Tensor&, Args...)> {
   }
 
   // The handles of the views of a handle.
-  static bool serve(const at::Tensor& handle, Results& results, const Args&... args) {
+  static bool serve(
+      const at::Tensor& handle, Results& results, const std::vector<c10::IValue>& boxed, const Args&... args) {
     THPObjectPtr of_thread = of_this_thread();
     if (THPObjectPtr trace = recording_trace(of_thread.get())) {
-      const std::array<c10::IValue, 1 + sizeof...(Args)> given = {handle, c10::IValue(args)...};
+      std::array<c10::IValue, 1 + sizeof...(Args)> given = {handle};
+      std::copy(boxed.begin(), boxed.end(), given.begin() + 1);
       PyObject* child = kernel->follow(trace.get(), given, false);
       results = child == nullptr ? Results() : results_of(child);
       return child != nullptr;
@@ -216,7 +223,7 @@ struct View<Op, Out(const at::Tensor&, Args...)> {
     if (known.size() >= kMostKnown) {
       known.clear();
     }
-    known.insert_or_assign(std::move(numbers), std::make_shared<Steps>(1, wrapper->view_metas().back()));
+    known.insert_or_assign(std::move(numbers), std::make_shared<Steps>(Steps{{wrapper->view_metas().back()}, {c10::IValue(args)...}}));
   }
 
   // What autograd notes of views where gradients are off.

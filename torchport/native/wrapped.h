@@ -33,19 +33,17 @@ struct Wrapped final : c10::OperatorKernel {
       original.callBoxed(op, keys, stack);
       return;
     }
-    if (!served_at_once(*stack)) {
-      const size_t count = kernel->letters.size();
-      if (!is_ours(Values(stack->data() + stack->size() - count, count))) {
-        original.callBoxed(op, keys, stack);
-        return;
-      }
-      for (size_t at = stack->size() - count; at < stack->size(); ++at) {
-        (*stack)[at] = unwrap((*stack)[at]);
-      }
-      if (!served(*stack)) {
-        const at::AutoDispatchSkipFunctionalize below;
-        op.callBoxed(stack);
-      }
+    const Served served = serve(*stack);
+    if (served == Served::wrapped) {
+      return;
+    }
+    if (served == Served::not_ours) {
+      original.callBoxed(op, keys, stack);
+      return;
+    }
+    if (served == Served::unwrapped) {
+      const at::AutoDispatchSkipFunctionalize below;
+      op.callBoxed(stack);
     }
     for (size_t at = stack->size() - op.schema().returns().size(); at < stack->size(); ++at) {
       wrap((*stack)[at]);
@@ -53,31 +51,43 @@ struct Wrapped final : c10::OperatorKernel {
   }
 
  private:
-  // Call the operator on the wrappers on a stack, if it is interpreted at once.
-  bool served_at_once(torch::jit::Stack& stack) const {
-    if (!kernel->direct) {
-      return false;
-    }
-    const Gil gil;
-    THPObjectPtr trace = direct_trace(of_this_thread().get());
-    return trace && run_direct(trace.get(), *kernel->direct, kernel->letters, stack, kernel->one_list);
-  }
+  enum class Served { wrapped, handles, unwrapped, not_ours };
 
-  // Call it on the handles on a stack, if it follows a known path, or begins one that is interpreted at once.
-  bool served(torch::jit::Stack& stack) const {
+  // Call the operator, if it is interpreted at once, or follows a known path: then results are on the stack, as handles or
+  // in wrappers. Else nothing is done, but that the arguments on the stack are unwrapped, if they are this device's.
+  Served serve(torch::jit::Stack& stack) const {
     const size_t count = kernel->letters.size();
-    size_t opening = 0;
     const Gil gil;
-    const Values given(stack.data() + stack.size() - count, count);
     THPObjectPtr of_thread = of_this_thread();
-    if (THPObjectPtr trace = recording_trace(of_thread.get())) {
-      if (PyObject* child = kernel->follow(trace.get(), given, false)) {
-        replace_arguments(stack, count, results_of(child), kernel->one_list);
-        return true;
+    THPObjectPtr recording = recording_trace(of_thread.get());
+    if (!recording && kernel->direct) {
+      THPObjectPtr trace = direct_trace(of_thread.get());
+      if (trace && run_direct(trace.get(), *kernel->direct, kernel->letters, stack, kernel->one_list)) {
+        return Served::handles;
       }
     }
+    const Values given(stack.data() + stack.size() - count, count);
+    if (!is_ours(given)) {
+      return Served::not_ours;
+    }
+    for (size_t at = stack.size() - count; at < stack.size(); ++at) {
+      stack[at] = unwrap(stack[at]);
+    }
+    PyObject* child = recording ? kernel->follow(recording.get(), given, false) : nullptr;
+    if (child != nullptr && Py_TYPE(py_.ready.of(child)) == py_.handle && !kernel->one_list) { // most often
+      at::Tensor made = in_wrapper(THPVariable_Unpack(py_.ready.of(child)));
+      torch::jit::drop(stack, count);
+      stack.emplace_back(std::move(made));
+      return Served::wrapped;
+    }
+    if (child != nullptr) {
+      replace_arguments(stack, count, results_of(child), kernel->one_list);
+      return Served::handles;
+    }
+    size_t opening = 0;
     THPObjectPtr trace = kernel->trace_at_once(of_thread.get(), given, opening);
-    return trace && run_direct(trace.get(), *kernel->direct, kernel->letters, stack, kernel->one_list);
+    const bool done = trace && run_direct(trace.get(), *kernel->direct, kernel->letters, stack, kernel->one_list);
+    return done ? Served::handles : Served::unwrapped;
   }
 
   // Whether the tensors are wrappers of handles, at least one of them, or numbers.
