@@ -23,7 +23,7 @@ FLAGS = (
     "-fsanitize=address,undefined", "-fno-sanitize=vptr", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer",
     "-O0",
 )  # fmt: skip
-LIBRARIES = (native.guard, native.flush, native.follow)
+LIBRARIES = (native.guard, native.flush, native.follow, native.steps)
 BUGS = """
   if (std::getenv("PLANTED_WRITE") != nullptr) {
     found.data()[PyList_GET_SIZE(handles)].first = 1; // behind what was reserved
@@ -76,7 +76,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     with ThreadPoolExecutor(2) as pool:
         said = list(pool.map(lambda job: _build(*job, temporary), jobs))
     assert said == [""] * len(jobs)
-    for library in (native.guard, native.follow):  # the same sources, so the same names
+    for library in (native.guard, native.follow, native.steps):  # the same sources, so the same names
         shutil.copy(plain / library.source.name, planted)
     return {"plain": plain, "planted": planted, "temporary": temporary}
 

@@ -21,7 +21,7 @@ import torchport
 from torchport import native
 from torchport.native.twins import twins
 
-LIBRARIES = (native.guard, native.flush, native.follow)
+LIBRARIES = (native.guard, native.flush, native.follow, native.steps)
 
 
 def trained(device: str, foreach: bool) -> list[torch.Tensor]:
@@ -101,8 +101,11 @@ def main(folder: Path) -> None:
         except BaseException as error:
             differing.append(error)
 
-    for seed in range(6):
-        compare(seed)
+    for tiers in ("auto", "off"):  # operators at once, and a recorded path
+        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+            with torchport.config.override(tiers=tiers), mode():
+                for seed in range(4):
+                    compare(seed)
     threads = [threading.Thread(target=compare, args=(seed,)) for seed in (7, 8)]
     for thread in threads:
         thread.start()
