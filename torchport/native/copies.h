@@ -256,6 +256,7 @@ struct ReadNumber final : c10::OperatorKernel {
         stack->back() = read;
         return;
       }
+      show(stack->back().toTensor());
     }
     python.callBoxed(op, keys, stack);
   }

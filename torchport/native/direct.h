@@ -172,6 +172,7 @@ class Spare {
 struct DirectCall {
   const Direct& direct;
   PyObject* runtime;
+  bool wrapped; // arguments may be handles' wrappers, which are up to date
   std::vector<c10::IValue> stack;
   c10::SmallVector<Held, 4> used; // what the arguments' handles hold
   THPObjectPtr args, kwargs; // what is noted for shape inference: specs in the places of tensors
@@ -179,12 +180,9 @@ struct DirectCall {
   int64_t elements = 0; // of the arguments
   bool has_number = false; // a number that a graph may have as a scalar input
 
-  // The CPU tensor of an argument, a handle or its wrapper; undefined where the call has to go to Python.
+  // The CPU tensor of an argument; undefined where the call has to go to Python.
   at::Tensor real(const at::Tensor& given, PyObject*& spec) {
-    at::FunctionalTensorWrapper* wrapper = wrapper_of(given);
-    if (wrapper != nullptr) {
-      wrapper->sync_();
-    }
+    at::FunctionalTensorWrapper* const wrapper = wrapped ? wrapper_of(given) : nullptr;
     const at::Tensor& tensor = wrapper == nullptr ? given : wrapper->value();
     if (!tensor.is_privateuseone()) {
       if (tensor.dim() != 0 || !tensor.is_cpu()) {
@@ -351,11 +349,12 @@ struct DirectCall {
 };
 
 // Run the call on a stack: results replace the arguments. False, with nothing changed, where Python has to run it.
-// ``in_place``: the form of the operator that writes to its first argument, if that may be written to.
+// ``in_place``: the form of the operator that writes to its first argument, if that may be written to. ``wrapped``:
+// arguments may be wrappers, up to date, and results are handles all the same.
 // Twin of ``run.direct.run``.
 bool run_direct(
     PyObject* trace, const Direct& direct, const std::string& letters, torch::jit::Stack& stack,
-    bool one_list, const c10::OperatorHandle* in_place = nullptr) {
+    bool one_list, const c10::OperatorHandle* in_place = nullptr, bool wrapped = false) {
   const AtOnce ready(trace, direct);
   if (!ready) {
     return false;
@@ -365,7 +364,7 @@ bool run_direct(
     return false;
   }
   PyObject* const runtime = ready.runtime;
-  DirectCall call{direct, runtime, Spare::take(), {}, THPObjectPtr(), THPObjectPtr(), noted};
+  DirectCall call{direct, runtime, wrapped, Spare::take(), {}, THPObjectPtr(), THPObjectPtr(), noted};
   if (noted) {
     call.args = PyList_New(0);
     call.kwargs = PyDict_New();

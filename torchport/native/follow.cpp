@@ -324,6 +324,7 @@ struct Functional final : c10::OperatorKernel {
         show_each(Values(stack->data() + stack->size() - op.schema().returns().size(), op.schema().returns().size()));
         return;
       }
+      show_each(given); // where the dispatcher was told to leave ``Show`` out
     }
     python.callBoxed(op, keys, stack);
     kernel.learn(start);
@@ -350,6 +351,7 @@ struct SameValue final : c10::OperatorKernel {
       if (trace) {
         made = same_value(trace.get(), stack->back().toTensor());
       }
+      show(stack->back().toTensor());
     }
     if (made.defined()) {
       stack->back() = std::move(made);

@@ -343,12 +343,12 @@ Held held_by(const at::Tensor& tensor, PyObject* runtime) {
   return {THPVariable_Unpack(held), nullptr, std::move(value)};
 }
 
-// Give a handle a CPU tensor as its value, in the form that Python knows. False with a Python error.
-bool give_value(PyObject* handle, const at::Tensor& value, Bound& owner, Sharing sharing) {
+// A CPU tensor in the form in which Python has values; null with a Python error.
+THPObjectPtr value_of(const at::Tensor& value, Bound& owner, Sharing sharing) {
   THPObjectPtr spec(spec_of(value)), data(spec ? host_data->tp_alloc(host_data, 0) : nullptr),
       tensor(data ? THPVariable_Wrap(value) : nullptr);
   if (!tensor) {
-    return false;
+    return THPObjectPtr();
   }
   const std::pair<const Slot*, PyObject*> parts[] = {
       {&data_device, owner.device.get()}, {&data_spec, spec.get()}, {&data_tensor, tensor.get()},
@@ -357,7 +357,7 @@ bool give_value(PyObject* handle, const at::Tensor& value, Bound& owner, Sharing
     Py_INCREF(part);
     slot->of(data.get()) = part;
   }
-  return PyObject_SetAttr(handle, py_.n_value, data.get()) == 0;
+  return data;
 }
 
 // Make a handle one that Python knows, if it is none yet. The GIL has to be held.
@@ -367,9 +367,19 @@ void show(const at::Tensor& tensor) {
   if (own == nullptr) {
     return;
   }
-  THPObjectPtr handle(THPVariable_Wrap(tensor)); // a plain tensor so far
-  if (!handle || PyObject_SetAttr(handle.get(), n_class, reinterpret_cast<PyObject*>(py_.handle)) != 0 ||
-      !give_value(handle.get(), own->value, *own->owner, own->sharing)) {
+  // To make Python's objects may run finalizers of the program's, and these may use the handle.
+  const at::Tensor held = own->value;
+  const Owner owner = own->owner;
+  THPObjectPtr handle(THPVariable_Wrap(tensor)), value = value_of(held, *owner, own->sharing); // a plain tensor so far
+  if (!handle || !value) {
+    throw python_error();
+  }
+  if (unseen(tensor) != own) {
+    return;
+  }
+  py_.exported.of(value.get()) = Py_NewRef(exported_of(own->sharing)); // these objects are never freed
+  if (PyObject_SetAttr(handle.get(), py_.n_value, value.get()) != 0 ||
+      PyObject_SetAttr(handle.get(), n_class, reinterpret_cast<PyObject*>(py_.handle)) != 0) {
     throw python_error();
   }
   own->forget();

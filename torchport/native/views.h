@@ -5,7 +5,8 @@
 // a step of its own (``ViewMeta``) for the write's way back; both go through the dispatcher with boxed arguments.
 //
 // Steps say nothing but the operator and its arguments, so the step of an earlier call with the same arguments serves
-// again. And where gradients are off, autograd refuses the writes that it would need its functions for.
+// again. And where gradients are off, autograd's functions are small ones that call the operator (``Way``); they are
+// called where a view is written under forward gradients, or by a compiler.
 #pragma once
 #include "direct.h"
 #include "outs.h"
@@ -86,15 +87,46 @@ bool notes_no_gradients(const at::Tensor& tensor) {
       (tensor.unsafeGetTensorImpl()->autograd_meta() == nullptr || !tensor._fw_grad(0).defined());
 }
 
+// How a view is taken of a base: by one operator after another.
+struct Way {
+  std::shared_ptr<const Way> before;
+  const c10::OperatorHandle* op;
+  std::shared_ptr<const Steps> steps;
+  int64_t which; // of the operator's results
+
+  at::Tensor of(const at::Tensor& base) const {
+    torch::jit::Stack stack = {before == nullptr ? base : before->of(base)};
+    stack.insert(stack.end(), steps->arguments.begin(), steps->arguments.end());
+    op->callBoxed(&stack);
+    return stack.back().isTensor() ? stack.back().toTensor() : stack.back().toTensorList().get(which);
+  }
+};
+
+struct OfWay final : torch::autograd::ViewFunc {
+  explicit OfWay(std::shared_ptr<const Way> way) : way(std::move(way)) {}
+
+  at::Tensor operator()(const at::Tensor& base) const override {
+    return way->of(base);
+  }
+  std::unique_ptr<torch::autograd::ViewFunc> clone_and_set(
+      std::optional<std::vector<c10::SymInt>>, std::optional<std::vector<at::Tensor>>) const override {
+    return std::make_unique<OfWay>(way);
+  }
+
+  const std::shared_ptr<const Way> way;
+};
+
 // One operator's kernels. Any other call goes to PyTorch's own.
 template <class Op, class Schema = typename Op::schema>
 struct View;
 
 template <class Op, class Out, class... Args>
 struct View<Op, Out(const at::Tensor&, Args...)> {
+  using Known = std::unordered_map<ViewArguments, std::shared_ptr<Steps>, HashOfView>;
   static inline const Kernel* kernel = nullptr; // of the operator that copies the view, which handles know
-  static inline std::optional<c10::SafeKernelFunction> original; // at Functionalize
-  static inline std::unordered_map<ViewArguments, std::shared_ptr<Steps>, HashOfView> known; // guarded by the GIL
+  static inline const c10::SafeKernelFunction* original = nullptr; // at Functionalize; never freed
+  static inline const c10::SafeKernelFunction* stock = nullptr; // PyTorch's at an autograd key; never freed
+  static inline Known& known = *new Known(); // guarded by the GIL; never freed
 
   // At Functionalize.
   static Out view(c10::DispatchKeySet keys, const at::Tensor& self, Args... args) {
@@ -102,10 +134,7 @@ struct View<Op, Out(const at::Tensor&, Args...)> {
     if (Out made; shown(keys.remove_backend(kStockAutograd), self, made, is_new, args...)) {
       return made;
     }
-    torch::jit::Stack stack;
-    torch::jit::push(stack, self, args...);
-    original->callBoxed(original->opHandle(), keys, &stack);
-    Out made = stack.back().to<Out>();
+    Out made = boxed(*original, keys.remove_backend(kStockAutograd), self, args...);
     if (is_new) {
       learn(self, made, args...);
     }
@@ -115,19 +144,33 @@ struct View<Op, Out(const at::Tensor&, Args...)> {
   // At this device's autograd key.
   static Out with_autograd(c10::DispatchKeySet keys, const at::Tensor& self, Args... args) {
     const auto below = keys & c10::after_ADInplaceOrView_keyset;
-    bool is_new = false;
-    if (Out made; keys.has(c10::DispatchKey::ADInplaceOrView) && notes_no_gradients(self) &&
-        shown(below, self, made, is_new, args...)) {
-      return noted(self, std::move(made));
+    if (!below.has(c10::DispatchKey::Functionalize)) { // no wrapper of ours
+      return boxed(*stock, keys, self, args...);
     }
-    const auto stock = keys.add(c10::DispatchKey::AutogradPrivateUse3).remove(c10::DispatchKey::PythonDispatcher);
-    return Op::redispatch(stock, self, args...);
+    bool is_new = false;
+    std::shared_ptr<const Steps> steps;
+    if (Out made; keys.has(c10::DispatchKey::ADInplaceOrView) && notes_no_gradients(self) &&
+        shown(below, self, made, is_new, args..., &steps)) {
+      return noted(self, std::move(made), steps);
+    }
+    const auto stocks = keys.add(c10::DispatchKey::AutogradPrivateUse3).remove(c10::DispatchKey::PythonDispatcher);
+    return Op::redispatch(stocks, self, args...); // ``view`` takes the other backend's bit away again
   }
 
  private:
+  static Out boxed(
+      const c10::SafeKernelFunction& kernel, c10::DispatchKeySet keys, const at::Tensor& self, const Args&... args) {
+    torch::jit::Stack stack;
+    torch::jit::push(stack, self, args...);
+    kernel.callBoxed(kernel.opHandle(), keys, &stack);
+    return stack.back().to<Out>();
+  }
+
   // The views in wrappers, if a known path is followed or the operator is interpreted at once; else false, with nothing
   // done. ``is_new``: the steps are not known yet.
-  static bool shown(c10::DispatchKeySet keys, const at::Tensor& self, Out& made, bool& is_new, const Args&... args) {
+  static bool shown(
+      c10::DispatchKeySet keys, const at::Tensor& self, Out& made, bool& is_new, const Args&... args,
+      std::shared_ptr<const Steps>* taken = nullptr) {
     if (!goes_to_handles(keys) || !is_ours(self) || at::functionalization::impl::getFunctionalizationReapplyViewsTLS()) {
       return false;
     }
@@ -151,6 +194,9 @@ struct View<Op, Out(const at::Tensor&, Args...)> {
     const auto wrapped = [&](size_t at) {
       return without_key(at::detail::make_tensor<at::FunctionalTensorWrapper>(results[at], wrapper, steps[at]));
     };
+    if (taken != nullptr) {
+      *taken = held;
+    }
     if constexpr (std::is_same_v<Out, at::Tensor>) {
       made = wrapped(0);
     } else {
@@ -227,19 +273,47 @@ struct View<Op, Out(const at::Tensor&, Args...)> {
   }
 
   // What autograd notes of views where gradients are off.
-  static Out noted(const at::Tensor& self, Out made) {
-    using torch::autograd::CreationMeta;
-    const auto note = [&self](const at::Tensor& view) {
-      return torch::autograd::as_view(self, view, true, true, nullptr, nullptr, CreationMeta::NO_GRAD_MODE);
-    };
+  static Out noted(const at::Tensor& self, Out made, const std::shared_ptr<const Steps>& steps) {
     if constexpr (std::is_same_v<Out, at::Tensor>) {
-      return note(made);
+      return noted_one(self, made, steps, 0);
     } else {
-      for (at::Tensor& one : made) {
-        one = note(one);
+      for (size_t at = 0; at < made.size(); ++at) {
+        made[at] = noted_one(self, made[at], steps, static_cast<int64_t>(at));
       }
       return made;
     }
+  }
+
+  static at::Tensor noted_one(
+      const at::Tensor& self, const at::Tensor& view, const std::shared_ptr<const Steps>& steps, int64_t which) {
+    using namespace torch::autograd;
+    const DifferentiableViewMeta* const of_view = impl::get_view_autograd_meta(self);
+    const bool shared = of_view != nullptr && of_view->shared_view_info() && of_view->get_backward_view().has_view_fn();
+    const auto* before = shared ? dynamic_cast<const OfWay*>(&of_view->get_backward_view().view_fn()) : nullptr;
+    auto way = std::make_unique<OfWay>(std::make_shared<const Way>(
+        Way{before == nullptr ? nullptr : before->way, &original->opHandle(), steps, which}));
+    // Where ``as_view`` goes on from a view of PyTorch's own, it wants the way to ``self``, and else to the first base.
+    const bool is_step = before == nullptr && of_view != nullptr;
+    const auto back = [self, steps, which, is_step](const at::Tensor& of) {
+      return reversed(is_step ? self.variable_data() : self, *steps, which, of);
+    };
+    if (before == nullptr) {
+      return as_view(self, view, true, true, std::move(way), back, CreationMeta::NO_GRAD_MODE);
+    }
+    return make_variable_differentiable_view(
+        view, ViewInfo(of_view->get_backward_view().base_, std::move(way), back), std::nullopt, true,
+        propagate_creation_meta(of_view->get_creation_meta(), CreationMeta::NO_GRAD_MODE));
+  }
+
+  // The base of a view like the one that was taken of ``self``: PyTorch's own function says.
+  static at::Tensor reversed(const at::Tensor& self, const Steps& steps, int64_t which, const at::Tensor& view) {
+    using namespace torch::autograd;
+    const at::AutoGradMode with_gradients(true);
+    torch::jit::Stack stack = {self};
+    stack.insert(stack.end(), steps.arguments.begin(), steps.arguments.end());
+    original->opHandle().callBoxed(&stack);
+    const at::Tensor made = stack.back().isTensor() ? stack.back().toTensor() : stack.back().toTensorList().get(which);
+    return impl::get_view_autograd_meta(made)->get_backward_view().rev_view_fn()(view);
   }
 };
 
@@ -253,7 +327,9 @@ bool put_view(const c10::OperatorHandle& op, const Kernel& kernel) {
   if (View<Op>::original) { // the device is installed once more
     return true;
   }
-  View<Op>::original.emplace(op.getComputedKernelForDispatchKey(functionalize));
+  View<Op>::original = new c10::SafeKernelFunction(op.getComputedKernelForDispatchKey(functionalize));
+  View<Op>::stock = new c10::SafeKernelFunction(
+      op.getComputedKernelForDispatchKey(c10::DispatchKey::AutogradPrivateUse3));
   put(functionalize, op.operator_name(), torch::CppFunction::makeFromUnboxedFunction(&View<Op>::view));
   if (!op.hasKernelForDispatchKey(autograd)) { // a backend's own kernel is behind a router, which calls PyTorch's
     put(autograd, op.operator_name(), torch::CppFunction::makeFromUnboxedFunction(&View<Op>::with_autograd));

@@ -33,6 +33,7 @@ struct Wrapped final : c10::OperatorKernel {
       original.callBoxed(op, keys, stack);
       return;
     }
+    bring_up_to_date(Values(stack->data() + stack->size() - kernel->letters.size(), kernel->letters.size()));
     const Served served = serve(*stack);
     if (served == Served::wrapped) {
       return;
@@ -62,7 +63,7 @@ struct Wrapped final : c10::OperatorKernel {
     THPObjectPtr recording = recording_trace(of_thread.get());
     if (!recording && kernel->direct) {
       THPObjectPtr trace = direct_trace(of_thread.get());
-      if (trace && run_direct(trace.get(), *kernel->direct, kernel->letters, stack, kernel->one_list)) {
+      if (trace && run_direct(trace.get(), *kernel->direct, kernel->letters, stack, kernel->one_list, nullptr, true)) {
         return Served::handles;
       }
     }
@@ -88,6 +89,17 @@ struct Wrapped final : c10::OperatorKernel {
     THPObjectPtr trace = kernel->trace_at_once(of_thread.get(), given, opening);
     const bool done = trace && run_direct(trace.get(), *kernel->direct, kernel->letters, stack, kernel->one_list);
     return done ? Served::handles : Served::unwrapped;
+  }
+
+  // Perform the writes through other views that wrappers have not seen, which may run operators.
+  static void bring_up_to_date(Values given) {
+    for (const c10::IValue& value : given) {
+      if (value.isTensorList()) {
+        bring_up_to_date(value.toListRef());
+      } else if (at::FunctionalTensorWrapper* wrapper = value.isTensor() ? wrapper_of(value.toTensor()) : nullptr) {
+        wrapper->sync_();
+      }
+    }
   }
 
   // Whether the tensors are wrappers of handles, at least one of them, or numbers.

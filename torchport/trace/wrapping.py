@@ -37,6 +37,8 @@ def unwrap(tensor: torch.Tensor) -> torch.Tensor:
 _FUNCTIONALIZE: Final = torch._C.DispatchKey.Functionalize
 _OUTERMOST: Final = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
 """The fallback of tensor subclasses switches off this and all keys between; functionalization's kernels do not."""
+_UNSEEN: Final = torch._C._dispatch_key_parse("DeferredInit")
+"""The key of handles that Python has not seen (``native/objects.h``)."""
 _is_excluded: Final = torch._C._dispatch_tls_is_dispatch_key_excluded
 _exclude: Final = torch._C._dispatch_tls_set_dispatch_key_excluded
 
@@ -51,14 +53,15 @@ def is_bypassed(value: object) -> bool:
 
 def call_above(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call an operator with functionalization switched on, as if the program had called it."""
-    inside = _is_excluded(_OUTERMOST)
-    _exclude(_FUNCTIONALIZE, False)
-    _exclude(_OUTERMOST, False)
+    keys = (_FUNCTIONALIZE, _OUTERMOST, _UNSEEN)
+    excluded = [_is_excluded(key) for key in keys]
+    for key in keys:
+        _exclude(key, False)
     try:
         return op(*args, **kwargs)
     finally:
-        _exclude(_FUNCTIONALIZE, True)
-        _exclude(_OUTERMOST, inside)
+        for key, before in zip(keys, excluded, strict=True):
+            _exclude(key, before)
 
 
 def is_below() -> bool:

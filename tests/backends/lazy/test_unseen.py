@@ -19,6 +19,7 @@ import pytest
 import torch
 from native_support import COMPILER, compiles
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import torchport
 from torchport import native
@@ -148,7 +149,7 @@ WAYS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "numbers": _with_numbers,
     "numpy": lambda x: torch.from_numpy(np.asarray(x.cpu())),
     "deepcopy": copy.deepcopy,
-    "pickle": lambda x: pickle.loads(pickle.dumps(x)),  # noqa: S301
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
     "save": _saved,
     "data": lambda x: x.data,
     "detach": lambda x: x.detach(),
@@ -167,7 +168,7 @@ WAYS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "jvp": lambda x: torch.func.jvp(torch.sin, (x,), (x,))[1],
     "mode": _under_a_mode,
     "thread": _elsewhere,
-    "checkpoint": lambda x: _gradient(lambda y: torch.utils.checkpoint.checkpoint(torch.exp, y, use_reentrant=False), x),
+    "checkpoint": lambda x: _gradient(lambda y: checkpoint(torch.exp, y, use_reentrant=False), x),
     "as_strided": lambda x: x.as_strided((2, 2), (4, 1), 1),
     "write through a view": lambda x: x.t()[1:].mul_(3)._base,  # type: ignore[return-value, dict-item]
     "set_": lambda x: torch.empty(0, device=x.device).set_(x),
@@ -273,3 +274,60 @@ def test_a_write_in_place_finds_that_nobody_else_sees_the_memory() -> None:
     w.add_(1)
     assert address(w) == at  # Python has seen it, and has let it go
     torch.testing.assert_close(w.cpu(), _new("cpu").add_(1))
+
+
+def test_what_is_called_below_functionalization_gives_wrappers() -> None:
+    """PyTorch's C++ calls operators so on what is in a ``DTensor``, and leaves all keys up to ``Functionalize`` out."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize).add(
+        torch._C._dispatch_key_parse("DeferredInit")
+    ).add(torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode)  # fmt: skip
+    for of in (lambda x: x * 2, torch.relu, lambda x: x.t(), lambda x: x[1:], lambda x: x.unsqueeze(0)):
+        for _ in range(4):
+            x = _new("port")
+            with torch._C._ExcludeDispatchKeyGuard(keys):
+                made = of(x)
+            assert torch._is_functional_tensor(made)
+            torch.testing.assert_close((made + 1).cpu(), of(_new("cpu")) + 1)
+
+
+class _Finalizer:
+    """Runs an operator on a tensor when it is collected as garbage."""
+
+    def __init__(self, of: Callable[[torch.Tensor], Any], victim: torch.Tensor, said: list[str]) -> None:
+        self.me = self
+        self.of, self.victim, self.said = of, victim, said
+
+    def __del__(self) -> None:
+        try:
+            self.of(self.victim)
+        except BaseException as error:
+            self.said.append(str(error))
+
+
+@pytest.mark.parametrize("of", [torch.bernoulli, lambda x: x.to(torch.float64)])
+def test_a_finalizer_may_see_a_handle_that_is_being_shown(of: Callable[[torch.Tensor], Any]) -> None:
+    x = torch.ones(2, device="port")
+    for _ in range(4):
+        (x - 1).cpu()
+        torch.bernoulli(x * 0)
+    said: list[str] = []
+    gc.collect()
+    before = gc.get_threshold()
+    gc.disable()
+    gc.freeze()
+    try:
+        for size in range(3, 30):
+            x = torch.ones(size, device="port")
+            for later in range(1, 10):
+                y = x - 1
+                _Finalizer(of, y, said)
+                gc.set_threshold(gc.get_count()[0] + later, 1_000, 1_000)
+                gc.enable()
+                drawn = torch.bernoulli(y)
+                gc.disable()
+                assert drawn.cpu().tolist() == y.cpu().tolist() == [0.0] * size
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+        gc.enable()
+    assert said == []

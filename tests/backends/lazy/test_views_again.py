@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_support import COMPILER, compiles
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchport
 from torchport import native
@@ -172,6 +173,98 @@ def test_forward_gradients_go_through_views_where_gradients_are_off() -> None:
         for _ in range(ROUNDS):
             _image("port").view(6, 4).t()
     torch.testing.assert_close(tangent("port").cpu(), tangent("cpu"))
+
+
+def _replayed(device: str) -> list[Any]:
+    """What is asked of the functions that take a view again, of views where gradients are off."""
+    x = _image(device).view(6, 4) * 2
+    with torch.no_grad():
+        part = x[1:4]
+        turned, halves = part.t(), part.split(2, dim=1)
+    mixed = part.t()[1:]  # a view with gradients of one without
+    other = torch.arange(24.0).view(6, 4).to(device)
+    views: list[Any] = [part, turned, halves[1], mixed]
+    again = [view._view_func(other) for view in views]
+    with torch.no_grad(), torch.autograd._force_original_view_tracking(True):
+        tracked: Any = x[1:4]
+        again.append(tracked._view_func(other))
+    fake = [FakeTensorMode().from_tensor(view) for view in (part, turned, mixed)]
+    shown = [(tuple(one.shape), one.stride(), one.storage_offset()) for one in fake]
+    return [*(one.detach().cpu().tolist() for one in again), *shown]
+
+
+def test_a_view_can_be_taken_again_of_another_base() -> None:
+    for _ in range(ROUNDS):
+        assert _replayed("port") == _replayed("cpu")
+
+
+def test_a_base_is_found_from_its_view() -> None:
+    for _ in range(ROUNDS):
+        with torch.no_grad():
+            x = _image("port") * 2
+            view = x.view(6, 4).t()
+        mixed = view.t()
+        with torch.no_grad():
+            again = mixed.unsqueeze(0)
+        for one in (view, mixed, again):
+            found: Any = one._rev_view_func_unsafe(one)  # type: ignore[attr-defined, operator]
+            assert found.shape == x.shape
+            torch.testing.assert_close(found.cpu(), x.cpu())
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_a_compiler_takes_views_that_were_taken_without_gradients(compiler: str) -> None:
+    def program(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        a.mul_(3)
+        return a + 1 + b.t()
+
+    def said(device: str) -> list[Any]:
+        torch._dynamo.reset()
+        x = _image(device).view(6, 4) * 2
+        with torch.no_grad():
+            made = torch.compile(program, backend=compiler)(x[1:4], x[2:5].t())
+        return [x.cpu(), made.cpu()]
+
+    expected = said("cpu")
+    for _ in range(ROUNDS):
+        for got, one in zip(said("port"), expected, strict=True):
+            torch.testing.assert_close(got, one)
+
+
+def test_forward_gradients_come_later_to_views_that_were_taken_without() -> None:
+    def tangents(device: str) -> list[Any]:
+        said: list[Any] = []
+        with torch.no_grad(), torch.autograd.forward_ad.dual_level():
+            for part, whole in ((slice(1, None), False), (slice(1, None), True)):
+                x = _image(device).view(-1) * 2
+                view = x[part].view(-1) if whole else x[part].split(12)[0]
+                target = x if whole else view
+                dual = torch.autograd.forward_ad.make_dual(torch.ones_like(target), torch.ones_like(target) * 3)
+                target.mul_(dual)
+                said += [torch.autograd.forward_ad.unpack_dual(one).tangent.cpu() for one in (x, view)]
+        return said
+
+    expected = tangents("cpu")
+    for _ in range(ROUNDS):
+        torch.testing.assert_close(tangents("port"), expected)
+
+
+@pytest.mark.parametrize("mode", MODES[:2])
+def test_views_of_what_has_no_wrapper(mode: Any) -> None:
+    off = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
+    with mode():
+        for _ in range(ROUNDS):
+            sparse = _image("port").view(6, 4).to_sparse()
+            torch.testing.assert_close(
+                sparse.unsqueeze(0).permute(2, 1, 0).to_dense().cpu(),
+                _image("cpu").view(6, 4).unsqueeze(0).permute(2, 1, 0),
+            )
+            x = _image("port") * 2
+            with torch._C._ExcludeDispatchKeyGuard(off):
+                view = x.view(-1)
+            assert view._is_view()
+            view.add_(1)
+            torch.testing.assert_close(x.cpu(), _image("cpu") * 2 + 1)
 
 
 def test_transforms_take_views_of_their_own() -> None:
