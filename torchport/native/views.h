@@ -103,18 +103,25 @@ struct Way {
 };
 
 struct OfWay final : torch::autograd::ViewFunc {
-  explicit OfWay(std::shared_ptr<const Way> way) : way(std::move(way)) {}
+  explicit OfWay(Way way) : way(std::move(way)) {}
 
   at::Tensor operator()(const at::Tensor& base) const override {
-    return way->of(base);
+    return way.of(base);
   }
   std::unique_ptr<torch::autograd::ViewFunc> clone_and_set(
       std::optional<std::vector<c10::SymInt>>, std::optional<std::vector<at::Tensor>>) const override {
     return std::make_unique<OfWay>(way);
   }
 
-  const std::shared_ptr<const Way> way;
+  const Way way;
 };
+
+// Stands for the way back from such a view, which PyTorch keeps and does not ask for itself.
+at::Tensor no_way_back(const at::Tensor&) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false,
+      "the device does not know the way back from a view that was taken where gradients are off; take it where they are on");
+}
 
 // One operator's kernels. Any other call goes to PyTorch's own.
 template <class Op, class Schema = typename Op::schema>
@@ -288,32 +295,21 @@ struct View<Op, Out(const at::Tensor&, Args...)> {
       const at::Tensor& self, const at::Tensor& view, const std::shared_ptr<const Steps>& steps, int64_t which) {
     using namespace torch::autograd;
     const DifferentiableViewMeta* const of_view = impl::get_view_autograd_meta(self);
-    const bool shared = of_view != nullptr && of_view->shared_view_info() && of_view->get_backward_view().has_view_fn();
-    const auto* before = shared ? dynamic_cast<const OfWay*>(&of_view->get_backward_view().view_fn()) : nullptr;
-    auto way = std::make_unique<OfWay>(std::make_shared<const Way>(
-        Way{before == nullptr ? nullptr : before->way, &original->opHandle(), steps, which}));
-    // Where ``as_view`` goes on from a view of PyTorch's own, it wants the way to ``self``, and else to the first base.
-    const bool is_step = before == nullptr && of_view != nullptr;
-    const auto back = [self, steps, which, is_step](const at::Tensor& of) {
-      return reversed(is_step ? self.variable_data() : self, *steps, which, of);
-    };
+    const ViewInfo* const of_self =
+        of_view != nullptr && of_view->shared_view_info() && of_view->has_bw_view() ? &of_view->get_backward_view() : nullptr;
+    const OfWay* before = nullptr;
+    if (of_self != nullptr && of_self->has_view_fn()) {
+      const ViewFunc& known = of_self->view_fn();
+      before = typeid(known) == typeid(OfWay) ? static_cast<const OfWay*>(&known) : nullptr;
+    }
+    auto way = std::make_unique<OfWay>(Way{
+        before == nullptr ? nullptr : std::make_shared<const Way>(before->way), &original->opHandle(), steps, which});
     if (before == nullptr) {
-      return as_view(self, view, true, true, std::move(way), back, CreationMeta::NO_GRAD_MODE);
+      return as_view(self, view, true, true, std::move(way), no_way_back, CreationMeta::NO_GRAD_MODE);
     }
     return make_variable_differentiable_view(
-        view, ViewInfo(of_view->get_backward_view().base_, std::move(way), back), std::nullopt, true,
+        view, ViewInfo(of_self->base_, std::move(way), no_way_back), std::nullopt, true,
         propagate_creation_meta(of_view->get_creation_meta(), CreationMeta::NO_GRAD_MODE));
-  }
-
-  // The base of a view like the one that was taken of ``self``: PyTorch's own function says.
-  static at::Tensor reversed(const at::Tensor& self, const Steps& steps, int64_t which, const at::Tensor& view) {
-    using namespace torch::autograd;
-    const at::AutoGradMode with_gradients(true);
-    torch::jit::Stack stack = {self};
-    stack.insert(stack.end(), steps.arguments.begin(), steps.arguments.end());
-    original->opHandle().callBoxed(&stack);
-    const at::Tensor made = stack.back().isTensor() ? stack.back().toTensor() : stack.back().toTensorList().get(which);
-    return impl::get_view_autograd_meta(made)->get_backward_view().rev_view_fn()(view);
   }
 };
 
