@@ -87,18 +87,36 @@ bool notes_no_gradients(const at::Tensor& tensor) {
       (tensor.unsafeGetTensorImpl()->autograd_meta() == nullptr || !tensor._fw_grad(0).defined());
 }
 
-// How a view is taken of a base: by one operator after another.
+// How a view is taken of a base: by one operator after another. A loop that goes on taking views of views makes long
+// ways, so nothing is done by recursion.
 struct Way {
-  std::shared_ptr<const Way> before;
+  std::shared_ptr<Way> before;
   const c10::OperatorHandle* op;
   std::shared_ptr<const Steps> steps;
   int64_t which; // of the operator's results
 
-  at::Tensor of(const at::Tensor& base) const {
-    torch::jit::Stack stack = {before == nullptr ? base : before->of(base)};
-    stack.insert(stack.end(), steps->arguments.begin(), steps->arguments.end());
-    op->callBoxed(&stack);
-    return stack.back().isTensor() ? stack.back().toTensor() : stack.back().toTensorList().get(which);
+  Way(std::shared_ptr<Way> before, const c10::OperatorHandle& op, std::shared_ptr<const Steps> steps, int64_t which)
+      : before(std::move(before)), op(&op), steps(std::move(steps)), which(which) {}
+  Way(const Way&) = default;
+  Way(Way&&) = default;
+  ~Way() {
+    while (before != nullptr && before.use_count() == 1) {
+      before = std::exchange(before->before, nullptr);
+    }
+  }
+
+  at::Tensor of(at::Tensor base) const {
+    std::vector<const Way*> steps_back;
+    for (const Way* step = this; step != nullptr; step = step->before.get()) {
+      steps_back.push_back(step);
+    }
+    for (auto step = steps_back.rbegin(); step != steps_back.rend(); ++step) {
+      torch::jit::Stack stack = {std::move(base)};
+      stack.insert(stack.end(), (*step)->steps->arguments.begin(), (*step)->steps->arguments.end());
+      (*step)->op->callBoxed(&stack);
+      base = stack.back().isTensor() ? stack.back().toTensor() : stack.back().toTensorList().get((*step)->which);
+    }
+    return base;
   }
 };
 
@@ -302,8 +320,8 @@ struct View<Op, Out(const at::Tensor&, Args...)> {
       const ViewFunc& known = of_self->view_fn();
       before = typeid(known) == typeid(OfWay) ? static_cast<const OfWay*>(&known) : nullptr;
     }
-    auto way = std::make_unique<OfWay>(Way{
-        before == nullptr ? nullptr : std::make_shared<const Way>(before->way), &original->opHandle(), steps, which});
+    auto way = std::make_unique<OfWay>(
+        Way(before == nullptr ? nullptr : std::make_shared<Way>(before->way), original->opHandle(), steps, which));
     if (before == nullptr) {
       return as_view(self, view, true, true, std::move(way), no_way_back, CreationMeta::NO_GRAD_MODE);
     }

@@ -20,7 +20,6 @@ bool goes_to_handles(c10::DispatchKeySet keys) {
   return keys.remove(c10::DispatchKey::Functionalize).highestPriorityTypeId() == c10::DispatchKey::PrivateUse1;
 }
 
-
 // The kernel of a functional operator at Functionalize. Any other call goes to PyTorch's ``original``, and from there to
 // ``Functional``.
 struct Wrapped final : c10::OperatorKernel {

@@ -198,6 +198,17 @@ def test_a_view_can_be_taken_again_of_another_base() -> None:
         assert _replayed("port") == _replayed("cpu")
 
 
+def test_a_long_way_of_views_is_gone_and_forgotten() -> None:
+    with torch.no_grad():
+        x = torch.arange(6.0).to("port") * 2
+        view: Any = x
+        for _ in range(300):
+            view = view.view(2, 3).view(6)
+    assert view._base is x
+    torch.testing.assert_close(view._view_func(x + 1).cpu(), torch.arange(6.0) * 2 + 1)
+    del view
+
+
 def test_the_way_back_from_a_view_without_gradients_is_refused() -> None:
     for _ in range(ROUNDS):
         x = _image("port") * 2
