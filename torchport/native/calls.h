@@ -54,6 +54,22 @@ long token_at(PyObject* part) {
   return -1;
 }
 
+size_t hash_of(c10::ArrayRef<int64_t> numbers, size_t made = 0) {
+  for (const int64_t number : numbers) {
+    made = (made ^ static_cast<size_t>(number)) * 0x9E3779B97F4A7C15ull;
+    made ^= made >> 29;
+  }
+  return made;
+}
+
+// For tables whose keys are lists of numbers.
+struct HashOfNumbers {
+  template <class Numbers>
+  size_t operator()(const Numbers& numbers) const {
+    return hash_of(numbers, numbers.size());
+  }
+};
+
 struct Gil {
   PyGILState_STATE state = PyGILState_Ensure();
   ~Gil() {
@@ -100,7 +116,7 @@ THPObjectPtr current_trace() {
   return recording_trace(of_this_thread().get());
 }
 
-void show(const at::Tensor& tensor); // values.h
+void show(const at::Tensor& tensor); // unseen.h
 
 // The tensor as a handle of index 0, a new reference; null for any other tensor.
 THPObjectPtr handle_of(const at::Tensor& tensor) {

@@ -4,7 +4,7 @@
 // Only the plain case of ``direct.run`` is done here. Every other call goes to the Python kernel.
 #pragma once
 #include "threads.h"
-#include "values.h"
+#include "unseen.h"
 #include "wide.h"
 
 #include <algorithm>
@@ -174,7 +174,7 @@ struct DirectCall {
   PyObject* runtime;
   bool wrapped; // arguments may be handles' wrappers, which are up to date
   std::vector<c10::IValue> stack;
-  c10::SmallVector<Held, 4> used; // what the arguments' handles hold
+  Sharing sharing = Sharing::nobody; // who may see the memory of the results
   THPObjectPtr args, kwargs; // what is noted for shape inference: specs in the places of tensors
   bool noted; // whether to note the call for shape inference; false once an argument has no such form
   int64_t elements = 0; // of the arguments
@@ -205,14 +205,13 @@ struct DirectCall {
       return {};
     }
     elements += tensor.numel();
+    if (direct.shares) {
+      sharing = std::max(held.share(), sharing);
+    }
     if (noted) {
       spec = held.spec();
     }
-    at::Tensor found = held.tensor;
-    if (direct.shares) {
-      used.push_back(std::move(held));
-    }
-    return found;
+    return std::move(held.tensor);
   }
 
   bool add(const c10::IValue& given, size_t at, char letter) {
@@ -364,7 +363,7 @@ bool run_direct(
     return false;
   }
   PyObject* const runtime = ready.runtime;
-  DirectCall call{direct, runtime, wrapped, Spare::take(), {}, THPObjectPtr(), THPObjectPtr(), noted};
+  DirectCall call{direct, runtime, wrapped, Spare::take(), Sharing::nobody, THPObjectPtr(), THPObjectPtr(), noted};
   if (noted) {
     call.args = PyList_New(0);
     call.kwargs = PyDict_New();
@@ -384,10 +383,6 @@ bool run_direct(
       PyErr_Clear();
       return false;
     }
-  }
-  Sharing sharing = Sharing::nobody; // of the results
-  for (Held& held : call.used) {
-    sharing = std::max(held.share(), sharing);
   }
   if (!call.is_exact() || !call.compute(in_place) || (direct.is_blank && call.repeats())) {
     return false; // nothing has changed: Python repeats the call, and its error names the user's line
@@ -427,7 +422,7 @@ bool run_direct(
       one_list ? PyList_SET_ITEM(specs.get(), at, described) : PyTuple_SET_ITEM(specs.get(), at, described);
     }
     results.push_back(
-        values[at].defined() ? unseen_handle(std::move(values[at]), ready.owner, sharing) : at::Tensor());
+        values[at].defined() ? unseen_handle(std::move(values[at]), ready.owner, call.sharing) : at::Tensor());
   }
   if (call.noted) {
     PyObject* result = several ? specs.get() : PyTuple_GET_ITEM(specs.get(), 0);

@@ -98,7 +98,7 @@ inline PyObject* handle_like(const at::Tensor& tensor) {
   return THPVariable_Wrap(tensor.variable_data(), py_.handle);
 }
 
-// The dispatch key of a handle that Python has not seen (values.h). PyTorch reserves it for libraries outside of it, and
+// The dispatch key of a handle that Python has not seen (unseen.h). PyTorch reserves it for libraries outside of it, and
 // has no kernel there. It comes before any other kernel of a handle, and before dispatch modes.
 constexpr auto kUnseen = c10::DispatchKey::DeferredInit;
 
@@ -107,7 +107,8 @@ inline bool is_unseen(const at::Tensor& tensor) {
   return keys.has(kUnseen) && !keys.has(c10::DispatchKey::Functionalize) && tensor.is_privateuseone();
 }
 
-// A wrapper without the key, which it has from a handle.
+// A wrapper without the key. Its constructor takes over the keys of its handle, and PyTorch has no function to remove
+// one; a derived class may name the member.
 inline at::Tensor without_key(at::Tensor wrapper) {
   struct Keys : c10::TensorImpl {
     static constexpr auto of() {

@@ -11,8 +11,6 @@
 #include <cstring>
 #include <vector>
 
-#include <c10/util/hash.h>
-
 namespace {
 
 // -- Python's side ----------------------------------------------------------------------------------------------
@@ -122,7 +120,7 @@ size_t opening_of(PyObject* trace, long long serial, Values given) {
   call.numbers.push_back(serial);
   PyObject* runtime = py_.runtime.of(trace);
   const auto add = [&](const c10::IValue& value) { return call.add(value, runtime); };
-  return std::all_of(given.begin(), given.end(), add) ? c10::hash<std::vector<int64_t>>()(call.numbers) : 0;
+  return std::all_of(given.begin(), given.end(), add) ? hash_of(call.numbers) : 0;
 }
 
 // Begin a path that was interpreted before, if it is interpreted again; false where Python has to decide. If two calls

@@ -76,17 +76,6 @@ bool is_ours(const at::Tensor& tensor) {
 
 using KindOfCall = std::vector<int64_t>;
 
-struct Hash {
-  size_t operator()(const KindOfCall& kind) const {
-    uint64_t hash = kind.size();
-    for (const int64_t part : kind) {
-      hash = (hash ^ static_cast<uint64_t>(part)) * 0x9E3779B97F4A7C15u;
-      hash ^= hash >> 29;
-    }
-    return hash;
-  }
-};
-
 // Describes a call by everything that the CPU's answer depends on. ``add`` returns false for an argument that the
 // description does not cover: a tensor that shares memory with a written one, a written view of an expanded tensor, a
 // tensor of another device, a symbolic size, a generator.
@@ -257,7 +246,7 @@ struct Out final : c10::OperatorKernel {
 
   const size_t arguments, outs;
   const c10::SafeKernelFunction python, original;
-  std::unordered_set<KindOfCall, Hash> known; // guarded by the GIL
+  std::unordered_set<KindOfCall, HashOfNumbers> known; // guarded by the GIL
   KindOfCall last; // one of them
 };
 

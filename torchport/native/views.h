@@ -45,17 +45,6 @@ struct Steps {
 
 using ViewArguments = c10::SmallVector<int64_t, 8>;
 
-struct HashOfView {
-  size_t operator()(const ViewArguments& given) const {
-    size_t made = given.size();
-    for (const int64_t value : given) {
-      made = (made ^ static_cast<size_t>(value)) * 0x9E3779B97F4A7C15ull;
-      made ^= made >> 29;
-    }
-    return made;
-  }
-};
-
 constexpr size_t kMostKnown = 1024; // of one operator
 
 // Added to a key set, its autograd key leads to PyTorch's own kernel, as in ``frontend/device/routes.py``.
@@ -147,7 +136,7 @@ struct View;
 
 template <class Op, class Out, class... Args>
 struct View<Op, Out(const at::Tensor&, Args...)> {
-  using Known = std::unordered_map<ViewArguments, std::shared_ptr<Steps>, HashOfView>;
+  using Known = std::unordered_map<ViewArguments, std::shared_ptr<Steps>, HashOfNumbers>;
   static inline const Kernel* kernel = nullptr; // of the operator that copies the view, which handles know
   static inline const c10::SafeKernelFunction* original = nullptr; // at Functionalize; never freed
   static inline const c10::SafeKernelFunction* stock = nullptr; // PyTorch's at an autograd key; never freed

@@ -15,7 +15,7 @@ _show: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 def use_shown(show: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Call a function with what is in a wrapper and Python has not seen. C++ makes such handles, and has the function:
-    it gives them the class and the value that Python knows (``native/values.h``)."""
+    it gives them the class and the value that Python knows (``native/unseen.h``)."""
     global _show
     _show = show
 

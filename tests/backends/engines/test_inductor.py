@@ -133,6 +133,13 @@ def test_scalars_empty_tensors_and_dtypes() -> None:
     check(fn, *args)
 
 
+def test_integers_to_the_power_of_integer_tensors() -> None:
+    def fn(i: torch.Tensor, u: torch.Tensor, b: torch.Tensor) -> Tensors:
+        return 2**i, (-3) ** i, 2.5**i, 3**u, 300**u, 2**b, torch.pow(2, u.sum(dtype=torch.uint8))
+
+    check(fn, torch.arange(4), torch.tensor([0, 1, 5], dtype=torch.uint8), torch.tensor([True, False]))
+
+
 def test_half_and_bfloat16() -> None:
     def fn(h: torch.Tensor, b: torch.Tensor) -> Tensors:
         return h @ h, h.softmax(-1), b @ b, F.layer_norm(b, [8]), b.sum(), h + 1

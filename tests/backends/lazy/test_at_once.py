@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from native_support import COMPILER, compiles
+from native_support import compiles, with_libraries
 from torch.nn.functional import scaled_dot_product_attention as attend
 
 import torchport
-from torchport import native
-from torchport.core.config import config
 from torchport.frontend.device import routes
 from torchport.run import direct
 
@@ -23,10 +21,7 @@ pytestmark = compiles
 @pytest.fixture(autouse=True)
 def _eager() -> Iterator[None]:
     """Eager mode is where nothing is recorded, ever."""
-    native.build_all([str(COMPILER)])
-    assert native.follow.load() is not None, "it was not built: see the log"
-    torchport.use("reference")
-    with config.override(tiers="auto"), torchport.mode("eager"):
+    with with_libraries(), torchport.mode("eager"):
         yield
 
 

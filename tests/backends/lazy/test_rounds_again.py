@@ -16,10 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from native_support import COMPILER, compiles, said_without_and_with
+from native_support import compiles, said_without_and_with, with_libraries
 
 import torchport
-from torchport import native
 from torchport.core import metrics
 from torchport.core.config import config
 from torchport.core.errors import UnsupportedOp
@@ -36,13 +35,8 @@ PYTHON_KERNELS = {"kernel", "record", "run", "host_tensor", "_to_copy", "_host_t
 
 @pytest.fixture(autouse=True)
 def _interpreted() -> Iterator[None]:
-    native.build_all([str(COMPILER)])
-    assert native.follow.load() is not None, "it was not built: see the log"
-    torchport.use("reference")
-    torchport.sync()
-    with config.override(tiers="auto", compile_after=1e9):  # nothing is recorded but where a test says so
+    with with_libraries(compile_after=1e9):  # nothing is recorded but where a test says so
         yield
-    torchport.sync()
 
 
 def _called(program: Callable[[], object]) -> set[str]:

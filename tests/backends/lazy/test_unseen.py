@@ -1,4 +1,4 @@
-"""Results of operators at once that Python has not seen: C++ holds their values, until somebody asks (native/values.h).
+"""Results of operators at once that Python has not seen: C++ holds their values, until somebody asks (native/unseen.h).
 
 Each way to ask is the first thing that is done with a new result.
 """
@@ -17,14 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from native_support import COMPILER, compiles
+from native_support import compiles, said_without_and_with, with_libraries
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import torchport
-from torchport import native
 from torchport.core import metrics
-from torchport.core.config import config
 from torchport.trace.handle import LazyTensor
 from torchport.trace.wrapping import inner_of, unwrap
 
@@ -33,13 +31,8 @@ pytestmark = compiles
 
 @pytest.fixture(autouse=True)
 def _interpreted() -> Iterator[None]:
-    native.build_all([str(COMPILER)])
-    assert native.follow.load() is not None, "it was not built: see the log"
-    torchport.use("reference")
-    torchport.sync()
-    with config.override(tiers="auto", compile_after=1e9):  # nothing is recorded
+    with with_libraries(compile_after=1e9):  # nothing is recorded
         yield
-    torchport.sync()
 
 
 def _new(device: str) -> torch.Tensor:
@@ -288,6 +281,28 @@ def test_what_is_called_below_functionalization_gives_wrappers() -> None:
                 made = of(x)
             assert torch._is_functional_tensor(made)
             torch.testing.assert_close((made + 1).cpu(), of(_new("cpu")) + 1)
+
+
+BESIDE_ANOTHER_LIBRARY = """
+import torch, torchport
+library = torch._C._dispatch_library("IMPL", "_", "DeferredInit")
+library.fallback_fallthrough()
+torchport.use("reference")
+torchport.config.compile_after = 1e9
+for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+    with mode():
+        x = torch.arange(12.0, device="port").view(3, 4)
+        for _ in range(4):
+            y = (x + 1).t()[1:].mul_(2).split(2, dim=1)[0] + torch.ones(3, 2, device="port")
+            print(type(torch._from_functional_tensor(y)).__name__, y.tolist())
+"""
+
+
+def test_another_library_may_have_the_key() -> None:
+    """In a process of its own, before the device is used: then Python sees every handle."""
+    without, with_them = said_without_and_with(BESIDE_ANOTHER_LIBRARY)
+    assert without == with_them
+    assert {line.split()[0] for line in with_them} == {LazyTensor.__name__}
 
 
 class _Finalizer:

@@ -12,12 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_support import COMPILER, compiles
+from native_support import compiles, with_libraries
 from torch._subclasses.fake_tensor import FakeTensorMode
-
-import torchport
-from torchport import native
-from torchport.core.config import config
 
 pytestmark = compiles
 
@@ -27,13 +23,8 @@ MODES = [torch.enable_grad, torch.no_grad, torch.inference_mode]
 
 @pytest.fixture(params=["at once", "recorded"], autouse=True)
 def _tier(request: pytest.FixtureRequest) -> Iterator[None]:
-    native.build_all([str(COMPILER)])
-    assert native.follow.load() is not None, "it was not built: see the log"
-    torchport.use("reference")
-    torchport.sync()
-    with config.override(tiers="auto" if request.param == "at once" else "off", compile_after=1e9):
+    with with_libraries(tiers="auto" if request.param == "at once" else "off", compile_after=1e9):
         yield
-    torchport.sync()
 
 
 def _image(device: str) -> torch.Tensor:

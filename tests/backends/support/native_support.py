@@ -6,13 +6,35 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
-__all__ = ["COMPILER", "compiles", "said_without_and_with"]
+import torchport
+from torchport import native
+from torchport.core.config import config
+
+__all__ = ["COMPILER", "compiles", "said_without_and_with", "with_libraries"]
 
 COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 compiles = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")
+
+
+@contextmanager
+def with_libraries(**settings: Any) -> Iterator[None]:
+    """Inside of the block ``reference`` computes with the C++ libraries, and nothing is pending before and after.
+
+    ``settings``: of :data:`torchport.config`; operators are interpreted if they say nothing else.
+    """
+    native.build_all([str(COMPILER)])
+    assert native.follow.load() is not None, "it was not built: see the log"
+    torchport.use("reference")
+    torchport.sync()
+    with config.override(**{"tiers": "auto", **settings}):
+        yield
+    torchport.sync()
 
 
 def said_without_and_with(program: str) -> list[list[str]]:

@@ -315,9 +315,21 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
     for op, count in ((torch.ops.aten.var.correction, 1), (torch.ops.aten.var_mean.correction, 2)):
         table[op] = of_nothing(table.get(op), count)
     table[torch.ops.aten.index_put.default] = _masked
+    table[torch.ops.aten.pow.Scalar] = _power
     table.update(scatters(table))
     table.update(additions(table))
     return table
+
+
+def _power(base: float, exponent: torch.Tensor) -> Any:
+    """An integer to the power of an integer tensor; ``NotImplemented`` for others.
+
+    Inductor calls PyTorch's kernel for it, by a C function that takes the number as floating-point (torch 2.13).
+    """
+    dtype = torch.result_type(exponent, base)
+    if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
+        return NotImplemented
+    return torch.pow(torch.scalar_tensor(base, dtype=torch.int64).to(dtype), exponent.to(dtype))
 
 
 def _masked(x: torch.Tensor, indices: Sequence[Any], values: torch.Tensor, accumulate: bool = False) -> Any:

@@ -6,8 +6,7 @@ Every other tensor, and every call whose result would change shape or dtype, goe
 through a view is taken back to the base by functionalization; through an expanded one, by :mod:`.expanded`.
 
 Private torch APIs used here: ``torch._functionalize_replace``, ``torch._functionalize_commit_update``,
-``torch._functionalize_sync``, ``torch._is_functional_tensor`` (what
-functionalization does after such an op).
+``torch._functionalize_sync``, ``torch._is_functional_tensor`` (what functionalization does after such an op).
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ __all__ = [
 ]
 
 _is_functional = torch._is_functional_tensor
-_inner_of = inner_of
 _sync = torch._functionalize_sync
 _replace = torch._functionalize_replace
 _commit = torch._functionalize_commit_update
@@ -141,7 +139,7 @@ def unwrapped(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if _is_functional(value):
             _sync(value)
-            return _inner_of(value)
+            return inner_of(value)
         return value
     if value.__class__ is list and value and isinstance(value[0], torch.Tensor):
         return _inner_list(value)
@@ -325,7 +323,7 @@ def write_each(wrappers: Sequence[torch.Tensor], values: Sequence[torch.Tensor])
 def _inner_list(tensors: Sequence[torch.Tensor]) -> list[Any]:
     try:
         _exhaust(map(_sync, tensors))
-        return list(map(_inner_of, tensors))
+        return list(map(inner_of, tensors))
     except (RuntimeError, TypeError):  # some are no wrappers, or not even tensors
         return [unwrapped(item) for item in tensors]
 
