@@ -86,9 +86,8 @@ def _exact() -> dict[Any, str]:
     for name in ("addcmul", "addcdiv"):
         packet = getattr(aten, f"_foreach_{name}")
         found.update({packet.Scalar: "wide", packet.ScalarList: "wide", getattr(aten, name).default: "wide"})
-    for op in (aten._foreach_lerp.Scalar, aten.lerp.Scalar, aten.add.Tensor, aten.sub.Tensor):
-        found[op] = "wide"
-    return found
+    same = (aten.lerp.Scalar, aten.add.Tensor, aten.sub.Tensor, aten.mul.Scalar, aten.div.Scalar)
+    return found | dict.fromkeys((aten._foreach_lerp.Scalar, *same), "wide")
 
 
 _EXACT: Final = _exact()

@@ -288,7 +288,7 @@ extern "C" PyObject* torchport_composite_routed(const char* name, const char* ov
 // Look up what interpreting operators at once needs. Must be called before ``torchport_direct``.
 extern "C" PyObject* torchport_direct_start(
     PyObject* data, PyObject* spec, PyObject* trace, PyObject* manner, PyObject* of_dtype, PyObject* observe,
-    PyObject* of_views, PyObject* reopened) {
+    PyObject* of_views, PyObject* reopened, PyObject* decided) {
   HANDLE_TH_ERRORS
   const std::vector<std::tuple<PyObject*, const char*, Slot*>> slots = {
       {trace, "direct", &direct_of}, {trace, "observing", &observing_of}, {trace, "root", &root_of},
@@ -300,7 +300,7 @@ extern "C" PyObject* torchport_direct_start(
       return nullptr;
     }
   }
-  for (PyObject* held : {data, spec, manner, of_dtype, observe, of_views, reopened}) {
+  for (PyObject* held : {data, spec, manner, of_dtype, observe, of_views, reopened, decided}) {
     Py_INCREF(held);
   }
   host_data = reinterpret_cast<PyTypeObject*>(data);
@@ -310,6 +310,7 @@ extern "C" PyObject* torchport_direct_start(
   observed = observe;
   views = of_views;
   reopen = reopened;
+  decide = decided;
   zero = PyLong_FromLong(0);
   n_by_index = PyUnicode_InternFromString("_by_index");
   n_device = PyUnicode_InternFromString("device");

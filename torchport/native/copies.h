@@ -74,7 +74,10 @@ struct ToCopy final : c10::OperatorKernel {
       return {};
     }
     Gil gil;
-    THPObjectPtr trace = kernel.direct ? direct_trace(of_this_thread().get()) : THPObjectPtr();
+    THPObjectPtr trace = direct_trace(of_this_thread().get());
+    if (trace && !kernel.is_direct(trace.get())) {
+      trace = THPObjectPtr();
+    }
     if (!trace) {
       return {};
     }

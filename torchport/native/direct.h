@@ -19,6 +19,7 @@ namespace {
 Slot observing_of; // of a trace
 PyTypeObject* manner_type; // interpret.How
 PyObject* observed; // ``append`` of infer.observed, the results that shape inference may learn from
+PyObject* decide; // run.direct.decide, by serial
 
 constexpr int64_t kFewElements = 1 << 16; // of the arguments of an operator that is computed without giving up the GIL
 
@@ -59,6 +60,19 @@ PyObject* plain(const c10::IValue& value, char kind) {
     return made.release();
   }
   return nullptr;
+}
+
+// Have Python decide how a trace's runtime interprets an operator, which it does once, and tell C++.
+// Raises an interrupt.
+void prepare(PyObject* trace, long long serial) {
+  THPObjectPtr number(PyLong_FromLongLong(serial));
+  THPObjectPtr done(number ? PyObject_CallFunctionObjArgs(decide, trace, number.get(), nullptr) : nullptr);
+  if (!done) {
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) {
+      throw python_error();
+    }
+    PyErr_Clear(); // the Python kernel will meet it again
+  }
 }
 
 // Whether a device is this one of index 0, or none is named.
@@ -118,8 +132,11 @@ class AtOnce {
       return;
     }
     owner = bound(py_.runtime.of(trace));
-    PyObject* manner =
-        owner == nullptr ? nullptr : PyDict_GetItemWithError(owner->manners.get(), direct.serial);
+    PyObject* manner = owner == nullptr ? nullptr : PyDict_GetItemWithError(owner->manners.get(), direct.serial);
+    if (manner == nullptr && owner != nullptr && !PyErr_Occurred()) { // another runtime than that which was asked for
+      prepare(trace, integer(direct.serial));
+      manner = PyDict_GetItemWithError(owner->manners.get(), direct.serial);
+    }
     if (manner == nullptr || Py_TYPE(manner) != manner_type) { // not decided yet, or the backend or the host runs it
       PyErr_Clear();
       return;
@@ -235,9 +252,13 @@ struct DirectCall {
           stack.push_back(given);
           break;
         }
+        if (!given.toTensor().defined()) { // as autograd says None
+          stack.emplace_back();
+          described = Py_NewRef(Py_None);
+          break;
+        }
         PyObject* spec = nullptr;
-        const at::Tensor& tensor = given.toTensor();
-        at::Tensor found = tensor.defined() ? real(tensor, spec) : at::Tensor();
+        at::Tensor found = real(given.toTensor(), spec);
         described = spec;
         if (!found.defined()) {
           return false;
@@ -347,6 +368,12 @@ struct DirectCall {
   }
 };
 
+// The same memory as a tensor that Python does not hold: by Python's own object of one that was written in place, nobody
+// could tell later that its memory has no other holder (``owned.h``).
+at::Tensor without_object(const at::Tensor& tensor) {
+  return at::Tensor(tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), true));
+}
+
 // Run the call on a stack: results replace the arguments. False, with nothing changed, where Python has to run it.
 // ``in_place``: the form of the operator that writes to its first argument, if that may be written to. ``wrapped``:
 // arguments may be wrappers, up to date, and results are handles all the same.
@@ -399,6 +426,14 @@ bool run_direct(
     }
   }
   Spare::give(std::move(call.stack));
+  if (in_place != nullptr) {
+    const c10::IValue& written = stack[first];
+    for (size_t at = 0; at < values.size(); ++at) {
+      if (unseen(one_list ? written.toListRef()[at].toTensor() : written.toTensor()) == nullptr) {
+        values[at] = without_object(values[at]);
+      }
+    }
+  }
   if (direct.is_blank) {
     for (const at::Tensor& value : values) {
       value.zero_();

@@ -53,13 +53,25 @@ struct Kernel {
   long long serial; // the operator in trace keys
   bool one_list; // it returns one list of tensors
   std::unique_ptr<Direct> direct; // how the operator is interpreted at once; null where Python does that
+  mutable bool asked = false; // whether Python was asked for that
+
+  // Whether the operator may be interpreted at once, in a trace whose operators are.
+  bool is_direct(PyObject* trace) const {
+    if (direct == nullptr && !std::exchange(asked, true)) {
+      prepare(trace, serial);
+    }
+    return direct != nullptr;
+  }
 
   // The trace that an operator is interpreted at once in, the calling thread's of index 0; null where it is not. A path
   // may begin again with it; ``opening`` is what to remember if Python begins one.
   THPObjectPtr trace_at_once(PyObject* of_thread, Values given, size_t& opening) const {
-    THPObjectPtr trace = direct ? any_trace(of_thread) : THPObjectPtr();
-    if (!trace || integer(direct_of.of(trace.get())) > 0) {
-      return trace;
+    THPObjectPtr trace = any_trace(of_thread);
+    if (trace && integer(direct_of.of(trace.get())) > 0) {
+      return is_direct(trace.get()) ? std::move(trace) : THPObjectPtr();
+    }
+    if (!trace || !direct) {
+      return THPObjectPtr();
     }
     opening = direct->is_anchor(given) ? 0 : opening_of(trace.get(), serial, given);
     return begin_again(trace.get(), opening) ? std::move(trace) : THPObjectPtr();

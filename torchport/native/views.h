@@ -21,6 +21,8 @@
 
 #include <ATen/FunctionalTensorWrapper.h>
 #include <ATen/ops/_reshape_alias_ops.h>
+#include <ATen/ops/alias_ops.h>
+#include <ATen/ops/detach_ops.h>
 #include <ATen/ops/expand_ops.h>
 #include <ATen/ops/permute_ops.h>
 #include <ATen/ops/select_ops.h>
@@ -232,8 +234,8 @@ struct View<Op, Out(const at::Tensor&, Args...)> {
       results = child == nullptr ? Results() : results_of(child);
       return child != nullptr;
     }
-    THPObjectPtr trace = kernel->direct ? direct_trace(of_thread.get()) : THPObjectPtr();
-    return trace && at_once(trace.get(), handle, results, args...);
+    THPObjectPtr trace = direct_trace(of_thread.get());
+    return trace && kernel->is_direct(trace.get()) && at_once(trace.get(), handle, results, args...);
   }
 
   // The views of a handle's value.
@@ -340,6 +342,31 @@ bool put_view(const c10::OperatorHandle& op, const Kernel& kernel) {
   return true;
 }
 
+// ``detach`` and ``alias``: one more tensor of the same handle, as PyTorch makes for ``Tensor.data``. With a step of its own
+// in functionalization, as PyTorch makes, each write through such a tensor takes the view again, and its memory has a
+// second holder for good. All parameters that ``Module.to`` has made are such tensors.
+template <class Op>
+struct Same {
+  static inline const c10::SafeKernelFunction* original = nullptr; // at Functionalize; never freed
+
+  static at::Tensor same(c10::DispatchKeySet keys, const at::Tensor& self) {
+    if (goes_to_handles(keys) && is_ours(self) && !self.is_inference() &&
+        !at::functionalization::impl::getFunctionalizationReapplyViewsTLS()) {
+      return at::Tensor(self.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), true));
+    }
+    torch::jit::Stack stack = {self};
+    original->callBoxed(original->opHandle(), keys, &stack);
+    return stack.back().toTensor();
+  }
+
+  static void put_first(const c10::OperatorHandle& op) {
+    if (op.schema().name() == Op::name && original == nullptr) { // the device may be installed once more
+      original = new c10::SafeKernelFunction(op.getComputedKernelForDispatchKey(c10::DispatchKey::Functionalize));
+      put(c10::DispatchKey::Functionalize, op.operator_name(), torch::CppFunction::makeFromUnboxedFunction(&same));
+    }
+  }
+};
+
 template <class... Ops>
 bool put_first(const c10::OperatorHandle& op, const Kernel& kernel) {
   return (put_view<Ops>(op, kernel) || ...);
@@ -365,5 +392,18 @@ extern "C" PyObject* torchport_view(const char* name, const char* overload, long
     Py_RETURN_TRUE;
   }
   Py_RETURN_FALSE;
+  END_HANDLE_TH_ERRORS
+}
+
+// Register a C++ kernel in front of PyTorch's own of ``detach`` or ``alias``. Python has none: what a Python kernel returns
+// has a Python object, which ``Parameter`` refuses.
+extern "C" PyObject* torchport_same(const char* name) {
+  HANDLE_TH_ERRORS
+  Quiet quiet;
+  c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+  const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+  Same<at::_ops::detach>::put_first(op);
+  Same<at::_ops::alias>::put_first(op);
+  Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }

@@ -28,11 +28,14 @@ struct Wrapped final : c10::OperatorKernel {
   const Kernel* kernel = nullptr; // another one where the device is installed once more
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-    if (!goes_to_handles(keys)) {
+    const size_t count = kernel->letters.size();
+    if (const Values given(stack->data() + stack->size() - count, count);
+        goes_to_handles(keys) && !names_device(given)) {
+      bring_up_to_date(given);
+    } else {
       original.callBoxed(op, keys, stack);
       return;
     }
-    bring_up_to_date(Values(stack->data() + stack->size() - kernel->letters.size(), kernel->letters.size()));
     const Served served = serve(*stack);
     if (served == Served::wrapped) {
       return;
@@ -60,9 +63,10 @@ struct Wrapped final : c10::OperatorKernel {
     const Gil gil;
     THPObjectPtr of_thread = of_this_thread();
     THPObjectPtr recording = recording_trace(of_thread.get());
-    if (!recording && kernel->direct) {
+    if (!recording) {
       THPObjectPtr trace = direct_trace(of_thread.get());
-      if (trace && run_direct(trace.get(), *kernel->direct, kernel->letters, stack, kernel->one_list, nullptr, true)) {
+      if (trace && kernel->is_direct(trace.get()) &&
+          run_direct(trace.get(), *kernel->direct, kernel->letters, stack, kernel->one_list, nullptr, true)) {
         return Served::handles;
       }
     }
@@ -125,6 +129,12 @@ struct Wrapped final : c10::OperatorKernel {
     return std::all_of(given.begin(), given.end(), fit) && any;
   }
 
+  // Whether the result may be wanted on another device.
+  bool names_device(Values given) const {
+    const size_t at = kernel->letters.find('d');
+    return at != std::string::npos && !given[at].isNone();
+  }
+
   static void wrap(c10::IValue& value) {
     if (value.isTensor() && value.toTensor().defined()) {
       value = in_wrapper(value.toTensor());
@@ -140,9 +150,11 @@ struct Wrapped final : c10::OperatorKernel {
   const c10::SafeKernelFunction original;
 };
 
-// Whether PyTorch's functionalization has nothing of its own for an operator.
-bool has_fallback_only(const c10::OperatorHandle& op) {
-  return !op.hasKernelForDispatchKey(c10::DispatchKey::Functionalize) &&
+// Whether PyTorch's functionalization has nothing of its own for an operator. Where a device may be named, the kernel
+// there is that of ``frontend/device/placement.py``.
+bool has_fallback_only(const c10::OperatorHandle& op, const Kernel& kernel) {
+  const bool is_placed = kernel.letters.find('d') != std::string::npos && op.schema().name() != "aten::_to_copy";
+  return (is_placed || !op.hasKernelForDispatchKey(c10::DispatchKey::Functionalize)) &&
       !op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) && !op.schema().hasAnyAliasInfo();
 }
 
@@ -151,7 +163,7 @@ void put_wrapped(const c10::OperatorHandle& op, const Kernel& kernel) {
   static auto& known = *new std::unordered_map<const void*, Wrapped*>(); // never freed
   const auto functionalize = c10::DispatchKey::Functionalize;
   Wrapped*& wrapped = known[&op.schema()];
-  if (wrapped == nullptr && has_fallback_only(op)) {
+  if (wrapped == nullptr && has_fallback_only(op, kernel)) {
     auto made = std::make_unique<Wrapped>(op.getComputedKernelForDispatchKey(functionalize));
     wrapped = made.get();
     wrapped->kernel = &kernel;

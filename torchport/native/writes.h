@@ -54,7 +54,7 @@ struct InPlace final : c10::OperatorKernel {
       THPObjectPtr of_thread = ours ? of_this_thread() : THPObjectPtr();
       THPObjectPtr trace = recording_trace(of_thread.get());
       Results results;
-      if (trace || (ours && kernel.direct)) {
+      if (trace || (ours && (kernel.direct || !kernel.asked))) {
         torch::jit::Stack values;
         values.reserve(count);
         for (const c10::IValue& value : given) {

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ..trace.kernels import Kernel
     from .device_runtime import DeviceRuntime
 
-__all__ = ["begin", "enter_region", "interpreted", "on_interpreted", "reopen", "run"]
+__all__ = ["begin", "decide", "enter_region", "interpreted", "on_interpreted", "reopen", "run"]
 
 _CPU: Final = torch.device("cpu")
 _NO_TENSOR: Final = frozenset(
@@ -121,11 +121,7 @@ def run(trace: Trace, kernel: Kernel, args: Sequence[Any], kwargs: Mapping[str, 
     runtime: DeviceRuntime = trace.runtime  # type: ignore[assignment]
     manner = runtime.manners.get(kernel.serial)
     if manner is None:
-        manner = runtime.manners[kernel.serial] = _manner(runtime, kernel)
-        if manner.__class__ is How and kernel not in interpreted:
-            interpreted[kernel] = manner
-            for tell in on_interpreted:
-                tell(kernel, manner)
+        manner = decide(runtime, kernel)
     if manner.__class__ is not How:
         return _recorded(trace, kernel, args, kwargs)
     if kernel.serial in runtime.regions.serials and not trace.eager:
@@ -160,8 +156,17 @@ def run(trace: Trace, kernel: Kernel, args: Sequence[Any], kwargs: Mapping[str, 
     return wrap(result) if kernel.is_factory else result
 
 
+def decide(runtime: DeviceRuntime, kernel: Kernel) -> Any:
+    """How a device interprets an operator, which C++ is told, too; ``False`` where somebody else runs it."""
+    manner = runtime.manners[kernel.serial] = _manner(runtime, kernel)
+    if manner.__class__ is How and kernel not in interpreted:
+        interpreted[kernel] = manner
+        for tell in on_interpreted:
+            tell(kernel, manner)
+    return manner
+
+
 def _manner(runtime: DeviceRuntime, kernel: Kernel) -> Any:
-    """How an operator is interpreted; ``False`` where somebody else runs it: a kernel of the backend's, the host."""
     op = kernel.op
     returns = op._schema.returns
     if len(returns) > 1 and any(str(one.type) == "List[Tensor]" for one in returns):

@@ -38,7 +38,7 @@ def _interpreted() -> Iterator[None]:
 def _new(device: str) -> torch.Tensor:
     """A result that nothing has been done with."""
     x = torch.sin(torch.arange(12.0)).reshape(3, 4).to(device)
-    for _ in range(3):  # the first calls of an operator go to Python
+    for _ in range(3):  # the first operator of a round goes to Python
         y = (x + 1) * 2
     return y
 

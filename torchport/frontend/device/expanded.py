@@ -65,7 +65,7 @@ def is_of_expanded(tensor: torch.Tensor) -> bool:
         )
     if any(isinstance(view, _views.as_strided_ViewMeta) for view in views[1:]):
         raise UnsupportedOp(
-            "a write through as_strided() of a detached tensor, or of another view whose base is not known, is not "
+            "a write through as_strided() of a detached view, or of another one whose base is not known, is not "
             "taken back to the tensor that it is a view of; take as_strided() of that tensor itself, or write to it by "
             "index",
             op="aten.as_strided.default",

@@ -91,12 +91,12 @@ def _use_follow(
     library: ctypes.PyDLL, kernels: Sequence[Kernel], forms: Mapping[Any, Any], checked: Sequence[Checked]
 ) -> None:
     (start,) = _functions(library, follow_start=10)
-    follow, same_value = library.torchport_follow, library.torchport_follow_same_value
+    follow, same_value, same = library.torchport_follow, library.torchport_follow_same_value, library.torchport_same
     follow.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_longlong, ctypes.c_char_p]
-    same_value.argtypes = [ctypes.c_char_p]
+    same_value.argtypes = same.argtypes = [ctypes.c_char_p]
     out = library.torchport_follow_out
     out.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_longlong, ctypes.py_object]
-    follow.restype = same_value.restype = out.restype = ctypes.py_object
+    follow.restype = same_value.restype = same.restype = out.restype = ctypes.py_object
     start(
         *_OBJECTS, threads, (trie.FLOATS, trie.LIMITS), trace.COPIES_UNDER_GRAD, trie.LEAF, trie.SPAN,
         trace.CHECKPOINT_EVERY,
@@ -124,17 +124,26 @@ def _use_follow(
     read_number(values.note_read)
     for op in copies.SAME_VALUE:
         same_value(op._schema.name.encode())
+        same(view_form(op)._schema.name.encode())
     for op, outs, original in checked:
         out(op._schema.name.encode(), op._schema.overload_name.encode(), outs, original)
 
 
 def _use_direct(library: ctypes.PyDLL, kernels: Sequence[Kernel]) -> None:
-    """Have C++ interpret operators at once, in the plain case: each from the second time that it is interpreted."""
+    """Have C++ interpret operators at once, in the plain case."""
     limit = library.torchport_thread_limit
     limit.argtypes, limit.restype = [ctypes.c_void_p] * 3, None
     limit(*native_arguments())
-    (start,) = _functions(library, direct_start=8)
-    start(TensorData, TensorSpec, trace.Trace, How, _template_of, observed.append, VIEWS, direct.reopen)
+    (start,) = _functions(library, direct_start=9)
+    to_copy = copies.kernels[torch.ops.aten._to_copy.default]
+    by_serial = {kernel.serial: kernel for kernel in (*kernels, to_copy)}
+
+    def decide(trace: Any, serial: int) -> None:
+        runtime = trace.runtime
+        if serial not in runtime.manners:
+            direct.decide(runtime, by_serial[serial])
+
+    start(TensorData, TensorSpec, trace.Trace, How, _template_of, observed.append, VIEWS, direct.reopen, decide)
     (shown,) = _functions(library, shown=1)
     use_shown(shown)
     register = library.torchport_direct
@@ -143,7 +152,6 @@ def _use_direct(library: ctypes.PyDLL, kernels: Sequence[Kernel]) -> None:
         ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_char_p,
     ]  # fmt: skip
     register.restype = ctypes.py_object
-    to_copy = copies.kernels[torch.ops.aten._to_copy.default]
     left = {kernel for kernel in kernels if letters(kernel) is not None} | {to_copy}
     _use_factories(library, [kernel for kernel in left if kernel.is_factory], to_copy)
 

@@ -1,0 +1,200 @@
+"""Where operators at once write to the memory that is there, and what the first call of an operator is.
+
+``detach``, ``alias`` and ``Module.to`` give another tensor of the same handle: what an optimizer writes has one holder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from native_support import compiles, said_without_and_with, with_libraries
+from torch import nn
+
+import torchport
+from torchport.core.config import config
+from torchport.trace.wrapping import inner_of
+
+pytestmark = compiles
+
+
+@pytest.fixture(params=[True, False], ids=["at once", "recorded"])
+def at_once(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Whether what is new to the program is computed at once, or recorded."""
+    with with_libraries(compile_after=1e9), config.override(tiers="auto" if request.param else "off"):
+        yield request.param
+
+
+def _value(tensor: torch.Tensor) -> torch.Tensor:
+    handle: Any = inner_of(tensor)
+    return handle.value.tensor
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return _value(tensor).data_ptr()
+
+
+def _program(device: str, changed: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
+    x = torch.arange(12.0).reshape(3, 4).to(device)
+    y = changed(x)
+    said: list[Any] = [x._version, y._version, y.requires_grad]
+    y.mul_(2)
+    said += [x.tolist(), y.tolist(), x._version, y._version]
+    x[1].add_(1)
+    said += [x.tolist(), y.tolist()]
+    y[:, 1:].sub_(3)
+    torch._foreach_add_([y], 1)
+    said += [x.tolist(), y.tolist()]
+    z = changed(x)
+    z.t().copy_(torch.ones(4, 3).to(device))
+    said += [x.tolist(), y.tolist(), z.tolist()]
+    del x, y
+    z.neg_()
+    return [*said, z.tolist()]
+
+
+_WAYS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "detach": lambda x: x.detach(),
+    "alias": torch.ops.aten.alias.default,
+    "data": lambda x: x.data,
+    "detach twice": lambda x: x.detach().detach(),
+    "parameter": lambda x: nn.Parameter(x).data,
+    "as_strided": lambda x: x.detach().as_strided(x.shape, x.stride(), 0),
+}
+
+
+@pytest.mark.parametrize("way", _WAYS)
+def test_another_tensor_of_the_same_values(at_once: bool, way: str) -> None:
+    assert _program("port", _WAYS[way]) == _program("cpu", _WAYS[way])
+
+
+def test_autograd_goes_by_the_tensor_that_was_detached(at_once: bool) -> None:
+    def program(device: str) -> list[Any]:
+        w = torch.arange(1.0, 4.0).to(device).requires_grad_()
+        y = w * w
+        y.detach().mul_(1)  # saved for its gradient is w, not y
+        y.sum().backward()
+        assert w.grad is not None
+        said = [w.grad.tolist(), y.detach().requires_grad, y.detach().grad_fn]
+        z = torch.exp(w)
+        z.detach().add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            z.sum().backward()
+        return said
+
+    assert program("port") == program("cpu")
+
+
+def test_tensors_are_detached_in_inference_mode(at_once: bool) -> None:
+    with torch.inference_mode():
+        x = torch.ones(2, 2, device="port")
+        y = x.detach()
+        y.add_(1)
+        assert (x.tolist(), y.tolist()) == ([[2, 2], [2, 2]], [[2, 2], [2, 2]])
+
+
+def _trained(device: str, steps: int = 3) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    _step(model, optimizer, steps)
+    return model, optimizer
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) -> None:
+    place = next(model.parameters()).device
+    for at in range(steps):
+        optimizer.zero_grad()
+        batch = torch.arange(15.0).reshape(3, 5).sin().add(at).to(place)
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+
+def test_an_optimizer_writes_to_the_memory_of_parameters_that_to_has_made() -> None:
+    with with_libraries(compile_after=1e9):
+        model, optimizer = _trained("port")
+        expected, of_cpu = _trained("cpu")
+        before = [_address(one) for one in model.parameters()]  # which makes Python's objects of each value
+        for _ in range(2):
+            _step(model, optimizer)
+            _step(expected, of_cpu)
+            assert [_address(one) for one in model.parameters()] == before
+        for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(one.cpu(), other)
+
+
+@pytest.mark.parametrize("held", ["value", "numpy", "view", "saved"])
+def test_what_somebody_holds_is_not_written(held: str) -> None:
+    with with_libraries(compile_after=1e9):
+        model, optimizer = _trained("port")
+        parameter = next(model.parameters())
+        expected = parameter.detach().cpu().clone()
+        keep: Any = None
+        if held == "value":
+            keep = _value(parameter)
+        elif held == "numpy":
+            keep = torch.from_numpy(_value(parameter).numpy())
+        elif held == "view":
+            keep = parameter.detach().clone()[:]
+        else:
+            with torch.no_grad():
+                keep = parameter + 0  # a value of its own, of the same memory's contents
+        _step(model, optimizer)
+        torch.testing.assert_close(keep.cpu(), expected)
+        assert not torch.equal(parameter.detach().cpu(), expected)
+
+
+_FIRST_CALLS = """
+import warnings; warnings.simplefilter("ignore")
+import torch, torchport
+torchport.use("reference")
+torchport.config.compile_after = 1e9
+x = torch.arange(6.0).reshape(2, 3).to("port")
+(x + 1).sum().item()
+y = x * 2  # a new round: what follows is computed at once
+for call in (
+    lambda: torch.zeros_like(y), lambda: torch.ones_like(y, dtype=torch.int64), lambda: torch.full_like(y, 2.5),
+    lambda: torch.empty_like(y), lambda: y.new_zeros(2), lambda: y.new_empty_strided((2, 2), (1, 2)),
+    lambda: torch.zeros_like(y, device="cpu"), lambda: torch.ones_like(y, device="port:0"),
+    lambda: y.t(), lambda: y.unbind(1)[1], lambda: torch._foreach_sqrt([y, y])[1], lambda: y.to(torch.float64),
+    lambda: torch.ops.aten.mul.Scalar(y, 1 / 3), lambda: torch.ops.aten.div.Scalar(y, 3.7),
+    lambda: torch.cumsum(y, 1), lambda: y.clone().add_(y), lambda: y.argmax(), lambda: torch.where(y > 2, y, x),
+):
+    made = call()
+    print(made.device, made.dtype, tuple(made.shape), made.stride(), made.tolist())
+for wrong in (
+    lambda: y @ y, lambda: torch.stack([y, y.t()]), lambda: torch.zeros_like(y, dtype="x"), lambda: y.view(5)
+):
+    for _ in range(2):
+        try:
+            wrong()
+        except Exception as error:
+            print(type(error).__name__, str(error).splitlines()[0], len(getattr(error, "__notes__", ())))
+"""
+
+
+def test_the_first_call_of_an_operator_in_a_process() -> None:
+    in_python, in_cpp = said_without_and_with(_FIRST_CALLS)
+    assert in_python == in_cpp
+    assert len(in_cpp) == 18 + 8
+    host = _FIRST_CALLS.replace('"port', '"cpu').replace("cpu:0", "cpu").replace('torchport.use("reference")', "")
+    (on_cpu, _) = said_without_and_with(host.replace("torch.empty_like(y)", "torch.zeros_like(y)").replace(
+        "y.new_empty_strided((2, 2), (1, 2))", "y.new_zeros(2, 2).t()"))  # fmt: skip
+    assert [line.replace("port:0", "cpu") for line in in_cpp[:18]] == on_cpu[:18]
+
+
+def test_numbers_of_derivatives_round_as_in_a_graph() -> None:
+    """``mul.Scalar`` and ``div.Scalar``, which programs reach through derivatives of powers only."""
+    values = torch.linspace(-3, 3, 1001)
+    for op in (torch.ops.aten.mul.Scalar, torch.ops.aten.div.Scalar):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int32):
+            for number in (1 / 3, 3.7, 1e-30, 7):
+                x = values.to(dtype).to("port")
+                with with_libraries(compile_after=1e9):
+                    at_once = op(x, number).cpu()
+                with with_libraries(tiers="off"):
+                    compiled = op(x, number).cpu()
+                assert torch.equal(at_once, compiled), (op, dtype, number)
+    torchport.sync()
