@@ -348,6 +348,9 @@ extern "C" PyObject* torchport_direct(
     int is_factory, int varying, int but_wide, int is_blank, const char* kinds) {
   HANDLE_TH_ERRORS
   Kernel& kernel = *kernels().at(integer(serial));
+  if (kernel.direct) { // another thread may be in it
+    Py_RETURN_TRUE;
+  }
   const c10::OperatorHandle callee = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
   if (callee.schema().arguments().size() != kernel.letters.size()) {
     Py_RETURN_FALSE;

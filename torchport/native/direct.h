@@ -63,15 +63,12 @@ PyObject* plain(const c10::IValue& value, char kind) {
 }
 
 // Have Python decide how a trace's runtime interprets an operator, which it does once, and tell C++.
-// Raises an interrupt.
+// Raises what Python raises, such as an exception of a signal's handler.
 void prepare(PyObject* trace, long long serial) {
   THPObjectPtr number(PyLong_FromLongLong(serial));
   THPObjectPtr done(number ? PyObject_CallFunctionObjArgs(decide, trace, number.get(), nullptr) : nullptr);
   if (!done) {
-    if (!PyErr_ExceptionMatches(PyExc_Exception)) {
-      throw python_error();
-    }
-    PyErr_Clear(); // the Python kernel will meet it again
+    throw python_error();
   }
 }
 
@@ -323,6 +320,18 @@ struct DirectCall {
     return !(direct.varying && has_number) || (direct.but_wide && is_wide(stack));
   }
 
+  // Whether the results are of a kind that the device holds: Python says that others are not.
+  bool is_strided() const {
+    const auto fine = [](const at::Tensor& made) { return !made.defined() || made.layout() == at::kStrided; };
+    return std::all_of(stack.begin(), stack.end(), [&](const c10::IValue& value) {
+      if (!value.isTensorList()) {
+        return fine(value.toTensor());
+      }
+      const Values items = value.toListRef();
+      return std::all_of(items.begin(), items.end(), [&](const auto& item) { return fine(item.toTensor()); });
+    });
+  }
+
   // Whether a result shows an element more than once.
   bool repeats() const {
     return std::any_of(stack.begin(), stack.end(), [](const c10::IValue& value) {
@@ -411,7 +420,7 @@ bool run_direct(
       return false;
     }
   }
-  if (!call.is_exact() || !call.compute(in_place) || (direct.is_blank && call.repeats())) {
+  if (!call.is_exact() || !call.compute(in_place) || !call.is_strided() || (direct.is_blank && call.repeats())) {
     return false; // nothing has changed: Python repeats the call, and its error names the user's line
   }
   ready.count();

@@ -57,8 +57,9 @@ struct Kernel {
 
   // Whether the operator may be interpreted at once, in a trace whose operators are.
   bool is_direct(PyObject* trace) const {
-    if (direct == nullptr && !std::exchange(asked, true)) {
+    if (direct == nullptr && !asked) {
       prepare(trace, serial);
+      asked = true;
     }
     return direct != nullptr;
   }

@@ -26,6 +26,7 @@ struct Wrapped final : c10::OperatorKernel {
   explicit Wrapped(c10::SafeKernelFunction original) : original(std::move(original)) {}
 
   const Kernel* kernel = nullptr; // another one where the device is installed once more
+  size_t device = std::string::npos; // the place of an argument that names a device
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     const size_t count = kernel->letters.size();
@@ -131,8 +132,7 @@ struct Wrapped final : c10::OperatorKernel {
 
   // Whether the result may be wanted on another device.
   bool names_device(Values given) const {
-    const size_t at = kernel->letters.find('d');
-    return at != std::string::npos && !given[at].isNone();
+    return device != std::string::npos && !given[device].isNone();
   }
 
   static void wrap(c10::IValue& value) {
@@ -167,6 +167,7 @@ void put_wrapped(const c10::OperatorHandle& op, const Kernel& kernel) {
     auto made = std::make_unique<Wrapped>(op.getComputedKernelForDispatchKey(functionalize));
     wrapped = made.get();
     wrapped->kernel = &kernel;
+    wrapped->device = kernel.letters.find('d');
     put(functionalize, op.operator_name(), std::move(made));
   } else if (wrapped != nullptr) {
     wrapped->kernel = &kernel;

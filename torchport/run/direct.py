@@ -158,11 +158,12 @@ def run(trace: Trace, kernel: Kernel, args: Sequence[Any], kwargs: Mapping[str, 
 
 def decide(runtime: DeviceRuntime, kernel: Kernel) -> Any:
     """How a device interprets an operator, which C++ is told, too; ``False`` where somebody else runs it."""
-    manner = runtime.manners[kernel.serial] = _manner(runtime, kernel)
+    manner = _manner(runtime, kernel)
     if manner.__class__ is How and kernel not in interpreted:
-        interpreted[kernel] = manner
         for tell in on_interpreted:
             tell(kernel, manner)
+        interpreted[kernel] = manner
+    runtime.manners[kernel.serial] = manner  # last: an interrupt before leaves nothing half done
     return manner
 
 

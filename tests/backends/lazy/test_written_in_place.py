@@ -15,6 +15,7 @@ from torch import nn
 
 import torchport
 from torchport.core.config import config
+from torchport.core.errors import UnsupportedOp
 from torchport.trace.wrapping import inner_of
 
 pytestmark = compiles
@@ -145,6 +146,62 @@ def test_what_somebody_holds_is_not_written(held: str) -> None:
         torch.testing.assert_close(keep.cpu(), expected)
         assert not torch.equal(parameter.detach().cpu(), expected)
 
+
+@pytest.mark.parametrize("way", ["detach", "alias", "data", "view"])
+def test_a_result_of_another_shape_is_not_given_to_one_of_two_tensors(at_once: bool, way: str) -> None:
+    make = {**_WAYS, "view": lambda x: x[1]}[way]
+    for begins_with in (torch.arange(12.0).reshape(3, 4), torch.zeros(2, 0)):
+        x = begins_with.to("port")
+        y = make(x)
+        for out in (x, y):
+            with pytest.raises(UnsupportedOp, match="is a view of shape|shares its memory with another"):
+                torch.add(torch.ones(5, device="port"), 1, out=out)
+        assert x.tolist() == begins_with.tolist()
+        del y, out
+        torch.add(torch.ones(5, device="port"), 1, out=x)
+        assert x.tolist() == [2.0] * 5
+
+
+def test_a_result_of_another_layout_is_refused_each_time(at_once: bool) -> None:
+    x = torch.ones(3, 4, device="port")
+    (x + 1).sum().item()
+    y = x * 1
+    for _ in range(3):
+        with pytest.raises(UnsupportedOp, match="strided"):
+            torch.zeros_like(y, layout=torch.sparse_coo)
+        with pytest.raises(UnsupportedOp, match="strided"):
+            y.new_zeros((2, 2), layout=torch.sparse_csr)
+    assert (y + 1).tolist() == [[2.0] * 4] * 3
+
+
+def test_an_exception_of_a_signal_during_a_first_call_arrives() -> None:
+    _, said = said_without_and_with(_ALARMS)
+    assert said == ["0 lost"]
+
+
+_ALARMS = """
+import signal, warnings; warnings.simplefilter("ignore")
+import torch, torchport
+torchport.use("reference")
+torchport.config.compile_after = 1e9
+class Alarm(Exception): pass
+def ring(*_): raise Alarm
+x = torch.rand(3, 3).to("port")
+(x + 1).sum().item()
+y = x * 2
+signal.signal(signal.SIGALRM, ring)
+lost = 0
+names = "abs ceil cos erf exp expm1 floor log log10 log1p log2 neg round rsqrt sign sin sqrt tan tanh".split()
+for at, name in enumerate(names * 3):
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 1e-5 + 1e-5 * at)
+        for _ in range(10**6):
+            getattr(y, name)()
+        lost += 1
+    except Alarm:
+        pass
+print(lost, "lost")
+"""
 
 _FIRST_CALLS = """
 import warnings; warnings.simplefilter("ignore")

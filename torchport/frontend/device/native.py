@@ -159,10 +159,8 @@ def _use_direct(library: ctypes.PyDLL, kernels: Sequence[Kernel]) -> None:
         callee = kernel.op if kernel is to_copy or how.is_blank else how.at_once
         if callee is None:
             return
-        try:
-            left.remove(kernel)
-        except KeyError:
-            return  # at most once: another thread may be in what is registered
+        if kernel not in left:
+            return
         schema = callee._schema
         keywords = tuple(a.name if a.kwarg_only else "" for a in kernel.arguments)
         kinds = "".join(_IN_CPP.get(argument.kind, "?") for argument in kernel.arguments)

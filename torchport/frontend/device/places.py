@@ -3,7 +3,8 @@
 Functionalization knows by which views a tensor was made, and autograd knows the base.
 
 Private torch APIs used here: ``torch._C._functionalization.get_view_meta_sequence`` and
-``apply_view_meta_sequence``, ``torch._is_functional_tensor``, ``torch._is_functional_tensor_base``.
+``apply_view_meta_sequence``, ``torch._is_functional_tensor``, ``torch._is_functional_tensor_base``,
+``torch._C._storage_Use_Count``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from ...core.default_state import default_state
 from ...core.specs import is_dense
 
-__all__ = ["as_view", "begins_somewhere", "offset", "place"]
+__all__ = ["as_view", "begins_somewhere", "holders_of_storage", "offset", "place"]
 
 _views: Final[Any] = torch._C._functionalization  # type: ignore[attr-defined]
 _storage_of: Final[Any] = torch.Tensor.untyped_storage  # as it is before anybody wraps it
@@ -60,3 +61,9 @@ def offset(tensor: torch.Tensor) -> int | None:
     with default_state():
         placed = place(tensor)[1]
     return int(placed.storage_offset())
+
+
+def holders_of_storage(tensor: torch.Tensor) -> int:
+    """How many tensors, and other objects, hold a tensor's storage; one more for Python's object of the storage."""
+    storage: Any = torch._C.TensorBase.untyped_storage(tensor)  # type: ignore[attr-defined]
+    return torch._C._storage_Use_Count(storage._cdata)

@@ -30,6 +30,7 @@ from . import backward, memory
 from .names import device_of
 from .opaque import opaque
 from .patches import replace
+from .places import holders_of_storage
 from .storages import HostStorage
 
 __all__ = ["TorchWithoutWrapping", "install"]
@@ -173,8 +174,7 @@ def _has_address(gradient: Any) -> bool:
 def _gradient_counts(parameter: torch.Tensor) -> tuple[int, int, int]:
     """Python's references to a parameter's gradient, its C++ ones, and those to its storage."""
     grad: Any = parameter.grad
-    storage: Any = torch._C.TensorBase.untyped_storage(grad)  # type: ignore[attr-defined]
-    return sys.getrefcount(grad), grad._use_count(), torch._C._storage_Use_Count(storage._cdata)
+    return sys.getrefcount(grad), grad._use_count(), holders_of_storage(grad)
 
 
 @functools.cache

@@ -27,7 +27,7 @@ from ...trace.handle import LazyTensor
 from ...trace.wrapping import inner_of
 from .expanded import call_exactly, is_of_expanded, write_back
 from .opaque import opaque
-from .places import place
+from .places import holders_of_storage, place
 from .registered import names_with_kernel
 
 __all__ = ["Checked", "boxable", "install", "is_conjugate_view", "refuse_as_cpu", "share_memory"]
@@ -253,11 +253,23 @@ def _is_ours(value: Any) -> bool:
 
 
 def _refuse_to_resize_a_view(op: Any, out: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """Raise :class:`UnsupportedOp` for a view of another shape: on the CPU its base's memory would hold the result."""
-    if tuple(out.shape) != shape and not torch._is_functional_tensor_base(out):
+    """Raise :class:`UnsupportedOp` for a view of another shape, or one that has views or was detached.
+
+    On the CPU all of them go on sharing memory, which then holds the result.
+    """
+    if tuple(out.shape) == shape:
+        return
+    is_view = not torch._is_functional_tensor_base(out)
+    if is_view or _is_shared(out):
+        what = "is a view of" if is_view else "shares its memory with another tensor, has"
         raise UnsupportedOp(
-            f"out= is a view of shape {list(out.shape)}, and the result has shape {list(shape)}: this device cannot "
-            "give a view another shape; pass a tensor of its own, or one of the result's shape",
+            f"out= {what} shape {list(out.shape)}, and the result has shape {list(shape)}: this device cannot give such a "
+            "tensor another shape; pass a tensor of its own, or one of the result's shape",
             op=str(op),
             source=user_line(),
         )
+
+
+def _is_shared(wrapper: torch.Tensor) -> bool:
+    """Whether another tensor shares a functionalization wrapper's memory: a view, what was detached, or ``.data``."""
+    return holders_of_storage(wrapper) > 2  # of which one is the question itself
