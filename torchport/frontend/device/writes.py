@@ -263,8 +263,8 @@ def _refuse_to_resize_a_view(op: Any, out: torch.Tensor, shape: tuple[int, ...])
     if is_view or _is_shared(out):
         what = "is a view of" if is_view else "shares its memory with another tensor, has"
         raise UnsupportedOp(
-            f"out= {what} shape {list(out.shape)}, and the result has shape {list(shape)}: this device cannot give such a "
-            "tensor another shape; pass a tensor of its own, or one of the result's shape",
+            f"out= {what} shape {list(out.shape)}, and the result has shape {list(shape)}: this device cannot give "
+            "such a tensor another shape; pass a tensor of its own, or one of the result's shape",
             op=str(op),
             source=user_line(),
         )
