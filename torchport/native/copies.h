@@ -75,10 +75,7 @@ struct ToCopy final : c10::OperatorKernel {
     }
     Gil gil;
     THPObjectPtr trace = direct_trace(of_this_thread().get());
-    if (trace && !kernel.is_direct(trace.get())) {
-      trace = THPObjectPtr();
-    }
-    if (!trace) {
+    if (!trace || !kernel.is_direct(trace.get())) {
       return {};
     }
     torch::jit::Stack values{unwrap(given[0].toTensor()), given[1], c10::IValue(), c10::IValue(),

@@ -395,8 +395,8 @@ extern "C" PyObject* torchport_view(const char* name, const char* overload, long
   END_HANDLE_TH_ERRORS
 }
 
-// Register a C++ kernel in front of PyTorch's own of ``detach`` or ``alias``. Python has none: what a Python kernel returns
-// has a Python object, which ``Parameter`` refuses.
+// Register a C++ kernel in front of PyTorch's own of ``detach`` or ``alias``. There is no such kernel in Python: what one
+// returns has a Python object, and ``Parameter`` refuses a tensor that has one.
 extern "C" PyObject* torchport_same(const char* name) {
   HANDLE_TH_ERRORS
   Quiet quiet;

@@ -288,7 +288,7 @@ import torch, torchport
 library = torch._C._dispatch_library("IMPL", "_", "DeferredInit")
 library.fallback_fallthrough()
 torchport.use("reference")
-torchport.config.compile_after = 1e9
+torchport.config.tiers, torchport.config.compile_after = "auto", 1e9
 for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
     with mode():
         x = torch.arange(12.0, device="port").view(3, 4)

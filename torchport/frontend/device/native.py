@@ -157,9 +157,7 @@ def _use_direct(library: ctypes.PyDLL, kernels: Sequence[Kernel]) -> None:
 
     def interpreted(kernel: Kernel, how: How) -> None:
         callee = kernel.op if kernel is to_copy or how.is_blank else how.at_once
-        if callee is None:
-            return
-        if kernel not in left:
+        if callee is None or kernel not in left:
             return
         schema = callee._schema
         keywords = tuple(a.name if a.kwarg_only else "" for a in kernel.arguments)

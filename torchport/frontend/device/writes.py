@@ -185,7 +185,7 @@ def _checked(op: Any, outs: Sequence[str], original: Any) -> Callable[..., Any]:
         if all(map(_is_ours, written)):
             shapes = refuse_as_cpu(op, args, kwargs)
             for out, shape in zip(written, shapes or (), strict=False):
-                _refuse_to_resize_a_view(op, out, shape)
+                _refuse_to_resize_what_is_shared(op, out, shape)
                 if tuple(out.shape) != shape:
                     kind = None  # the next tensor may be a view
         else:
@@ -252,7 +252,7 @@ def _is_ours(value: Any) -> bool:
     return isinstance(inner_of(value), LazyTensor)
 
 
-def _refuse_to_resize_a_view(op: Any, out: torch.Tensor, shape: tuple[int, ...]) -> None:
+def _refuse_to_resize_what_is_shared(op: Any, out: torch.Tensor, shape: tuple[int, ...]) -> None:
     """Raise :class:`UnsupportedOp` for a view of another shape, or one that has views or was detached.
 
     On the CPU all of them go on sharing memory, which then holds the result.
@@ -272,4 +272,4 @@ def _refuse_to_resize_a_view(op: Any, out: torch.Tensor, shape: tuple[int, ...])
 
 def _is_shared(wrapper: torch.Tensor) -> bool:
     """Whether another tensor shares a functionalization wrapper's memory: a view, what was detached, or ``.data``."""
-    return holders_of_storage(wrapper) > 2  # of which one is the question itself
+    return holders_of_storage(wrapper) > 2  # the wrapper, and Python's object of the storage
