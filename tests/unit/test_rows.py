@@ -36,10 +36,10 @@ def rows() -> Iterator[ModuleType]:
 @pytest.mark.parametrize(
     ("model", "stage"),
     [
-        pytest.param("GPT-2", 1, marks=SLOW),
+        ("GPT-2", 1),
         ("GPT-2", 2),
         pytest.param("GPT-2", 3, marks=SLOW),
-        pytest.param("ResNet-18", 1, marks=SLOW),
+        ("ResNet-18", 1),
         pytest.param("ResNet-18", 2, marks=SLOW),
         ("ResNet-18", 3),
     ],
