@@ -33,6 +33,9 @@ _lock: Final = guarded_rlock()
 _FOLDER: Final = Path(__file__).parent
 WARNINGS: Final = ("-Wall", "-Wextra", "-Wno-missing-field-initializers")
 """Without the warning about missing fields, since Python's type objects leave most out. A test adds ``-Werror``."""
+FLAGS: Final = ("-O2", "-std=c++20", "-shared", "-fPIC", "-pthread", "-fno-plt", "-fvisibility-inlines-hidden")
+"""The last two spare calls of PyTorch's functions, inline ones too, a jump through a table. The processor's cache for
+code holds little more than what an operator takes, so code that is not fetched counts."""
 Use = Callable[[ctypes.PyDLL], object]
 
 
@@ -52,12 +55,12 @@ class NativeLibrary:
 
     @functools.cached_property
     def path(self) -> Path:
-        """The library's file. Its name has a hash of source, headers, torch, Python and platform.
+        """The library's file. Its name has a hash of source, headers, the compiler's flags, torch, Python and platform.
 
         The folder is the user's own and not Inductor's cache, whose place is known only after importing Inductor.
         """
         shared = [header.read_text() for header in sorted(self.source.parent.glob("*.h"))]
-        parts = [self.source.read_text(), *shared, torch.__version__, sys.version, sysconfig.get_platform()]
+        parts = [self.source.read_text(), *shared, *FLAGS, torch.__version__, sys.version, sysconfig.get_platform()]
         digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
         return Path(tempfile.gettempdir()) / f"torchport-{os.getuid()}" / f"{self.source.stem}-{digest}.so"
 
@@ -127,7 +130,7 @@ class NativeLibrary:
         torch_home = Path(torch.__file__).parent
         includes = [include, torch_home / "include", torch_home / "include/torch/csrc/api/include"]
         return [
-            *compiler, "-O2", "-std=c++20", "-shared", "-fPIC", "-pthread", *WARNINGS,
+            *compiler, *FLAGS, *WARNINGS,
             f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
             *(part for folder in includes for part in ("-isystem", str(folder))),
             str(self.source), f"-L{torch_home / 'lib'}", *(f"-l{name}" for name in self.links),

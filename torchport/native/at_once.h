@@ -8,6 +8,7 @@
 #include "writes.h"
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 #include <optional>
 #include <utility>
@@ -50,7 +51,7 @@ struct Factory final : c10::OperatorKernel {
         }
       }
       if (THPObjectPtr trace = done ? THPObjectPtr() : kernel.trace_at_once(of_thread.get(), given, opening)) {
-        done = run_direct(trace.get(), *kernel.direct, kernel.letters, *stack, false);
+        done = run_direct(trace.get(), *kernel.direct, *stack, false);
         if (done && is_below()) {
           show(stack->back().toTensor());
         }
@@ -359,12 +360,26 @@ extern "C" PyObject* torchport_direct(
   for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(keywords); ++at) {
     names.emplace_back(PyUnicode_AsUTF8(PyTuple_GET_ITEM(keywords, at)));
   }
+  std::string ways = kernel.letters;
+  for (size_t at = 0; at < ways.size(); ++at) {
+    const bool is_number = (ways[at] == 's' || ways[at] == 'S') && varying != 0;
+    const bool is_read = std::strchr("tTgd", ways[at]) != nullptr;
+    ways[at] = names[at] == "pin_memory" ? '-' : is_number ? 's' : is_read ? ways[at] : '=';
+  }
   Py_INCREF(rule);
   Py_INCREF(serial);
   kernel.direct = std::unique_ptr<Direct>(new Direct{
       callee, shares != 0, is_factory != 0, varying != 0, but_wide != 0, is_blank != 0, rule, serial, std::move(names),
-      kinds, {}});
+      kinds, std::move(ways)});
   Py_RETURN_TRUE;
+  END_HANDLE_TH_ERRORS
+}
+
+// Ask Python again how operators are interpreted: a backend's kernels have changed.
+extern "C" PyObject* torchport_direct_forget() {
+  HANDLE_TH_ERRORS
+  last_bound()->decisions = ++newest_decisions;
+  Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
 

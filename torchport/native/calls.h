@@ -70,46 +70,90 @@ struct HashOfNumbers {
   }
 };
 
-struct Gil {
-  PyGILState_STATE state = PyGILState_Ensure();
-  ~Gil() {
-    PyGILState_Release(state);
+// Holds Python's lock. PyTorch gives it up where Python calls an operator, so most often the thread has a state of
+// Python's, which is taken up here without the look-ups of ``PyGILState_Ensure``.
+class Gil {
+ public:
+  Gil() : state_(PyGILState_GetThisThreadState()) {
+    if (state_ == nullptr) {
+      made_ = PyGILState_Ensure();
+    } else if (is_current(state_)) {
+      is_held_ = true;
+    } else {
+      PyEval_RestoreThread(state_);
+    }
   }
+  ~Gil() {
+    if (state_ == nullptr) {
+      PyGILState_Release(made_);
+    } else if (!is_held_) {
+      PyEval_SaveThread();
+    }
+  }
+  Gil(const Gil&) = delete;
+  Gil& operator=(const Gil&) = delete;
+
+ private:
+  static bool is_current(PyThreadState* state) {
+#if PY_VERSION_HEX >= 0x030D0000
+    return PyThreadState_GetUnchecked() == state;
+#else
+    return _PyThreadState_UncheckedGet() == state;
+#endif
+  }
+
+  PyThreadState* const state_;
+  PyGILState_STATE made_ = PyGILState_UNLOCKED;
+  bool is_held_ = false;
 };
+
+// What is known of a thread, all of it borrowed. It holds as long as the thread has Python's state, which a thread that
+// Python did not start may get anew.
+struct ThisThread {
+  PyObject* names = nullptr;
+  uint64_t of_state = 0;
+  PyObject *traces = nullptr, *trace = nullptr; // a dictionary of traces by index, and that of index 0: it stays there
+  bool was_at_once = false; // whether the last operator was interpreted at once
+};
+
+thread_local ThisThread this_thread;
 
 // What the calling thread has in ``threads``, by name. A dictionary, because a look-up in it that finds nothing raises no
 // exception, which would take longer than the rest of the look-up.
 THPObjectPtr of_this_thread() {
-  // A thread has one as long as it has Python's state, which a thread that Python did not start may get anew.
-  static thread_local PyObject* known = nullptr; // borrowed
-  static thread_local uint64_t of_state = 0;
+  ThisThread& known = this_thread;
   const uint64_t state = PyThreadState_GetID(PyThreadState_Get());
-  if (known != nullptr && of_state == state) {
-    return THPObjectPtr(Py_NewRef(known));
+  if (known.names != nullptr && known.of_state == state) {
+    return THPObjectPtr(Py_NewRef(known.names));
   }
   THPObjectPtr names(PyObject_GetAttr(threads, py_.n_dict));
   if (!names || !PyDict_CheckExact(names.get())) {
     PyErr_Clear();
     return THPObjectPtr();
   }
-  known = names.get();
-  of_state = state;
+  known = {names.get(), state};
   return names;
 }
 
-// An entry of a dictionary, as a new reference; null without a Python error if there is none.
-THPObjectPtr entry(PyObject* names, PyObject* name) {
+// An entry of a dictionary, borrowed; null without a Python error if there is none.
+PyObject* entry(PyObject* names, PyObject* name) {
   PyObject* found = PyDict_GetItemWithError(names, name);
-  if (found == nullptr) {
+  if (found == nullptr && PyErr_Occurred()) {
     PyErr_Clear();
   }
-  return THPObjectPtr(Py_XNewRef(found));
+  return found;
 }
 
+// The functions that end in an underscore give what is borrowed: a thread's traces live as long as the thread.
+
 // A thread's trace of index 0; null if there is none yet, or while its operators are computed at once.
+PyObject* recording_trace_(PyObject* of_thread) {
+  PyObject* trace = of_thread != nullptr ? entry(of_thread, py_.n_trace) : nullptr;
+  return trace != nullptr && Py_TYPE(trace) == trace_type ? trace : nullptr;
+}
+
 THPObjectPtr recording_trace(PyObject* of_thread) {
-  THPObjectPtr trace = of_thread ? entry(of_thread, py_.n_trace) : THPObjectPtr();
-  return trace && Py_TYPE(trace.get()) == trace_type ? std::move(trace) : THPObjectPtr();
+  return THPObjectPtr(Py_XNewRef(recording_trace_(of_thread)));
 }
 
 THPObjectPtr current_trace() {

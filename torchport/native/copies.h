@@ -80,7 +80,7 @@ struct ToCopy final : c10::OperatorKernel {
     }
     torch::jit::Stack values{unwrap(given[0].toTensor()), given[1], c10::IValue(), c10::IValue(),
                              c10::IValue(), false, given[6]};
-    if (!run_direct(trace.get(), *kernel.direct, kernel.letters, values, false)) {
+    if (!run_direct(trace.get(), *kernel.direct, values, false)) {
       return {};
     }
     return values.back().toTensor();
@@ -162,7 +162,8 @@ struct FromHost final : c10::OperatorKernel {
       PyErr_Clear();
       return {};
     }
-    THPObjectPtr handle = entry(known.get(), reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype_of(given))));
+    PyObject* const dtype = reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype_of(given)));
+    THPObjectPtr handle(Py_XNewRef(entry(known.get(), dtype)));
     return handle ? SameValue::same_value(trace.get(), THPVariable_Unpack(handle.get())) : at::Tensor();
   }
 
@@ -177,7 +178,7 @@ struct FromHost final : c10::OperatorKernel {
     if (!trace) {
       return {};
     }
-    const bool at_once = integer(direct_of.of(trace.get())) > 0;
+    const bool at_once = is_at_once(trace.get());
     PyObject* runtime = py_.runtime.of(trace.get());
     Py_INCREF(runtime); // the trace may get another one below
     const THPObjectPtr held(runtime);

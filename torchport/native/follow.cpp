@@ -68,7 +68,7 @@ struct Kernel {
   // may begin again with it; ``opening`` is what to remember if Python begins one.
   THPObjectPtr trace_at_once(PyObject* of_thread, Values given, size_t& opening) const {
     THPObjectPtr trace = any_trace(of_thread);
-    if (trace && integer(direct_of.of(trace.get())) > 0) {
+    if (trace && is_at_once(trace.get())) {
       return is_direct(trace.get()) ? std::move(trace) : THPObjectPtr();
     }
     if (!trace || !direct) {
@@ -333,7 +333,7 @@ struct Functional final : c10::OperatorKernel {
         start.note(trace.get(), given);
       }
       THPObjectPtr trace = kernel.trace_at_once(of_thread.get(), given, opening);
-      if (trace && run_direct(trace.get(), *kernel.direct, kernel.letters, *stack, kernel.one_list)) {
+      if (trace && run_direct(trace.get(), *kernel.direct, *stack, kernel.one_list)) {
         show_each(Values(stack->data() + stack->size() - op.schema().returns().size(), op.schema().returns().size()));
         return;
       }

@@ -122,7 +122,7 @@ inline at::Tensor without_key(at::Tensor wrapper) {
 
 // What a program holds of a handle.
 inline at::Tensor in_wrapper(const at::Tensor& handle) {
-  return without_key(at::functionalization::impl::to_functional_tensor(handle));
+  return without_key(at::detail::make_tensor<at::FunctionalTensorWrapper>(handle));
 }
 
 inline long long value_id_of(PyObject* handle) {

@@ -81,7 +81,11 @@ class Unseen final : public c10::TensorImpl {
         value(std::move(held)),
         owner(std::move(of_runtime)),
         sharing(shared) {
-    set_sizes_and_strides(value.sizes(), value.strides());
+    const at::TensorImpl* const like = value.unsafeGetTensorImpl();
+    copy_generic_tensor_metadata(like, this); // takes less than to find out again whether it is contiguous
+    device_opt_ = storage_.device();
+    storage_offset_ = 0;
+    is_wrapped_number_ = false;
     set_allow_tensor_metadata_change(false);
   }
 
@@ -105,7 +109,8 @@ Unseen* unseen(const at::Tensor& tensor) {
 
 // A value without a bit that says it is to be conjugated or negated.
 at::Tensor settled(at::Tensor value) {
-  if (!value.defined()) {
+  constexpr c10::DispatchKeySet bits({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
+  if (!value.defined() || !value.key_set().has_any(bits)) {
     return value;
   }
   if (value.is_conj()) {
@@ -205,8 +210,8 @@ void show(const at::Tensor& tensor) {
 bool may_be_unseen = false; // whether ``Show`` is there
 
 // A handle that has a CPU tensor as its value, which Python has not seen.
-at::Tensor unseen_handle(at::Tensor value, const Owner& owner, Sharing sharing) {
-  at::Tensor made = at::detail::make_tensor<Unseen>(settled(std::move(value)), owner, sharing);
+at::Tensor unseen_handle(at::Tensor value, Owner owner, Sharing sharing) {
+  at::Tensor made = at::detail::make_tensor<Unseen>(settled(std::move(value)), std::move(owner), sharing);
   if (!may_be_unseen) {
     show(made);
   }

@@ -7,10 +7,8 @@
 #include <unordered_map>
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/autocast_mode.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/util/flat_hash_map.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
@@ -29,21 +27,68 @@ PyObject* make_template; // a function: dtype → a handle of that dtype
 PyObject* zero; // the index of the default device
 
 // A thread's trace of index 0, whatever its operators are; null if there is none yet.
-THPObjectPtr any_trace(PyObject* of_thread) {
-  THPObjectPtr traces = of_thread ? entry(of_thread, n_by_index) : THPObjectPtr();
-  return traces && PyDict_CheckExact(traces.get()) ? entry(traces.get(), zero) : THPObjectPtr();
+PyObject* any_trace_(PyObject* of_thread) {
+  PyObject* traces = of_thread != nullptr ? entry(of_thread, n_by_index) : nullptr;
+  if (traces == nullptr || !PyDict_CheckExact(traces)) {
+    return nullptr;
+  }
+  ThisThread& known = this_thread;
+  if (of_thread == known.names && traces == known.traces) {
+    return known.trace;
+  }
+  PyObject* trace = entry(traces, zero);
+  if (trace != nullptr && of_thread == known.names) {
+    known.traces = traces;
+    known.trace = trace;
+  }
+  return trace;
 }
 
-// The same if its operators are interpreted at once, else null.
-THPObjectPtr direct_trace(PyObject* of_thread) {
-  THPObjectPtr trace = any_trace(of_thread);
-  return trace && integer(direct_of.of(trace.get())) > 0 ? std::move(trace) : THPObjectPtr();
+THPObjectPtr any_trace(PyObject* of_thread) {
+  return THPObjectPtr(Py_XNewRef(any_trace_(of_thread)));
 }
+
+// Whether a trace's operators are interpreted at once. Their number is 0 where not, for which Python has one object.
+bool is_at_once(PyObject* trace) {
+  return direct_of.of(trace) != zero;
+}
+
+// A thread's trace of index 0 if its operators are interpreted at once, else null.
+PyObject* direct_trace_(PyObject* of_thread) {
+  PyObject* trace = any_trace_(of_thread);
+  return trace != nullptr && is_at_once(trace) ? trace : nullptr;
+}
+
+THPObjectPtr direct_trace(PyObject* of_thread) {
+  return THPObjectPtr(Py_XNewRef(direct_trace_(of_thread)));
+}
+
+// The calling thread's trace of index 0, borrowed. Its operators are recorded, or interpreted at once, and never both.
+struct Now {
+  PyObject *recording = nullptr, *at_once = nullptr; // one of them, or none
+
+  explicit Now(PyObject* of_thread) {
+    bool& was_at_once = this_thread.was_at_once;
+    if (was_at_once) { // most often it is as it was
+      at_once = direct_trace_(of_thread);
+    }
+    if (at_once == nullptr) {
+      recording = recording_trace_(of_thread);
+    }
+    if (at_once == nullptr && recording == nullptr && !was_at_once) {
+      at_once = direct_trace_(of_thread);
+    }
+    was_at_once = at_once != nullptr;
+  }
+};
 
 // What is asked of a runtime for each operator. The same objects for as long as the runtime lives.
 struct Bound {
   THPObjectPtr runtime, manners, device;
+  uint64_t decisions = 1; // another number for each runtime, and once it forgets how operators are interpreted
 };
+
+uint64_t newest_decisions = 1;
 
 // Drop what Python holds, from any thread.
 void free_bound(Bound* of_runtime) {
@@ -55,10 +100,15 @@ void free_bound(Bound* of_runtime) {
 
 using Owner = std::shared_ptr<Bound>;
 
-// Null, without a Python error, where it has not what is asked for. There is one runtime of index 0 at a time, so the
-// newest is the one that is kept.
-const Owner& bound(PyObject* runtime) {
+// The runtime that was asked for last. There is one of index 0 at a time.
+Owner& last_bound() {
   static auto& known = *new Owner(new Bound(), free_bound);
+  return known;
+}
+
+// Null, without a Python error, where it has not what is asked for.
+const Owner& bound(PyObject* runtime) {
+  Owner& known = last_bound();
   static const auto& none = *new Owner();
   if (known->runtime.get() != runtime) {
     THPObjectPtr manners(PyObject_GetAttr(runtime, n_manners)), device(PyObject_GetAttr(runtime, n_device));
@@ -68,20 +118,23 @@ const Owner& bound(PyObject* runtime) {
     }
     const Owner before = std::exchange(
         known,
-        Owner(new Bound{THPObjectPtr(Py_NewRef(runtime)), std::move(manners), std::move(device)}, free_bound));
+        Owner(
+            new Bound{THPObjectPtr(Py_NewRef(runtime)), std::move(manners), std::move(device), ++newest_decisions},
+            free_bound));
   }
   return known;
 }
 
 // Whether CPU operators may run in the thread's state, once ``DefaultState`` has seen to inference mode: no dispatch
-// mode, CPU autocast or functorch.
+// mode, CPU autocast or functorch is on. Each has a dispatch key: PyTorch includes those of modes and transforms where one
+// is on, and excludes that of autocast where it is off.
 // Twin of ``core.default_state.is_default``.
 bool is_default() {
   using c10::DispatchKey;
-  const auto included = c10::impl::tls_local_dispatch_key_set().included_;
-  return !c10::impl::TorchDispatchModeTLS::any_modes_set() &&
-      !at::autocast::is_autocast_enabled(at::kCPU) && !included.has(DispatchKey::FuncTorchDynamicLayerFrontMode) &&
-      !included.has(DispatchKey::FuncTorchDynamicLayerBackMode) && !included.has(DispatchKey::Python);
+  constexpr c10::DispatchKeySet modes(
+      {DispatchKey::FuncTorchDynamicLayerFrontMode, DispatchKey::FuncTorchDynamicLayerBackMode, DispatchKey::Python});
+  const auto keys = c10::impl::tls_local_dispatch_key_set();
+  return !keys.included_.has_any(modes) && keys.excluded_.has(DispatchKey::AutocastCPU);
 }
 
 // Outside of inference mode, without gradients: a value may be used where that mode is off, and written to.

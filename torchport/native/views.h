@@ -227,15 +227,15 @@ struct View<Op, Out(const at::Tensor&, Args...)> {
   static bool serve(
       const at::Tensor& handle, Results& results, const std::vector<c10::IValue>& boxed, const Args&... args) {
     THPObjectPtr of_thread = of_this_thread();
-    if (THPObjectPtr trace = recording_trace(of_thread.get())) {
+    const Now now(of_thread.get());
+    if (now.recording != nullptr) {
       std::array<c10::IValue, 1 + sizeof...(Args)> given = {handle};
       std::copy(boxed.begin(), boxed.end(), given.begin() + 1);
-      PyObject* child = kernel->follow(trace.get(), given, false);
+      PyObject* child = kernel->follow(now.recording, given, false);
       results = child == nullptr ? Results() : results_of(child);
       return child != nullptr;
     }
-    THPObjectPtr trace = direct_trace(of_thread.get());
-    return trace && kernel->is_direct(trace.get()) && at_once(trace.get(), handle, results, args...);
+    return now.at_once != nullptr && kernel->is_direct(now.at_once) && at_once(now.at_once, handle, results, args...);
   }
 
   // The views of a handle's value.
@@ -251,6 +251,7 @@ struct View<Op, Out(const at::Tensor&, Args...)> {
     }
     Out views;
     try {
+      const at::AutoDispatchBelowADInplaceOrView values_are_no_views; // to autograd
       views = Op::redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), held.tensor, args...);
     } catch (const std::exception&) {
       return false; // again in the Python kernel, whose error names the user's line

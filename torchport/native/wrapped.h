@@ -63,13 +63,10 @@ struct Wrapped final : c10::OperatorKernel {
     const size_t count = kernel->letters.size();
     const Gil gil;
     THPObjectPtr of_thread = of_this_thread();
-    THPObjectPtr recording = recording_trace(of_thread.get());
-    if (!recording) {
-      THPObjectPtr trace = direct_trace(of_thread.get());
-      if (trace && kernel->is_direct(trace.get()) &&
-          run_direct(trace.get(), *kernel->direct, kernel->letters, stack, kernel->one_list, nullptr, true)) {
-        return Served::handles;
-      }
+    const Now now(of_thread.get());
+    if (now.at_once != nullptr && kernel->is_direct(now.at_once) &&
+        run_direct(now.at_once, *kernel->direct, stack, kernel->one_list, nullptr, true)) {
+      return Served::handles;
     }
     const Values given(stack.data() + stack.size() - count, count);
     if (!is_ours(given)) {
@@ -78,7 +75,7 @@ struct Wrapped final : c10::OperatorKernel {
     for (size_t at = stack.size() - count; at < stack.size(); ++at) {
       stack[at] = unwrap(stack[at]);
     }
-    PyObject* child = recording ? kernel->follow(recording.get(), given, false) : nullptr;
+    PyObject* child = now.recording != nullptr ? kernel->follow(now.recording, given, false) : nullptr;
     if (child != nullptr && Py_TYPE(py_.ready.of(child)) == py_.handle && !kernel->one_list) { // most often
       at::Tensor made = in_wrapper(THPVariable_Unpack(py_.ready.of(child)));
       torch::jit::drop(stack, count);
@@ -91,7 +88,7 @@ struct Wrapped final : c10::OperatorKernel {
     }
     size_t opening = 0;
     THPObjectPtr trace = kernel->trace_at_once(of_thread.get(), given, opening);
-    const bool done = trace && run_direct(trace.get(), *kernel->direct, kernel->letters, stack, kernel->one_list);
+    const bool done = trace && run_direct(trace.get(), *kernel->direct, stack, kernel->one_list);
     return done ? Served::handles : Served::unwrapped;
   }
 

@@ -123,7 +123,7 @@ struct InPlace final : c10::OperatorKernel {
       const c10::OperatorHandle& op, PyObject* trace, const c10::SmallVector<at::Tensor, 1>& written,
       torch::jit::Stack& values) const {
     const c10::OperatorHandle* in_place = may_write(op, written, values) ? &op : nullptr;
-    if (!run_direct(trace, *kernel.direct, kernel.letters, values, kernel.one_list, in_place)) {
+    if (!run_direct(trace, *kernel.direct, values, kernel.one_list, in_place)) {
       return {};
     }
     Results results;
@@ -161,8 +161,8 @@ struct InPlace final : c10::OperatorKernel {
   const c10::SafeKernelFunction python;
 };
 
-// The kernel of ``copy_`` from one handle to another of the same kind: the source's value, where there is one, and else
-// the functional operator, whose kernel is not at PyTorch's dispatcher.
+// The kernel of ``copy_`` from one handle to another of the same shape: the source's value, where there is one and it is
+// of the same kind, and else the functional operator, whose kernel is not at PyTorch's dispatcher.
 struct CopyInPlace final : c10::OperatorKernel {
   CopyInPlace(const Kernel& kernel, c10::SafeKernelFunction python) : kernel(kernel), python(std::move(python)) {}
 
@@ -183,8 +183,9 @@ struct CopyInPlace final : c10::OperatorKernel {
       }
       if (trace) {
         const at::Tensor target = unwrap(written[0]), source = unwrap(given[1].toTensor());
+        at::Tensor value;
         if (are_alike(target, source)) {
-          at::Tensor value = has_value(source) ? SameValue::same_value(trace.get(), source) : at::Tensor();
+          value = has_value(source) ? SameValue::same_value(trace.get(), source) : at::Tensor();
           if (!value.defined() && records) {
             const std::array<c10::IValue, count> values = {target, source, false};
             if (PyObject* child = kernel.follow(trace.get(), values, false)) {
@@ -193,11 +194,13 @@ struct CopyInPlace final : c10::OperatorKernel {
               start.note(trace.get(), values);
             }
           }
-          if (value.defined()) {
-            InPlace::write_each(written, {value}, false);
-            replace_arguments(*stack, count, {written[0]}, false);
-            return;
-          }
+        } else if (!records) {
+          value = copied(trace.get(), written[0], target, source);
+        }
+        if (value.defined()) {
+          InPlace::write_each(written, {value}, false);
+          replace_arguments(*stack, count, {written[0]}, false);
+          return;
         }
       }
     }
@@ -214,6 +217,63 @@ struct CopyInPlace final : c10::OperatorKernel {
   static bool are_alike(const at::Tensor& target, const at::Tensor& source) {
     return handle_of(target) && handle_of(source) && target.is_contiguous() && target.sizes() == source.sizes() &&
         target.strides() == source.strides() && target.scalar_type() == source.scalar_type();
+  }
+
+  // What a part of a tensor is to be, or one of another dtype, where operators are interpreted at once: a copy of the
+  // source. Undefined where Python has to run it, which also refuses to write where elements share memory.
+  at::Tensor copied(
+      PyObject* trace, const at::Tensor& written, const at::Tensor& target, const at::Tensor& source) const {
+    if (!kernel.is_direct(trace) || target.sizes() != source.sizes() || !is_spread(target)) {
+      return {};
+    }
+    const AtOnce ready(trace, *kernel.direct);
+    if (!ready || ready.notes() || !kernel.direct->anchors.empty()) {
+      return {};
+    }
+    const Held before = held_by(target, ready.runtime), held = held_by(source, ready.runtime);
+    if (!before.tensor.defined() || !held.tensor.defined()) {
+      return {};
+    }
+    at::Tensor made;
+    try {
+      const at::AutoDispatchBelowADInplaceOrView values_need_no_gradients;
+      made = at::empty(target.sizes(), before.tensor.options());
+      if (!is_view(written) && made.strides() != target.strides()) {
+        return {};
+      }
+      const Unlocked others_go_on(made.numel());
+      const FewerThreads while_compiling;
+      made.copy_(held.tensor);
+    } catch (const std::exception&) {
+      return {}; // again in the Python kernel, whose error names the user's line
+    }
+    ready.count();
+    return unseen_handle(std::move(made), ready.owner, Sharing::nobody);
+  }
+
+  // Whether functionalization makes the tensor anew from its base after a write, with the strides of a view.
+  static bool is_view(const at::Tensor& written) {
+    return !wrapper_of(written)->view_metas().empty();
+  }
+
+  // Whether no two elements are seen to share memory: each dimension steps over all that the smaller steps reach.
+  // Twin of ``frontend.device.inplace._overlaps``.
+  static bool is_spread(const at::Tensor& tensor) {
+    c10::SmallVector<std::pair<int64_t, int64_t>, 5> dims;
+    for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+      if (tensor.size(dim) > 1) {
+        dims.emplace_back(tensor.stride(dim), tensor.size(dim));
+      }
+    }
+    std::sort(dims.begin(), dims.end());
+    int64_t reach = 0;
+    for (const auto& [step, size] : dims) {
+      if (step <= reach) {
+        return false;
+      }
+      reach += step * (size - 1);
+    }
+    return true;
   }
 
   static bool has_value(const at::Tensor& source) {

@@ -86,6 +86,8 @@ class DeviceRuntime:
         """The backend's kernels have changed: traces start from an empty trie after what is pending."""
         self.generation = next(_generations)
         self.manners.clear()
+        for forget in direct.on_forgotten:
+            forget()
         self.regions.clear()
         for trace in every_trace():
             if trace.runtime is self and trace.cursor.parent is None:

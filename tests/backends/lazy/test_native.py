@@ -441,6 +441,7 @@ def test_every_function_that_python_calls_is_in_the_table() -> None:
     assert exported - {pair.cpp for pair in table()} == {
         "torchport_composite_routed",
         "torchport_direct_anchor",
+        "torchport_direct_forget",
         "torchport_direct_start",
         "torchport_flush_start",
         "torchport_follow_start",

@@ -135,8 +135,8 @@ def _use_direct(library: ctypes.PyDLL, kernels: Sequence[Kernel]) -> None:
     limit.argtypes, limit.restype = [ctypes.c_void_p] * 3, None
     limit(*native_arguments())
     (start,) = _functions(library, direct_start=9)
-    to_copy = copies.kernels[torch.ops.aten._to_copy.default]
-    by_serial = {kernel.serial: kernel for kernel in (*kernels, to_copy)}
+    copy, to_copy = (copies.kernels[op] for op in (torch.ops.aten.copy.default, torch.ops.aten._to_copy.default))
+    by_serial = {kernel.serial: kernel for kernel in (*kernels, copy, to_copy)}
 
     def decide(trace: Any, serial: int) -> None:
         runtime = trace.runtime
@@ -152,11 +152,11 @@ def _use_direct(library: ctypes.PyDLL, kernels: Sequence[Kernel]) -> None:
         ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_char_p,
     ]  # fmt: skip
     register.restype = ctypes.py_object
-    left = {kernel for kernel in kernels if letters(kernel) is not None} | {to_copy}
+    left = {kernel for kernel in kernels if letters(kernel) is not None} | {copy, to_copy}
     _use_factories(library, [kernel for kernel in left if kernel.is_factory], to_copy)
 
     def interpreted(kernel: Kernel, how: How) -> None:
-        callee = kernel.op if kernel is to_copy or how.is_blank else how.at_once
+        callee = kernel.op if kernel in (copy, to_copy) or how.is_blank else how.at_once
         if callee is None or kernel not in left:
             return
         schema = callee._schema
@@ -170,8 +170,9 @@ def _use_direct(library: ctypes.PyDLL, kernels: Sequence[Kernel]) -> None:
             how.is_blank, observed_kinds,
         )  # fmt: skip
 
-    (anchor,) = _functions(library, direct_anchor=2)
+    anchor, forget = _functions(library, direct_anchor=2, direct_forget=0)
     direct.on_interpreted.append(interpreted)
+    direct.on_forgotten.append(forget)
     regions.on_anchor.append(anchor)
     for kernel, how in list(direct.interpreted.items()):  # before the library was there
         interpreted(kernel, how)
