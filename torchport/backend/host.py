@@ -63,7 +63,8 @@ def cpu_attention(
     """
     shape, of_keys = query.shape, key.shape
     fused = (
-        len(shape) == 4
+        torch.backends.cuda.flash_sdp_enabled()  # ``sdpa_kernel``, on all devices
+        and len(shape) == 4
         and query.dtype in _FUSED
         and of_keys == value.shape
         and of_keys[-1] == shape[-1]

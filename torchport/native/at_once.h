@@ -13,6 +13,7 @@
 #include <optional>
 #include <utility>
 
+#include <ATen/Context.h>
 #include <ATen/FunctionalTensorWrapper.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/zeros.h>
@@ -169,7 +170,8 @@ struct Attention final : c10::OperatorKernel {
 
   static bool is_fused(Values given) {
     const auto ours = [](const c10::IValue& value) { return is_there(value) && is_ours(value.toTensor()); };
-    if (!std::all_of(given.begin(), given.begin() + 3, ours) || given[4].toDouble() != 0.0 || given[7].toBool()) {
+    if (!at::globalContext().userEnabledFlashSDP() || !std::all_of(given.begin(), given.begin() + 3, ours) ||
+        given[4].toDouble() != 0.0 || given[7].toBool()) {
       return false;
     }
     const at::Tensor &query = given[0].toTensor(), &key = given[1].toTensor(), &value = given[2].toTensor();

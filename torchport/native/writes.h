@@ -38,6 +38,41 @@ c10::IValue unwrap(const c10::IValue& value) {
   return list;
 }
 
+// Whether no two elements are seen to share memory: each dimension steps over all that the smaller steps reach.
+// Twin of ``frontend.device.inplace._overlaps``.
+bool is_spread(const at::Tensor& tensor) {
+  c10::SmallVector<std::pair<int64_t, int64_t>, 5> dims;
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    if (tensor.size(dim) > 1) {
+      dims.emplace_back(tensor.stride(dim), tensor.size(dim));
+    }
+  }
+  std::sort(dims.begin(), dims.end());
+  int64_t reach = 0;
+  for (const auto& [step, size] : dims) {
+    if (step <= reach) {
+      return false;
+    }
+    reach += step * (size - 1);
+  }
+  return true;
+}
+
+// Whether a value may be written to a wrapper as it is: it never changes strides, for views and ``reshape`` go by them. A
+// view with gaps in a base without is a part of that; functionalization copies the value there, whatever its strides are.
+bool may_take(const at::Tensor& written, const at::Tensor& value) {
+  if (!value.defined() || written.sizes() != value.sizes() || written.scalar_type() != value.scalar_type()) {
+    return false;
+  }
+  const auto base_of = [](const at::Tensor& tensor) -> const at::Tensor& {
+    c10::StorageImpl* const storage = tensor.storage().unsafeGetStorageImpl();
+    return static_cast<at::functionalization::FunctionalStorageImpl*>(storage)->base();
+  };
+  return written.strides() == value.strides() ||
+      (!wrapper_of(written)->view_metas().empty() && !written.is_non_overlapping_and_dense() && is_spread(written) &&
+       base_of(written).is_non_overlapping_and_dense());
+}
+
 // The kernel of an operator that writes to its first argument: the functional operator, then functionalization's write.
 struct InPlace final : c10::OperatorKernel {
   InPlace(const Kernel& kernel, c10::SafeKernelFunction python) : kernel(kernel), python(std::move(python)) {}
@@ -134,12 +169,7 @@ struct InPlace final : c10::OperatorKernel {
     } else {
       results.push_back(values.back().toTensor());
     }
-    const bool fit = std::equal(
-        written.begin(), written.end(), results.begin(), results.end(),
-        [](const at::Tensor& target, const at::Tensor& result) {
-          return result.defined() && target.sizes() == result.sizes() && target.strides() == result.strides() &&
-              target.scalar_type() == result.scalar_type();
-        });
+    const bool fit = std::equal(written.begin(), written.end(), results.begin(), results.end(), may_take);
     return fit ? results : Results();
   }
 
@@ -223,7 +253,7 @@ struct CopyInPlace final : c10::OperatorKernel {
   // source. Undefined where Python has to run it, which also refuses to write where elements share memory.
   at::Tensor copied(
       PyObject* trace, const at::Tensor& written, const at::Tensor& target, const at::Tensor& source) const {
-    if (!kernel.is_direct(trace) || target.sizes() != source.sizes() || !is_spread(target)) {
+    if (!kernel.is_direct(trace) || target.sizes() != source.sizes()) {
       return {};
     }
     const AtOnce ready(trace, *kernel.direct);
@@ -237,8 +267,8 @@ struct CopyInPlace final : c10::OperatorKernel {
     at::Tensor made;
     try {
       const at::AutoDispatchBelowADInplaceOrView values_need_no_gradients;
-      made = at::empty(target.sizes(), before.tensor.options());
-      if (!is_view(written) && made.strides() != target.strides()) {
+      made = at::empty_like(before.tensor);
+      if (!may_take(written, made)) {
         return {};
       }
       const Unlocked others_go_on(made.numel());
@@ -249,31 +279,6 @@ struct CopyInPlace final : c10::OperatorKernel {
     }
     ready.count();
     return unseen_handle(std::move(made), ready.owner, Sharing::nobody);
-  }
-
-  // Whether functionalization makes the tensor anew from its base after a write, with the strides of a view.
-  static bool is_view(const at::Tensor& written) {
-    return !wrapper_of(written)->view_metas().empty();
-  }
-
-  // Whether no two elements are seen to share memory: each dimension steps over all that the smaller steps reach.
-  // Twin of ``frontend.device.inplace._overlaps``.
-  static bool is_spread(const at::Tensor& tensor) {
-    c10::SmallVector<std::pair<int64_t, int64_t>, 5> dims;
-    for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
-      if (tensor.size(dim) > 1) {
-        dims.emplace_back(tensor.stride(dim), tensor.size(dim));
-      }
-    }
-    std::sort(dims.begin(), dims.end());
-    int64_t reach = 0;
-    for (const auto& [step, size] : dims) {
-      if (step <= reach) {
-        return false;
-      }
-      reach += step * (size - 1);
-    }
-    return true;
   }
 
   static bool has_value(const at::Tensor& source) {

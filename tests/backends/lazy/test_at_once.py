@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from native_support import compiles, with_libraries
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as attend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchport
 from torchport.frontend.device import routes
@@ -42,7 +45,30 @@ PROGRAMS: dict[str, Callable[[str], Any]] = {
     "to half": lambda d: [_image(d).half(), _image(d)[:, :1].double(), _image(d).to(torch.bfloat16)],
     "of a view": lambda d: [_image(d).transpose(1, 3).long(), _image(d)[..., ::2].int(), _image(d).mT.float()],
     "to another order": lambda d: _image(d).to(torch.float64, memory_format=torch.channels_last),
+    "copied into a part": lambda d: _copied(torch.zeros(3, 4, device=d), (slice(1, None), slice(None, None, 2))),
+    "copied into columns": lambda d: _copied(torch.zeros(3, 4, device=d).t(), (slice(1, 3),)),
+    "copied into another dtype": lambda d: _copied(torch.zeros(2, 3, device=d, dtype=torch.int32), ()),
+    "copied into a part of another dtype": lambda d: _copied(torch.zeros(2, 3, 2, device=d).half(), (..., 1)),
+    "copied into a part of a part": lambda d: _copied(
+        torch.zeros(4, 4, 4, device=d)[1:, :, 2], (slice(2), slice(1, 4))
+    ),
+    "copied from an expanded tensor": lambda d: _copied(
+        torch.zeros(3, 4, device=d).t(), (), torch.ones(3, device=d).expand(4, 3)
+    ),
 }
+
+
+def _copied(target: torch.Tensor, part: tuple[Any, ...], source: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """What ``copy_`` into a part, and a write to it, leave behind: the target, its base, the source, and more views."""
+    written = target[part] if part else target
+    if source is None:
+        source = torch.arange(float(written.numel())).reshape(written.shape).to(target.device) * 1.5
+    result = written.copy_(source)
+    assert result is written
+    source = source + 0
+    written.add_(1)
+    base = target._base if target._base is not None else target
+    return [target, base, written, source, base.reshape(-1), base.t() * 2 if base.dim() == 2 else base.mT * 2]
 
 
 def _told(values: Any) -> list[Any]:
@@ -80,6 +106,140 @@ def test_the_default_dtype_is_the_programs(dtype: torch.dtype) -> None:
     finally:
         torch.set_default_dtype(default)
     assert torch.full((2,), 1, dtype=dtype, device="port").dtype is dtype
+
+
+def test_a_copy_into_a_part_shares_no_memory_with_its_source() -> None:
+    for _ in range(3):  # the first goes to Python
+        source = torch.ones(3, 4, device="port") + 0
+        target = torch.zeros(4, 3, device="port")
+        target.t().copy_(source)
+        source.add_(1)
+        assert target.tolist() == [[1.0] * 3] * 4
+        target.mul_(5)
+        assert source.tolist() == [[2.0] * 4] * 3
+
+
+def test_a_copy_to_where_elements_share_memory_is_refused() -> None:
+    for _ in range(3):
+        target = torch.zeros(3, device="port").expand(2, 3)
+        with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
+            target.copy_(torch.ones(2, 3, device="port"))
+        overlapping = torch.zeros(5, device="port").as_strided((3, 3), (1, 1))
+        with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
+            overlapping.copy_(torch.ones(3, 3, device="port"))
+    with pytest.raises(RuntimeError, match="unsupported operation"):
+        torch.zeros(3).expand(2, 3).copy_(torch.ones(2, 3))
+
+
+def test_a_part_may_be_copied_from_the_rest() -> None:
+    def program(device: str) -> list[Any]:
+        x = torch.arange(12.0, device=device).reshape(3, 4)
+        x[0] = x[1]
+        x[:, 1] = x[:, 2]
+        x[1:].copy_(x[1:].clone().flip(0))
+        x[0:0, 1:2].copy_(torch.ones(0, 1, device=device))
+        return x.tolist()
+
+    for _ in range(3):
+        assert program("port") == program("cpu")
+
+
+def test_gradients_go_through_a_copy_into_a_part() -> None:
+    def program(device: str) -> list[Any]:
+        w = torch.arange(1.0, 4.0, device=device).requires_grad_()
+        x = torch.zeros(2, 3, device=device)
+        x[1] = w * w
+        x[0].copy_(x[1].detach())
+        (x * x).sum().backward()
+        assert w.grad is not None
+        return [x.tolist(), w.grad.tolist(), x._version, x.requires_grad]
+
+    for _ in range(3):
+        assert program("port") == program("cpu")
+
+
+def test_numbers_of_the_programs_own_keep_what_they_say() -> None:
+    """A CPU tensor without dimensions may stand beside the device's, also as a conjugate or a negative."""
+
+    def program(device: str) -> list[Any]:
+        x = torch.arange(3.0, device=device).to(torch.complex64) * (1 + 2j)
+        conjugate, part = torch.tensor(1 + 2j).conj(), torch.tensor(1 + 2j).conj().imag
+        assert conjugate.is_conj()
+        assert part.is_neg()
+        return [(x * conjugate).tolist(), (x.real + part).tolist(), torch.stack([x.imag]).mul(part).tolist()]
+
+    for _ in range(3):
+        assert program("port") == program("cpu")
+
+
+@pytest.mark.parametrize("on", ["autocast", "mode", "transform", "inference"])
+def test_what_is_on_in_the_program_is_heeded_after_it_was_off(on: str) -> None:
+    """C++ looks for the dispatch keys of what is on (``is_default``)."""
+
+    def program(device: str) -> list[Any]:
+        x, y = torch.ones(2, 2, device=device), torch.full((2, 2), 3.0, device=device)
+        if on == "autocast":
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return [(x + y).tolist(), str((x + y).dtype)]
+        if on == "mode":
+            with _Named() as mode:
+                said = (x + y).tolist()
+            return [said, [name for name in mode.names if name == "add.Tensor"]]
+        if on == "transform":
+            return [torch.func.vmap(torch.add)(x, y).tolist(), torch.func.grad(lambda t: (t * y).sum())(x).tolist()]
+        with torch.inference_mode():
+            return [(x + y).tolist(), torch.is_inference_mode_enabled()]
+
+    for _ in range(3):
+        x = torch.ones(2, 2, device="port")
+        assert (x + x).tolist() == [[2.0, 2.0], [2.0, 2.0]]
+        assert program("port") == program("cpu")
+
+
+class _Named(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func).removeprefix("aten."))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_backend_may_get_a_kernel_of_an_operator_that_was_interpreted() -> None:
+    """C++ remembers that a runtime interprets an operator, until the backend's kernels change."""
+    runtime: Any = torchport.run.device_runtime.runtimes.get(0)
+    x = torch.ones(3, device="port")
+    for _ in range(3):
+        assert x.neg().tolist() == [-1.0] * 3
+    handle = runtime.kernels.impl("aten::neg", "Dense", lambda one: type(one)(one.device, one.spec, one.tensor * 7))
+    try:
+        for _ in range(3):
+            assert x.neg().tolist() == [7.0] * 3
+    finally:
+        handle.remove()
+    for _ in range(3):
+        assert x.neg().tolist() == [-1.0] * 3
+
+
+def test_threads_have_traces_of_their_own() -> None:
+    """C++ remembers the trace of each thread."""
+    said: list[list[float]] = []
+
+    def run(at: int) -> None:
+        x = torch.full((3,), float(at), device="port")
+        for _ in range(20):
+            x = x + 1
+        said.append(x.tolist())
+
+    for _ in range(2):  # threads that have ended leave their numbers, and memory, to others
+        threads = [threading.Thread(target=run, args=(at,)) for at in range(4)]
+        for thread in threads:
+            thread.start()
+        run(10)
+        for thread in threads:
+            thread.join()
+    assert sorted(said) == sorted([[at + 20.0] * 3 for at in (0, 1, 2, 3, 10)] * 2)
 
 
 def test_what_the_cpu_refuses_is_refused_with_the_users_line() -> None:
@@ -161,6 +321,24 @@ def test_attention_has_gradients(mode: str, masked: bool) -> None:
     with torchport.mode(mode):
         for _ in range(3):
             torch.testing.assert_close(gradients("port"), gradients("cpu"))
+
+
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_a_program_may_choose_how_attention_is_computed(mode: str) -> None:
+    """``sdpa_kernel`` is heeded: the operator that is fused has no derivative of its derivative."""
+
+    def program(device: str) -> torch.Tensor:
+        q, k, v = (torch.arange(40.0).add(at).sin().reshape(1, 2, 5, 4).to(device).requires_grad_() for at in range(3))
+        (grad,) = torch.autograd.grad(attend(q, k, v).square().sum(), q, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), q)[0].cpu()
+
+    with torchport.mode(mode):
+        for _ in range(3):
+            with sdpa_kernel(SDPBackend.MATH):
+                torch.testing.assert_close(program("port"), program("cpu"))
+        for device in ("cpu", "port"):
+            with pytest.raises(RuntimeError, match="flash_attention_for_cpu_backward is not implemented"):
+                program(device)
 
 
 def test_a_backend_may_change_its_attention() -> None:
