@@ -156,7 +156,8 @@ def _generate(tokens: int, beams: int, rounds: int) -> Iterator[tuple[str, list[
     short = tokens < 100
     sizes = [40 + 20 * n for n in range(min(rounds, 5))] if short else [150]  # none comes by a length another had
     yield "first", _cells(*_in_turn(run, sizes), median)
-    yield "second", _cells(*_in_turn(run, sizes), median)
+    again = sizes if short else sizes * 3
+    yield "second", _cells(*_in_turn(run, again), median)
 
 
 def _lengths(steps: int) -> list[str]:
