@@ -38,9 +38,10 @@ computes_at_once: Final[list[Callable[[int], bool]]] = []
 
 
 def attention_at_once(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Attention by CPU's fused operator where it is interpreted at once, else as PyTorch does."""
+    """Attention by CPU's fused operator where it is interpreted at once, not differentiated; else as PyTorch does."""
+    differentiated = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     index = query.get_device()
-    if any(asked(index) for asked in computes_at_once):
+    if not differentiated and any(asked(index) for asked in computes_at_once):
         return cpu_attention(query, key, value, *args, **kwargs)
     return torch.nn.functional.scaled_dot_product_attention(query, key, value, *args, **kwargs)
 

@@ -135,7 +135,7 @@ struct Attention final : c10::OperatorKernel {
   // Call the CPU's fused operator, if it is wanted for such a call; false with nothing done if not.
   static bool run(torch::jit::Stack& stack) {
     const Values given(stack.data() + stack.size() - count, count);
-    if (!is_fused(given) || !is_wanted()) {
+    if (!is_fused(given) || !is_wanted(given)) {
       return false;
     }
     std::optional<at::Tensor> mask;
@@ -188,13 +188,15 @@ struct Attention final : c10::OperatorKernel {
         (mask.scalar_type() == at::kBool || mask.scalar_type() == dtype);
   }
 
-  // Whether the backend's attention is the CPU's now.
-  static bool is_wanted() {
+  // Whether the backend's attention is the CPU's for such a call.
+  static bool is_wanted(Values given) {
+    const auto asks = [](const c10::IValue& value) { return value.toTensor().requires_grad(); };
+    const bool differentiated = at::GradMode::is_enabled() && std::any_of(given.begin(), given.begin() + 3, asks);
     Gil gil;
     THPObjectPtr of_thread = of_this_thread();
     if (THPObjectPtr trace = direct_trace(of_thread.get())) {
       const long when = attends(py_.runtime.of(trace.get()));
-      return when == kAlways || (when == kAtOnce && observing_of.of(trace.get()) == Py_False);
+      return when == kAlways || (when == kAtOnce && !differentiated && observing_of.of(trace.get()) == Py_False);
     }
     THPObjectPtr trace = recording_trace(of_thread.get());
     return trace && attends(py_.runtime.of(trace.get())) == kAlways;
