@@ -108,10 +108,12 @@ class Gil {
 };
 
 // What is known of a thread, all of it borrowed. It holds as long as the thread has Python's state, which a thread that
-// Python did not start may get anew.
+// Python did not start may get anew, and that state has the dictionary of ``threading.local``: where a thread ends, finalizers
+// may run when the dictionary is gone.
 struct ThisThread {
   PyObject* names = nullptr;
   uint64_t of_state = 0;
+  const PyObject* locals = nullptr;
   PyObject *traces = nullptr, *trace = nullptr; // a dictionary of traces by index, and that of index 0: it stays there
   bool was_at_once = false; // whether the last operator was interpreted at once
 };
@@ -122,8 +124,9 @@ thread_local ThisThread this_thread;
 // exception, which would take longer than the rest of the look-up.
 THPObjectPtr of_this_thread() {
   ThisThread& known = this_thread;
-  const uint64_t state = PyThreadState_GetID(PyThreadState_Get());
-  if (known.names != nullptr && known.of_state == state) {
+  PyThreadState* const here = PyThreadState_Get();
+  const uint64_t state = PyThreadState_GetID(here);
+  if (known.names != nullptr && known.of_state == state && known.locals == here->dict) {
     return THPObjectPtr(Py_NewRef(known.names));
   }
   THPObjectPtr names(PyObject_GetAttr(threads, py_.n_dict));
@@ -131,7 +134,7 @@ THPObjectPtr of_this_thread() {
     PyErr_Clear();
     return THPObjectPtr();
   }
-  known = {names.get(), state};
+  known = {names.get(), state, here->dict};
   return names;
 }
 

@@ -238,7 +238,7 @@ struct DirectCall {
       if (tensor.dim() != 0 || !tensor.is_cpu()) {
         return {};
       }
-      has_keys = has_keys || !(tensor.key_set() - kOfCpuTensors).empty();
+      has_keys = has_keys || (tensor.key_set().raw_repr() & ~kOfCpuTensors.raw_repr()) != 0;
       if constexpr (Noted) {
         describe_number(tensor, spec);
       }

@@ -10,6 +10,8 @@
 #include <array>
 #include <utility>
 
+#include <ATen/ExpandUtils.h>
+
 namespace {
 
 // Twin of ``trace.wrapping.unwrap``.
@@ -59,7 +61,8 @@ bool is_spread(const at::Tensor& tensor) {
 }
 
 // Whether a value may be written to a wrapper as it is: it never changes strides, for views and ``reshape`` go by them. A
-// view with gaps in a base without is a part of that; functionalization copies the value there, whatever its strides are.
+// view with gaps in a base without is a part of that. Functionalization copies the value there, on a way that may have to
+// view it as it once viewed the part: a value can be viewed so that has the part's order of dimensions.
 bool may_take(const at::Tensor& written, const at::Tensor& value) {
   if (!value.defined() || written.sizes() != value.sizes() || written.scalar_type() != value.scalar_type()) {
     return false;
@@ -70,7 +73,8 @@ bool may_take(const at::Tensor& written, const at::Tensor& value) {
   };
   return written.strides() == value.strides() ||
       (!wrapper_of(written)->view_metas().empty() && !written.is_non_overlapping_and_dense() && is_spread(written) &&
-       base_of(written).is_non_overlapping_and_dense());
+       base_of(written).is_non_overlapping_and_dense() &&
+       value.strides() == c10::IntArrayRef(at::infer_dense_strides(written.sizes(), written.strides())));
 }
 
 // The kernel of an operator that writes to its first argument: the functional operator, then functionalization's write.

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from native_support import compiles, with_libraries
+from native_support import compiles, said_without_and_with, with_libraries
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as attend
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -108,6 +108,41 @@ def test_the_default_dtype_is_the_programs(dtype: torch.dtype) -> None:
     assert torch.full((2,), 1, dtype=dtype, device="port").dtype is dtype
 
 
+_PARTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "heads": lambda x: x[..., :4].view(2, 5, 2, 2).transpose(1, 2),
+    "rows": lambda x: x[:, ::2].permute(2, 0, 1),
+    "one dimension of two": lambda x: x[..., 3:9].view(10, 6).t(),
+    "as integers": lambda x: x[0, ::2].view(torch.int32).t(),
+    "a part of a part": lambda x: x[1:].transpose(1, 2)[:, 2:8].unflatten(1, (3, 2)).transpose(0, 2),
+    "complex": lambda x: torch.view_as_complex(x.view(2, 5, 6, 2))[..., ::2].transpose(0, 1),
+}
+_WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "copy_": lambda q: q.copy_(torch.arange(q.numel()).reshape(q.shape).to(q.device)),
+    "mul_": lambda q: q.mul_(3),
+    "masked_fill_": lambda q: q.masked_fill_(q.abs() > 60, 7),
+    "cumsum_": lambda q: q.cumsum_(0),
+    "tril_": lambda q: q.tril_(),
+    "index_copy_": lambda q: q.index_copy_(1, torch.tensor([0]).to(q.device), q[:, 1:2] * 2),
+}
+
+
+@pytest.mark.parametrize("write", _WRITES)
+@pytest.mark.parametrize("part", _PARTS)
+def test_what_is_written_to_a_view_of_a_part_finds_its_way_back(part: str, write: str) -> None:
+    """The strides of some results are not the part's, and the way back is by views that go by strides."""
+
+    def program(device: str) -> list[Any]:
+        x = (torch.arange(120.0).reshape(2, 5, 12).to(device) + 1) * 1.0
+        q = _PARTS[part](x)
+        _WRITES[write](q)
+        _WRITES[write](q)
+        return _told([x, torch.view_as_real(q) if q.is_complex() else q, x.view(-1), x[0].t() * 2])
+
+    wanted = program("cpu")
+    for _ in range(4):
+        assert program("port") == wanted
+
+
 def test_a_copy_into_a_part_shares_no_memory_with_its_source() -> None:
     for _ in range(3):  # the first goes to Python
         source = torch.ones(3, 4, device="port") + 0
@@ -166,7 +201,12 @@ def test_numbers_of_the_programs_own_keep_what_they_say() -> None:
         conjugate, part = torch.tensor(1 + 2j).conj(), torch.tensor(1 + 2j).conj().imag
         assert conjugate.is_conj()
         assert part.is_neg()
-        return [(x * conjugate).tolist(), (x.real + part).tolist(), torch.stack([x.imag]).mul(part).tolist()]
+        weight = torch.tensor(3.0, requires_grad=True)
+        y = x.real * weight - torch._efficientzerotensor(()) - weight
+        y.sum().backward()
+        assert weight.grad is not None
+        said = [(x * conjugate).tolist(), (x.real + part).tolist(), torch.stack([x.imag]).mul(part).tolist()]
+        return [*said, y.tolist(), weight.grad.tolist(), (x * 2 - 1.5 + True).tolist()]
 
     for _ in range(3):
         assert program("port") == program("cpu")
@@ -240,6 +280,35 @@ def test_threads_have_traces_of_their_own() -> None:
         for thread in threads:
             thread.join()
     assert sorted(said) == sorted([[at + 20.0] * 3 for at in (0, 1, 2, 3, 10)] * 2)
+
+
+def test_a_finalizer_may_compute_when_its_thread_is_ending() -> None:
+    """``threading.local`` is gone then, and what C++ knew of the thread with it."""
+    program = """
+import threading, torch, torchport
+torchport.use("reference")
+torchport.config.tiers, torchport.config.compile_after = "auto", 1e9
+said, of_thread = [], threading.local()
+
+class Holds:
+    def __init__(self):
+        self.x = torch.arange(9.0).to("port") * 2
+    def __del__(self):
+        said.append((self.x * 2 + 1).sum().item())
+
+def run():
+    for _ in range(4):
+        one = Holds()
+        (one.x + 1).sum().item()
+    of_thread.one = one
+
+for _ in range(10):
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+print(len(said), set(said))
+"""
+    assert said_without_and_with(program) == [["40 {153.0}"]] * 2
 
 
 def test_what_the_cpu_refuses_is_refused_with_the_users_line() -> None:
