@@ -40,6 +40,7 @@ from . import (
     shims,
     strided,
     subclasses,
+    transforms,
     writes,
 )
 from .opaque import opaque
@@ -149,6 +150,7 @@ def _install() -> None:
     processes.install()
     layouts.install(library, _libraries)
     subclasses.install(library)
+    transforms.install()
     fake.install()
     native.install(generated, in_place, checked)
 

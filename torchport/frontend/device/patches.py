@@ -218,6 +218,14 @@ PATCHES: Final[dict[str, tuple[str, str, str]]] = {
         _USE,
     ),
     "torch.autograd.graph._engine_run_backward": ("the same", "the same", _USE),
+    "torch._functorch.eager_transforms._grad_increment_nesting": (
+        "inside of the transform views are differentiated by taking them again",
+        "PyTorch goes by their place in memory, which they have none of",
+        _USE,
+    ),
+    "torch._functorch.eager_transforms._grad_decrement_nesting": ("ends that", "the same", _USE),
+    "torch._functorch.eager_transforms._jvp_increment_nesting": ("begins it, too", "the same", _USE),
+    "torch._functorch.eager_transforms._jvp_decrement_nesting": ("ends it", "the same", _USE),
     "torch.Tensor._make_wrapper_subclass": (
         "gives a wrapper around tensors of the device a dispatch key above functionalization",
         "functionalization would take the tensor in it apart and wrap the wrapper",
