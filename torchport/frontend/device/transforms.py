@@ -17,7 +17,12 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
-from torch._functorch import eager_transforms
+from torch._functorch.eager_transforms import (
+    _grad_decrement_nesting,
+    _grad_increment_nesting,
+    _jvp_decrement_nesting,
+    _jvp_increment_nesting,
+)
 
 from .patches import replace
 
@@ -62,11 +67,10 @@ def _followed_by(original: Callable[..., Any], after: Callable[[], None]) -> Cal
 
 def install() -> None:
     """Have views taken again inside of transforms that differentiate. Those that are on already are among them."""
-    module: Any = eager_transforms
-    for kind in ("grad", "jvp"):
-        for change, after in (("increment", _begin), ("decrement", _end)):
-            name = f"_{kind}_{change}_nesting"
-            replace(f"{_MODULE}.{name}", _followed_by(getattr(module, name), after))
+    for begins in (_grad_increment_nesting, _jvp_increment_nesting):
+        replace(f"{_MODULE}.{begins.__name__}", _followed_by(begins, _begin))
+    for ends in (_grad_decrement_nesting, _jvp_decrement_nesting):
+        replace(f"{_MODULE}.{ends.__name__}", _followed_by(ends, _end))
     for transform in torch._C._functorch.get_interpreter_stack() or ():  # type: ignore[attr-defined]
         if transform.key().name in ("Grad", "Jvp"):
             _begin()
