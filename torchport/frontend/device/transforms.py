@@ -65,6 +65,7 @@ def _followed_by(original: Callable[..., Any], after: Callable[[], None]) -> Cal
     return call
 
 
+@functools.cache  # the device may be made ready a second time, after a failure
 def install() -> None:
     """Have views taken again inside of transforms that differentiate. Those that are on already are among them."""
     for begins in (_grad_increment_nesting, _jvp_increment_nesting):
