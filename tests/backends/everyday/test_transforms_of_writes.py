@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import torchport
+from torchport.core.config import config
 
 
 def _copied(t: torch.Tensor) -> torch.Tensor:
@@ -63,8 +65,11 @@ def test_gradients_are_those_of_the_part_that_was_written(
     write: Callable[[torch.Tensor], torch.Tensor], transform: str
 ) -> None:
     torchport.use("reference")
-    found = [_TRANSFORMS[transform](write, torch.arange(1.0, 5.0).to(device)).cpu() for device in ("cpu", "port")]
-    torch.testing.assert_close(found[1], found[0])
+    wanted = _TRANSFORMS[transform](write, torch.arange(1.0, 5.0))
+    for tiers in ("off", "auto"):
+        with config.override(tiers=tiers):
+            found = _TRANSFORMS[transform](write, torch.arange(1.0, 5.0).to("port")).cpu()
+        torch.testing.assert_close(found, wanted)
 
 
 def test_the_state_of_the_thread_is_what_it_was() -> None:
@@ -84,7 +89,8 @@ def test_the_state_of_the_thread_is_what_it_was() -> None:
         assert torch._C._is_view_replay_enabled()
 
 
-def test_the_first_use_of_the_device_may_be_inside_of_a_transform() -> None:
+@pytest.mark.parametrize("tiers", ["off", "auto"])
+def test_the_first_use_of_the_device_may_be_inside_of_a_transform(tiers: str) -> None:
     program = """
 import torch, torchport
 
@@ -96,6 +102,18 @@ def written(t):
 
 print([torch.func.grad(written)(torch.arange(4.0)).tolist() for _ in range(2)], torch._C._is_view_replay_enabled())
 """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    environment = {**os.environ, "TORCHPORT_TIERS": tiers}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[[1.0, 2.0, 4.0, 2.0], [1.0, 2.0, 4.0, 2.0]] False"
+
+
+@pytest.mark.parametrize("device", ["cpu", "port"])
+@pytest.mark.parametrize("write", [_copied, _multiplied, _of_matrices])
+def test_transforms_are_compiled(write: Callable[[torch.Tensor], torch.Tensor], device: str) -> None:
+    torchport.use("reference")
+    x = torch.arange(1.0, 5.0)
+    torch._dynamo.reset()
+    compiled = torch.compile(torch.func.grad(write), backend="torchport", fullgraph=True)
+    torch.testing.assert_close(compiled(x.to(device)).cpu(), torch.func.grad(write)(x))

@@ -7,6 +7,9 @@ captured, whose fake tensors share memory and have a history as eager's would. S
 A write to a detached alias of an input, of something that requires a gradient, gives the alias a history of its own.
 AOTAutograd and Dynamo take a result that is such an alias of the input again, without that history. So what was
 captured is no help: the function that Dynamo traces runs uncompiled.
+
+Private torch APIs used here: ``torch._C._functorch.is_functorch_wrapped_tensor`` (a transform's tensor, which cannot be
+asked for its memory).
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import Any, Final
 
 import torch
 from torch import fx
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...backend.normal_form import is_view
@@ -80,6 +84,8 @@ def _seen(node: fx.Node) -> tuple[torch.Tensor | None, int | None]:
     """The fake tensor of a captured node, and its memory's name; ``None`` for what has none of its own."""
     value = node.meta.get("example_value")
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or is_traceable_wrapper_subclass(value):
+        return None, None
+    if is_functorch_wrapped_tensor(value):  # inside of a transform of ``torch.func``
         return None, None
     return value, storage_name(value)
 

@@ -50,7 +50,9 @@ def _begin() -> None:
 
 
 def _end() -> None:
-    _mine.on = max(0, _mine.on - 1)  # one may have begun in this thread before the device was there
+    if not _mine.on:  # it began in this thread before the device was there
+        return
+    _mine.on -= 1
     if not _mine.on:
         torch._C._set_view_replay_enabled(_mine.before)
 
