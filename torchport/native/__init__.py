@@ -33,9 +33,12 @@ _lock: Final = guarded_rlock()
 _FOLDER: Final = Path(__file__).parent
 WARNINGS: Final = ("-Wall", "-Wextra", "-Wno-missing-field-initializers")
 """Without the warning about missing fields, since Python's type objects leave most out. A test adds ``-Werror``."""
-FLAGS: Final = ("-O2", "-std=c++20", "-shared", "-fPIC", "-pthread", "-fno-plt", "-fvisibility-inlines-hidden")
-"""The last two spare calls of PyTorch's functions, inline ones too, a jump through a table. The processor's cache for
-code holds little more than what an operator takes, so code that is not fetched counts."""
+FLAGS: Final = (
+    "-O2", "-std=c++20", "-shared", "-fPIC", "-fopenmp", "-fno-plt", "-fvisibility-inlines-hidden",
+)  # fmt: skip
+"""``-fopenmp``: PyTorch's ``parallel_for`` is in its headers, and takes one thread without. The last two spare calls of
+PyTorch's functions, inline ones too, a jump through a table. The processor's cache for code holds little more than what
+an operator takes, so code that is not fetched counts."""
 Use = Callable[[ctypes.PyDLL], object]
 
 

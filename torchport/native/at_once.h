@@ -372,7 +372,7 @@ extern "C" PyObject* torchport_direct(
   Py_INCREF(serial);
   kernel.direct = std::unique_ptr<Direct>(new Direct{
       callee, shares != 0, is_factory != 0, varying != 0, but_wide != 0, is_blank != 0, rule, serial, std::move(names),
-      kinds, std::move(ways)});
+      kinds, std::move(ways), elementwise(callee)});
   Py_RETURN_TRUE;
   END_HANDLE_TH_ERRORS
 }

@@ -21,8 +21,6 @@ PyTypeObject* manner_type; // interpret.How
 PyObject* observed; // ``append`` of infer.observed, the results that shape inference may learn from
 PyObject* decide; // run.direct.decide, by serial
 
-constexpr int64_t kFewElements = 1 << 16;
-
 // An argument that is no tensor, as the object that the Python kernel would get; null for types not handled here.
 // ``kind``: d(type), m(emory format); with any other letter the value's own type decides.
 PyObject* plain(const c10::IValue& value, char kind) {
@@ -93,6 +91,7 @@ struct Direct {
   // Per argument: its letter (``Kernel``), but ``-`` for one that the CPU does not get, and ``=`` for one that it gets as it
   // is, from which nothing follows.
   std::string ways;
+  Elementwise waiting; // how it is computed if it is put off; null where it may not be
   std::vector<std::vector<int64_t>> anchors = {}; // shapes of the arguments of calls that a region may begin with
   mutable uint64_t decided = 0; // ``Bound::decisions`` of the runtime whose manner was looked up last: it interprets
 
@@ -197,23 +196,6 @@ class Spare {
   }
 };
 
-// Gives up the GIL for an operator on so many elements, if they are many. To give it up and take it again is eight
-// operations on mutexes, more than a small operator takes.
-class Unlocked {
- public:
-  explicit Unlocked(int64_t elements) : state_(elements > kFewElements ? PyEval_SaveThread() : nullptr) {}
-  ~Unlocked() {
-    if (state_ != nullptr) {
-      PyEval_RestoreThread(state_);
-    }
-  }
-  Unlocked(const Unlocked&) = delete;
-  Unlocked& operator=(const Unlocked&) = delete;
-
- private:
-  PyThreadState* const state_;
-};
-
 // A call on its way to the CPU. ``Noted``: what it gives is noted for shape inference, too.
 template <bool Noted>
 struct DirectCall {
@@ -224,6 +206,7 @@ struct DirectCall {
   Sharing sharing = Sharing::nobody; // who may see the memory of the results
   int64_t elements = 0; // of the arguments
   bool has_number = false; // a number that a graph may have as a scalar input
+  bool is_seen = false; // Python has seen an argument's handle, or others its memory
   bool has_keys = false; // a CPU tensor of the program's has dispatch keys that ask for more than a kernel
   // Where calls are noted: specs in the places of tensors, and whether to note the call still, which is over once an
   // argument has no such form.
@@ -244,11 +227,12 @@ struct DirectCall {
       }
       return tensor;
     }
-    Held held = held_by(tensor, runtime);
+    Held held = held_by(tensor, runtime, direct.waiting != nullptr);
     if (!held.tensor.defined()) {
       return {};
     }
     elements += tensor.numel();
+    is_seen = is_seen || held.own == nullptr || held.own->sharing == Sharing::others;
     if (direct.shares) {
       sharing = std::max(held.share(), sharing);
     }
@@ -309,6 +293,11 @@ struct DirectCall {
   // Whether the operator that is called gives what a graph gives, whose numbers are inputs.
   bool is_exact() const {
     return !(direct.varying && has_number) || (direct.but_wide && is_wide(stack));
+  }
+
+  // Put the call off. False where it has to be computed at once, after what is put off already.
+  bool wait(bool in_place) {
+    return !Noted && !is_seen && PutOff::take(direct.waiting, in_place, stack);
   }
 
   // Call the CPU's operator: results replace the arguments. False if it raises. ``in_place``: another form of it, which
@@ -487,7 +476,16 @@ bool run_as(
       return false;
     }
   }
-  if (!call.is_exact() || !call.compute(in_place)) {
+  const bool exact = call.is_exact();
+  const bool others_wait = PutOff::waits;
+  const bool waits = exact && direct.waiting != nullptr && call.wait(in_place != nullptr);
+  if (others_wait && !waits) {
+    PutOff::settle(); // gives up the GIL, and others may hold the memory since
+    if (in_place != nullptr) {
+      return false;
+    }
+  }
+  if (!exact || (!waits && !call.compute(in_place))) {
     return false; // nothing has changed: Python repeats the call, and its error names the user's line
   }
   if (!Noted && !one_list && call.stack.size() == 1 && in_place == nullptr && !direct.is_blank) { // most often

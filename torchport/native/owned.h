@@ -19,10 +19,10 @@ bool is_elementwise(const c10::OperatorHandle& op) {
   return (of_lists || op.hasTag(at::Tag::pointwise)) && !op.hasTag(at::Tag::nondeterministic_seeded);
 }
 
-// Whether a CPU tensor's memory has no other holder.
+// Whether a CPU tensor's memory has no other holder, but for what is put off.
 bool is_alone(const at::Tensor& memory) {
   // Memory that is not PyTorch's, such as NumPy's or an engine's, may have other holders than tensors.
-  return memory.use_count() == 1 && memory.has_storage() && memory.storage().use_count() == 1 &&
+  return memory.use_count() == 1 + PutOff::references(memory) && memory.has_storage() && memory.storage().use_count() == 1 &&
       memory.storage().unsafeGetStorageImpl()->resizable() &&
       memory.is_non_overlapping_and_dense() && !memory.is_inference() && !memory.requires_grad();
 }

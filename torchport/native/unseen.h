@@ -3,6 +3,7 @@
 // Python has three objects of a value. Most results of operators that are interpreted at once are arguments of the next
 // such operator and nothing else, so the objects are made when Python asks for them.
 #pragma once
+#include "put_off.h"
 #include "values.h"
 
 #include <array>
@@ -143,7 +144,11 @@ struct Held {
   }
 };
 
-Held held_by(const at::Tensor& tensor, PyObject* runtime) {
+// ``may_wait``: its value may be one that is still to be computed.
+Held held_by(const at::Tensor& tensor, PyObject* runtime, bool may_wait = false) {
+  if (PutOff::waits && !may_wait) [[unlikely]] {
+    PutOff::settle();
+  }
   if (Unseen* own = unseen(tensor)) {
     return own->owner->runtime.get() == runtime ? Held{own->value, own, THPObjectPtr()} : Held();
   }
@@ -185,6 +190,10 @@ THPObjectPtr value_of(const at::Tensor& value, Bound& owner, Sharing sharing) {
 // Make a handle one that Python knows, if it is none yet. The GIL has to be held.
 // Raises what Python raises, with nothing changed.
 void show(const at::Tensor& tensor) {
+  if (unseen(tensor) == nullptr) {
+    return;
+  }
+  PutOff::settle(); // gives up the GIL
   Unseen* const own = unseen(tensor);
   if (own == nullptr) {
     return;

@@ -72,6 +72,17 @@ bool number(ViewArguments& made, c10::ArrayRef<Item> values) {
   return std::all_of(values.begin(), values.end(), [&](const Item& value) { return number(made, value); });
 }
 
+// How many writes to its memory a wrapper's value has. PyTorch leaves it at 0 for a view, and takes the view of what was
+// written once more at its first use. There is no function that sets it; an explicit instantiation may name the member.
+size_t& writes_seen(at::FunctionalTensorWrapper& wrapper);
+template <auto member>
+struct WritesSeen {
+  friend size_t& writes_seen(at::FunctionalTensorWrapper& wrapper) {
+    return wrapper.*member;
+  }
+};
+template struct WritesSeen<&at::FunctionalTensorWrapper::generation_>;
+
 // Whether autograd notes nothing but which tensor is a view of which: gradients are off, also forward ones.
 bool notes_no_gradients(const at::Tensor& tensor) {
   return !at::GradMode::is_enabled() &&
@@ -196,11 +207,12 @@ struct View<Op, Out(const at::Tensor&, Args...)> {
       return false;
     }
     Results results;
+    bool are_values = false;
     const Gil gil;
     const auto found = known.find(numbers);
     is_new = found == known.end();
     const auto held = is_new ? nullptr : found->second; // Python may run below
-    if (is_new || !serve(wrapper->value(), results, held->arguments, args...)) {
+    if (is_new || !serve(wrapper->value(), results, are_values, held->arguments, args...)) {
       return false;
     }
     auto& steps = held->each;
@@ -208,7 +220,11 @@ struct View<Op, Out(const at::Tensor&, Args...)> {
       steps.push_back(steps[0]->to_out_index(static_cast<int64_t>(steps.size())));
     }
     const auto wrapped = [&](size_t at) {
-      return without_key(at::detail::make_tensor<at::FunctionalTensorWrapper>(results[at], wrapper, steps[at]));
+      at::Tensor made = without_key(at::detail::make_tensor<at::FunctionalTensorWrapper>(results[at], wrapper, steps[at]));
+      if (are_values) { // paths that are recorded have the view twice, as they have without C++
+        writes_seen(*wrapper_of(made)) = writes_seen(*wrapper);
+      }
+      return made;
     };
     if (taken != nullptr) {
       *taken = held;
@@ -223,9 +239,9 @@ struct View<Op, Out(const at::Tensor&, Args...)> {
     return true;
   }
 
-  // The handles of the views of a handle.
+  // The handles of the views of a handle. ``are_values``: they were computed.
   static bool serve(
-      const at::Tensor& handle, Results& results, const std::vector<c10::IValue>& boxed, const Args&... args) {
+      const at::Tensor& handle, Results& results, bool& are_values, const std::vector<c10::IValue>& boxed, const Args&... args) {
     THPObjectPtr of_thread = of_this_thread();
     const Now now(of_thread.get());
     if (now.recording != nullptr) {
@@ -235,7 +251,8 @@ struct View<Op, Out(const at::Tensor&, Args...)> {
       results = child == nullptr ? Results() : results_of(child);
       return child != nullptr;
     }
-    return now.at_once != nullptr && kernel->is_direct(now.at_once) && at_once(now.at_once, handle, results, args...);
+    are_values = now.at_once != nullptr && kernel->is_direct(now.at_once) && at_once(now.at_once, handle, results, args...);
+    return are_values;
   }
 
   // The views of a handle's value.

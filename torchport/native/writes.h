@@ -161,6 +161,9 @@ struct InPlace final : c10::OperatorKernel {
   Results computed(
       const c10::OperatorHandle& op, PyObject* trace, const c10::SmallVector<at::Tensor, 1>& written,
       torch::jit::Stack& values) const {
+    if (kernel.direct->waiting == nullptr) {
+      PutOff::settle(); // gives up the GIL
+    }
     const c10::OperatorHandle* in_place = may_write(op, written, values) ? &op : nullptr;
     if (!run_direct(trace, *kernel.direct, values, kernel.one_list, in_place)) {
       return {};

@@ -42,7 +42,9 @@ if TYPE_CHECKING:
     from ..trace.kernels import Kernel
     from .device_runtime import DeviceRuntime
 
-__all__ = ["begin", "decide", "enter_region", "interpreted", "on_forgotten", "on_interpreted", "reopen", "run"]
+__all__ = [
+    "begin", "decide", "enter_region", "interpreted", "on_forgotten", "on_interpreted", "reopen", "run", "settle",
+]  # fmt: skip
 
 _CPU: Final = torch.device("cpu")
 _NO_TENSOR: Final = frozenset(
@@ -54,6 +56,8 @@ interpreted: Final[dict[Kernel, How]] = {}
 """Every operator that some device has interpreted, and how."""
 on_interpreted: Final[list[Callable[[Kernel, How], None]]] = []
 """Called with an operator before it is interpreted for the first time in this process."""
+settle: Final[list[Callable[[], object]]] = []
+"""What computes the operators that C++ has put off (``native/put_off.h``); Python puts none off."""
 on_forgotten: Final[list[Callable[[], object]]] = []
 """Called when a device has forgotten how it interprets operators."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..trace.threads import threads
-from . import step_closures
+from . import direct, step_closures
 from .device_runtime import runtimes
 from .flush import flush
 
@@ -16,6 +16,8 @@ def compute_pending(index: int | None = None, wait: bool = True) -> None:
     ``wait``: return when it is done. Raises the first error among the pending values and, where it waits, those that
     nobody has read.
     """
+    for compute in direct.settle:
+        compute()
     errors = [flush(trace, "sync") for trace in threads.mine() if index is None or trace.index == index]
     if wait:
         for runtime in runtimes.all():

@@ -432,7 +432,8 @@ def test_the_table_names_functions_that_are_there() -> None:
 
 def test_every_function_that_python_calls_is_in_the_table() -> None:
     """Less those that only begin: they are told what they need of Python, or count, or hear of regions and threads; or
-    make what Python's objects are from the beginning; or do what a kernel in Python cannot (``torchport_same``)."""
+    make what Python's objects are from the beginning; or compute what only C++ puts off; or do what a
+    kernel in Python cannot (``torchport_same``)."""
     exported = {
         name
         for source in native.flush.source.parent.glob("*.[ch]*")
@@ -447,6 +448,7 @@ def test_every_function_that_python_calls_is_in_the_table() -> None:
         "torchport_follow_start",
         "torchport_followed",
         "torchport_same",
+        "torchport_settle",
         "torchport_shown",
         "torchport_steps_start",
         "torchport_thread_limit",

@@ -170,9 +170,10 @@ def _use_direct(library: ctypes.PyDLL, kernels: Sequence[Kernel]) -> None:
             how.is_blank, observed_kinds,
         )  # fmt: skip
 
-    anchor, forget = _functions(library, direct_anchor=2, direct_forget=0)
+    anchor, forget, settle = _functions(library, direct_anchor=2, direct_forget=0, settle=0)
     direct.on_interpreted.append(interpreted)
     direct.on_forgotten.append(forget)
+    direct.settle.append(settle)
     regions.on_anchor.append(anchor)
     for kernel, how in list(direct.interpreted.items()):  # before the library was there
         interpreted(kernel, how)

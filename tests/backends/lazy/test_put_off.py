@@ -1,0 +1,384 @@
+"""Arithmetic on lists of tensors that is put off (``native/put_off.h``): nobody sees a difference but its time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from native_support import compiles, with_libraries
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torchport
+from torchport.run import direct
+
+pytestmark = compiles
+
+Tensors = list[torch.Tensor]
+SHAPES = [(70_001,), (3,), (257, 129), (), (2, 3, 5), (200_003,)]
+"""Less than a piece and more, and no multiple of any vector."""
+
+
+def _settle() -> int:
+    """How many calls were put off, which are computed now."""
+    return sum(settle() for settle in direct.settle)  # type: ignore[misc]
+
+
+@pytest.fixture(autouse=True)
+def _eager() -> Iterator[None]:
+    with with_libraries(), torchport.mode("eager"):
+        begun = torch.ones(1, device="port") + 1  # Python runs the first operator after a flush
+        yield
+        assert begun.item() == 2
+        _settle()
+
+
+def _made(device: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensors:
+    """Results of operators, which is what only C++ has seen."""
+    generator = torch.Generator().manual_seed(seed)
+    numbers = [torch.rand(shape, generator=generator).to(dtype).to(device) for shape in SHAPES]
+    return [one + 0.5 for one in numbers]
+
+
+def _same(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert one.stride() == other.stride()
+        torch.testing.assert_close(one.cpu(), other, rtol=0, atol=0, equal_nan=True)
+
+
+CALLS: dict[str, Callable[[Tensors, Tensors, Tensors], Any]] = {
+    "add": lambda x, y, z: torch._foreach_add_(x, y, alpha=0.3),
+    "add, number": lambda x, y, z: torch._foreach_add_(x, 1e-3),
+    "add, numbers": lambda x, y, z: torch._foreach_add_(x, [0.1 * at for at in range(len(x))]),
+    "add, whole number": lambda x, y, z: torch._foreach_add_(x, 2),
+    "sub": lambda x, y, z: torch._foreach_sub_(x, y, alpha=2),
+    "sub, number": lambda x, y, z: torch._foreach_sub_(x, 0.7),
+    "mul": lambda x, y, z: torch._foreach_mul_(x, y),
+    "mul, number": lambda x, y, z: torch._foreach_mul_(x, 0.999),
+    "mul, numbers": lambda x, y, z: torch._foreach_mul_(x, [0.9, 0.8, 1.1, 1, 0.7, 1.2]),
+    "div": lambda x, y, z: torch._foreach_div_(x, y),
+    "div, number": lambda x, y, z: torch._foreach_div_(x, 0.37),
+    "div, numbers": lambda x, y, z: torch._foreach_div_(x, [0.9, 0.8, 1.1, 1.3, 0.7, 1.2]),
+    "addcmul": lambda x, y, z: torch._foreach_addcmul_(x, y, z, value=0.01),
+    "addcmul, twice the same": lambda x, y, z: torch._foreach_addcmul_(x, y, y, value=0.01),
+    "addcmul, numbers": lambda x, y, z: torch._foreach_addcmul_(x, y, z, [0.1, -0.2, 0.3, 0.4, 0.5, 0.6]),
+    "addcdiv": lambda x, y, z: torch._foreach_addcdiv_(x, y, z, value=-0.01),
+    "addcdiv, numbers": lambda x, y, z: torch._foreach_addcdiv_(x, y, z, [-0.1, 0.2, 0.3, 0.4, 0.5, 0.6]),
+    "lerp": lambda x, y, z: torch._foreach_lerp_(x, y, 0.1),
+    "lerp, far": lambda x, y, z: torch._foreach_lerp_(x, y, 0.9),
+    "sqrt": lambda x, y, z: torch._foreach_sqrt_(x),
+    "neg": lambda x, y, z: torch._foreach_neg_(x),
+    "reciprocal": lambda x, y, z: torch._foreach_reciprocal_(x),
+    "sqrt of others": lambda x, y, z: x.__setitem__(slice(None), torch._foreach_sqrt(y)),
+    "sum of others": lambda x, y, z: x.__setitem__(slice(None), torch._foreach_add(y, z)),
+    "product of others": lambda x, y, z: x.__setitem__(slice(None), torch._foreach_mul(y, 3.3)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+def test_each_is_put_off_and_gives_the_cpus_numbers(call: Callable[..., Any], dtype: torch.dtype) -> None:
+    lists = {device: [_made(device, seed, dtype) for seed in range(3)] for device in ("cpu", "port")}
+    for given_lists in lists.values():
+        call(*given_lists)
+    assert _settle() == 1
+    for found, wanted in zip(lists["port"], lists["cpu"], strict=True):
+        _same(found, wanted)
+
+
+def test_what_is_not_arithmetic_is_computed_at_once() -> None:
+    x, wanted = _made("port"), _made("cpu")
+    for one in (x, wanted):
+        torch._foreach_mul_(one, 2.0)
+        torch._foreach_exp_(one)
+    assert _settle() == 0
+    _same(x, wanted)
+
+
+def test_small_lists_are_computed_at_once() -> None:
+    x = [torch.ones(3, device="port") + 1, torch.ones(100, device="port") + 1]
+    torch._foreach_mul_(x, 2.0)
+    assert _settle() == 0
+    assert x[0].tolist() == [4.0] * 3
+
+
+# -- who looks ------------------------------------------------------------------------------------------------------
+LOOKS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "a copy": lambda x: x.cpu(),
+    "a number": lambda x: torch.tensor(x[5].item()),
+    "an operator": lambda x: (x * 2).cpu(),
+    "a view": lambda x: x[3:9].cpu(),
+    "a view that is written to": lambda x: (x[3:9].zero_(), x.cpu())[1],
+    "another tensor of it": lambda x: (x.detach().mul_(2), x.cpu())[1],
+    "its text": lambda x: torch.tensor(list(repr(x).replace(", device='port:0'", "").encode())),
+    "an in-place operator": lambda x: x.exp_().cpu(),
+    "a write": lambda x: (x.copy_(torch.ones_like(x)), x.cpu())[1],
+    "zeros": lambda x: (torch._foreach_zero_([x]), x.cpu())[1],
+    "norms": lambda x: torch._foreach_norm([x])[0].cpu(),
+    "out=": lambda x: torch.add(x, 1, out=torch.empty_like(x)).cpu(),
+    "a mode that looks": lambda x: _under_a_mode(lambda: x + 1).cpu(),
+    "inference mode": lambda x: _inferred(x).cpu(),
+    "a gradient": lambda x: torch.autograd.grad((x.requires_grad_() * x).sum(), x)[0].cpu(),
+    "another list": lambda x: torch._foreach_add([x[:40_000]], [x[1:40_001]])[0].cpu(),
+    "itself": lambda x: torch._foreach_add([x], [x])[0].cpu(),
+    "one tensor twice": lambda x: (torch._foreach_add_([x, x], 1.0), x.cpu())[1],
+    "a deep copy": lambda x: __import__("copy").deepcopy(x).cpu(),
+    "a compiled function": lambda x: torch.compile(lambda y: y + 1, backend="eager")(x).cpu(),
+    "lazy mode": lambda x: _lazily(x).cpu(),
+}
+
+
+def _under_a_mode(compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+    class Looks(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            assert "foreach" not in str(func)
+            assert "lerp" not in str(func)
+            return func(*args, **(kwargs or {}))
+
+    with Looks():
+        return compute()
+
+
+def _inferred(x: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return x * 2
+
+
+def _lazily(x: torch.Tensor) -> torch.Tensor:
+    with torchport.mode("lazy"):
+        return x * 2 + 1
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS.keys())
+def test_whoever_looks_sees_the_results(look: Callable[[torch.Tensor], Any]) -> None:
+    def program(device: str) -> list[torch.Tensor]:
+        x, y = _made(device), _made(device, 1)
+        torch._foreach_mul_(x, 0.9)
+        torch._foreach_lerp_(x, y, 0.1)
+        roots = torch._foreach_sqrt(x)
+        torch._foreach_addcdiv_(x, y, roots, value=-0.01)
+        found = [look(x[0]), look(roots[5])]
+        return [*found, *(one.detach().cpu() for one in (*x, *y, *roots))]
+
+    wanted = program("cpu")
+    for _ in range(2):
+        for one, other in zip(program("port"), wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_memory_that_others_have_is_not_written_later() -> None:
+    """A view, NumPy's array, or a second tensor: whoever has one reads it whenever they like."""
+    x = _made("port")
+    view, shared = x[0][:5], x[2].numpy() if hasattr(x[2], "numpy") and x[2].device.type == "cpu" else None
+    torch._foreach_add_(x, 1.0)
+    assert _settle() == 0
+    assert shared is None
+    assert torch.equal(view.cpu(), x[0].cpu()[:5])
+
+
+def test_what_is_read_may_be_written_afterwards() -> None:
+    def program(device: str) -> list[torch.Tensor]:
+        x, y = _made(device), _made(device, 1)
+        torch._foreach_add_(x, y)
+        torch._foreach_mul_(y, 2.0)  # in place, of what is still to be read
+        y[0].zero_()
+        torch._foreach_add_(x, y)
+        del y
+        return [one.cpu() for one in x]
+
+    for one, other in zip(program("port"), program("cpu"), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_more_calls_than_are_kept_and_other_lists() -> None:
+    def program(device: str) -> list[torch.Tensor]:
+        x, y, few = _made(device), _made(device, 1), _made(device, 2)[:1]
+        for at in range(150):
+            torch._foreach_mul_(x, 1.001)
+            torch._foreach_add_(x, y, alpha=0.01)
+            if at % 40 == 3:
+                torch._foreach_add_(few, 1.0)
+                torch._foreach_sub_(y, [*few, *x[1:]])
+                torch._foreach_add_(x[:3], y[:3])
+        return [one.cpu() for one in (*x, *y, *few)]
+
+    for one, other in zip(program("port"), program("cpu"), strict=True):
+        assert torch.equal(one, other)
+
+
+Step = tuple[str, int, int, int]
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from([*CALLS, "look", "view", "part", "mixed", "drop", "keep"]),
+        st.integers(0, 3), st.integers(0, 3), st.integers(0, 3),
+    ),
+    max_size=14,
+)  # fmt: skip
+
+
+def _run(device: str, steps: Sequence[Step]) -> list[torch.Tensor]:
+    lists = [_made(device, seed) for seed in range(4)]
+    seen: list[torch.Tensor] = []
+    kept: list[torch.Tensor] = []
+    for name, a, b, c in steps:
+        x, y = lists[a], lists[b]
+        if name == "look":
+            seen.append(x[c].cpu().clone())
+        elif name == "view":
+            kept.append(x[0][c : c + 4])
+        elif name == "part":
+            x[0][c : c + 4].mul_(0.5)
+        elif name == "mixed":
+            torch._foreach_add_([*x[:2], *y[2:]], 0.25)
+        elif name == "drop":
+            lists[a] = [one * 1 for one in y]
+        elif name == "keep":
+            kept.append(x[c].detach())
+        else:
+            CALLS[name](x, y, lists[c])
+    return [*seen, *(one.cpu() for one in kept), *(one.cpu() for part in lists for one in part)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(STEPS)
+def test_any_program_gives_what_the_cpu_gives(steps: list[Step]) -> None:
+    for one, other in zip(_run("port", steps), _run("cpu", steps), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+# -- optimizers -----------------------------------------------------------------------------------------------------
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": lambda p, **k: torch.optim.AdamW(p, lr=1e-2, **k),
+    "Adam": lambda p, **k: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1, **k),
+    "AMSGrad": lambda p, **k: torch.optim.Adam(p, lr=1e-2, amsgrad=True, maximize=True, **k),
+    "SGD": lambda p, **k: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1, **k),
+    "plain SGD": lambda p, **k: torch.optim.SGD(p, lr=1e-2, **k),
+    "RMSprop": lambda p, **k: torch.optim.RMSprop(p, lr=1e-2, momentum=0.5, centered=True, **k),
+    "Adagrad": lambda p, **k: torch.optim.Adagrad(p, lr=1e-2, **k),
+    "Adadelta": lambda p, **k: torch.optim.Adadelta(p, lr=1e-2, **k),
+    "Adamax": lambda p, **k: torch.optim.Adamax(p, lr=1e-2, **k),
+    "NAdam": lambda p, **k: torch.optim.NAdam(p, lr=1e-2, **k),
+    "RAdam": lambda p, **k: torch.optim.RAdam(p, lr=1e-2, **k),
+    "ASGD": lambda p, **k: torch.optim.ASGD(p, lr=1e-2, **k),
+    "Rprop": lambda p, **k: torch.optim.Rprop(p, lr=1e-2, **k),
+}
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_optimizers_give_the_cpus_numbers(make: Callable[..., torch.optim.Optimizer], groups: int) -> None:
+    def program(device: str) -> list[torch.Tensor]:
+        parameters = [torch.nn.Parameter(one.to(device)) for one in _made("cpu")]
+        parts: Any = parameters if groups == 1 else [{"params": parameters[:3]}, {"params": parameters[3:], "lr": 0.1}]
+        optimizer = make(parts, foreach=True)
+        for step in range(5):
+            for parameter, noise in zip(parameters, _made(device, step + 1), strict=True):
+                parameter.grad = noise * parameter.detach()
+            optimizer.step()
+        return [one.detach().cpu() for one in parameters]
+
+    for one, other in zip(program("port"), program("cpu"), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_step_of_adam_is_put_off_as_a_whole() -> None:
+    parameters = [torch.nn.Parameter(one.to("port")) for one in _made("cpu")]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    for _ in range(3):
+        for parameter in parameters:
+            parameter.grad = parameter.detach() * 0.1
+        optimizer.step()
+        count = _settle()
+    assert count == 8
+
+
+# -- where nobody looks ------------------------------------------------------------------------------------------------
+def test_other_threads_see_the_results() -> None:
+    wanted = _made("cpu")
+    for _ in range(20):
+        torch._foreach_mul_(wanted, 1.01)
+    found: list[list[torch.Tensor]] = []
+
+    def look(x: Tensors) -> None:
+        found.append([one.cpu() for one in x])
+
+    x = _made("port")
+    for _ in range(20):
+        torch._foreach_mul_(x, 1.01)
+    workers = [threading.Thread(target=look, args=(x,)) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert len(found) == len(workers)
+    for one in found:
+        _same(one, wanted)
+
+
+def test_threads_compute_their_own() -> None:
+    results: dict[int, Tensors] = {}
+
+    def work(seed: int) -> None:
+        x, y = _made("port", seed), _made("port", seed + 100)
+        for at in range(30):
+            torch._foreach_mul_(x, 1.001)
+            torch._foreach_add_(x, y, alpha=0.01)
+            if at % 7 == seed % 7:
+                x[0].cpu()
+        results[seed] = [one.cpu() for one in x]
+
+    workers = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    for seed in range(4):
+        x, y = _made("cpu", seed), _made("cpu", seed + 100)
+        for _ in range(30):
+            torch._foreach_mul_(x, 1.001)
+            torch._foreach_add_(x, y, alpha=0.01)
+        _same(results[seed], x)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_in_a_process_of_its_own(threads: int) -> None:
+    """Numbers do not depend on how many threads compute; a program may end, or fork, while something is put off."""
+    program = f"""
+import os, torch, torchport
+from torchport.run import direct
+torch.set_num_threads({threads})
+torchport.use("reference")
+def run(device):
+    x = [torch.arange(n, dtype=torch.float32).to(device) / n + 1 for n in (300_001, 5, 40_000)]
+    y = [one * 0.3 for one in x]
+    x = [one + 0.5 for one in x]
+    for _ in range(3):
+        torch._foreach_lerp_(x, y, 0.1)
+        torch._foreach_addcmul_(x, y, y, value=0.3)
+        torch._foreach_addcdiv_(x, y, torch._foreach_sqrt(x), value=-0.01)
+    return x
+with torchport.mode("eager"):
+    for _ in range(2):
+        x, wanted = run("port"), run("cpu")
+        print(sum(settle() for settle in direct.settle))
+    x = run("port")
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert all(torch.equal(one.cpu(), other) for one, other in zip(x, wanted))
+    kept = run("port")
+print("ended")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=300,
+        env={**os.environ, "TORCHPORT_TIERS": "auto"},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout.split()[1:]) == (0, ["12", "ended"]), done.stdout + done.stderr[-3000:]

@@ -1,0 +1,384 @@
+// Arithmetic on lists of tensors that is put off. Part of follow.cpp.
+//
+// An optimizer calls one operator after the other on all of its parameters, and each of them goes through all of their
+// memory. What is put off is computed when a value is asked for: for each parameter one operator after the other, a piece
+// at a time that fits into the processor's cache. The operators are the CPU's, on the same numbers in the same order.
+//
+// It is only put off where nobody can see that: every tensor is the value of a handle that Python has not seen, in memory
+// that nothing else has. The way to such a value leads through ``held_by`` and ``show`` (unseen.h), which settle first.
+#pragma once
+#include "threads.h"
+#include "values.h"
+
+#include <algorithm>
+#include <deque>
+#include <mutex>
+#include <set>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include <ATen/Parallel.h>
+#include <ATen/ScalarOps.h>
+#include <ATen/TensorIterator.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/add_cpu_dispatch.h>
+#include <ATen/ops/addcdiv_cpu_dispatch.h>
+#include <ATen/ops/addcmul_cpu_dispatch.h>
+#include <ATen/ops/as_strided_cpu_dispatch.h>
+#include <ATen/ops/div_cpu_dispatch.h>
+#include <ATen/ops/empty_cpu_dispatch.h>
+#include <ATen/ops/empty_strided_cpu_dispatch.h>
+#include <ATen/ops/lerp_cpu_dispatch.h>
+#include <ATen/ops/mul_cpu_dispatch.h>
+#include <ATen/ops/neg_cpu_dispatch.h>
+#include <ATen/ops/reciprocal_cpu_dispatch.h>
+#include <ATen/ops/sqrt_cpu_dispatch.h>
+#include <ATen/ops/sub_cpu_dispatch.h>
+
+namespace {
+
+constexpr int64_t kFewElements = 1 << 16;
+
+// Gives up the GIL for an operator on so many elements, if they are many. To give it up and take it again is eight
+// operations on mutexes, more than a small operator takes.
+class Unlocked {
+ public:
+  explicit Unlocked(int64_t elements) : state_(elements > kFewElements ? PyEval_SaveThread() : nullptr) {}
+  ~Unlocked() {
+    if (state_ != nullptr) {
+      PyEval_RestoreThread(state_);
+    }
+  }
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
+
+ private:
+  PyThreadState* const state_;
+};
+
+// -- the operators ---------------------------------------------------------------------------------------------------
+// What an operator on lists does with the tensors at one position. ``given``: of each list; ``number``: its last argument,
+// where that is one; ``wrapped``: the same as a tensor. The result may be the first of the tensors.
+using Given = c10::ArrayRef<const at::Tensor*>;
+using Elementwise = void (*)(Given given, const at::Scalar& number, const at::Tensor& wrapped, at::Tensor& result);
+
+// The operators on lists that may be put off, by name and overload, without the ``_`` of those in place. PyTorch computes
+// them on the CPU by these calls, one for each position.
+Elementwise elementwise(const c10::OperatorHandle& op) {
+  using Number = const at::Scalar&;
+  using Wrapped = const at::Tensor&;
+  using Result = at::Tensor&;
+  namespace cpu = at::cpu;
+  static const auto& all = *new std::unordered_map<std::string, Elementwise>({
+      {"add.List", [](Given of, Number alpha, Wrapped, Result to) { cpu::add_outf(*of[0], *of[1], alpha, to); }},
+      {"sub.List", [](Given of, Number alpha, Wrapped, Result to) { cpu::sub_outf(*of[0], *of[1], alpha, to); }},
+      {"mul.List", [](Given of, Number, Wrapped, Result to) { cpu::mul_outf(*of[0], *of[1], to); }},
+      {"div.List", [](Given of, Number, Wrapped, Result to) { cpu::div_outf(*of[0], *of[1], to); }},
+      {"add.Scalar", [](Given of, Number, Wrapped other, Result to) { cpu::add_outf(*of[0], other, 1, to); }},
+      {"sub.Scalar", [](Given of, Number, Wrapped other, Result to) { cpu::sub_outf(*of[0], other, 1, to); }},
+      {"mul.Scalar", [](Given of, Number, Wrapped other, Result to) { cpu::mul_outf(*of[0], other, to); }},
+      {"div.Scalar", [](Given of, Number, Wrapped other, Result to) { cpu::div_outf(*of[0], other, to); }},
+      {"addcmul.Scalar",
+       [](Given of, Number value, Wrapped, Result to) { cpu::addcmul_outf(*of[0], *of[1], *of[2], value, to); }},
+      {"addcdiv.Scalar",
+       [](Given of, Number value, Wrapped, Result to) { cpu::addcdiv_outf(*of[0], *of[1], *of[2], value, to); }},
+      {"lerp.Scalar", [](Given of, Number weight, Wrapped, Result to) { cpu::lerp_outf(*of[0], *of[1], weight, to); }},
+      {"sqrt.", [](Given of, Number, Wrapped, Result to) { cpu::sqrt_outf(*of[0], to); }},
+      {"neg.", [](Given of, Number, Wrapped, Result to) { cpu::neg_outf(*of[0], to); }},
+      {"reciprocal.", [](Given of, Number, Wrapped, Result to) { cpu::reciprocal_outf(*of[0], to); }},
+  });
+  const std::string prefix = "aten::_foreach_";
+  std::string name = op.schema().name(), overload = op.schema().overload_name();
+  if (name.compare(0, prefix.size(), prefix) != 0) {
+    return nullptr;
+  }
+  name.erase(0, prefix.size());
+  if (name.back() == '_') {
+    name.pop_back();
+  }
+  const auto found = all.find(name + "." + (overload == "ScalarList" ? "Scalar" : overload));
+  return found == all.end() ? nullptr : found->second;
+}
+
+// -- what is put off -------------------------------------------------------------------------------------------------
+// Operators on lists of tensors. Those at one position of the lists are of one dtype, size and stride, and no memory is at
+// two positions, so that each position can be computed by itself.
+class PutOff {
+ public:
+  // Whether something is put off, or being computed. Guarded by the GIL, as everything here.
+  static inline bool waits = false;
+
+  // How many references to a tensor what is put off has.
+  static size_t references(const at::Tensor& tensor) {
+    return waits && now().place_of(tensor) != nullptr ? 1 : 0;
+  }
+
+  // Put off a call: its results replace the arguments on the stack, still to be computed. False, with nothing changed, if
+  // it has to be computed at once, after what is put off already. ``in_place``: the results are its first argument.
+  static bool take(Elementwise does, bool in_place, std::vector<c10::IValue>& stack) {
+    if (computing_) {
+      return false;
+    }
+    if (waits && now().calls_.size() < kMostCalls && now().add(does, in_place, stack)) {
+      return true;
+    }
+    settle(); // of other parameters
+    waits = now().add(does, in_place, stack);
+    return waits;
+  }
+
+  // How many calls are put off.
+  static size_t count() {
+    return now().calls_.size();
+  }
+
+  // Compute what is put off. The GIL has to be held. Raises what operators raise: no more memory.
+  static void settle() {
+    static auto& at_work = *new std::mutex(); // never freed
+    while (waits) {
+      if (computing_) { // in another thread
+        const Unlocked it_goes_on(kFewElements + 1);
+        const std::lock_guard wait(at_work);
+        continue;
+      }
+      const std::lock_guard begin(at_work);
+      struct End {
+        ~End() {
+          waits = computing_ = false;
+        }
+      } const end;
+      computing_ = true;
+      const PutOff all = std::exchange(now(), PutOff());
+      const DefaultState of_values;
+      const c10::impl::ForceDispatchKeyGuard nothing_is_on(c10::default_included_set, c10::default_excluded_set);
+      const Unlocked others_go_on(all.elements_);
+      const FewerThreads while_compiling;
+      all.compute();
+    }
+  }
+
+ private:
+  static constexpr size_t kMostCalls = 64; // what is put off keeps memory
+  static constexpr int64_t kFewest = 1 << 15; // elements of a list that is worth it
+  static constexpr int64_t kPiece = 2 * at::internal::GRAIN_SIZE; // elements: five lists' pieces fit into a cache of a megabyte or two
+
+  using List = std::vector<at::Tensor>;
+
+  struct Call {
+    Elementwise does;
+    c10::SmallVector<size_t, 3> given; // numbers of lists
+    size_t result;
+    std::vector<at::Scalar> numbers; // one, one for each position, or none
+    std::vector<at::Tensor> wrapped;
+  };
+
+  static inline bool computing_ = false;
+
+  std::deque<List> lists_;
+  std::vector<bool> are_new_; // of each list: it is made by a call
+  std::vector<Call> calls_;
+  ska::flat_hash_map<const c10::TensorImpl*, std::pair<size_t, size_t>> places_; // of each tensor: its list, position
+  int64_t elements_ = 0; // of a list
+
+  static PutOff& now() {
+    static auto& one = *new PutOff(); // never freed
+    return one;
+  }
+
+  const std::pair<size_t, size_t>* place_of(const at::Tensor& tensor) const {
+    const auto found = places_.find(tensor.unsafeGetTensorImpl());
+    return found == places_.end() ? nullptr : &found->second;
+  }
+
+  bool add(Elementwise does, bool in_place, std::vector<c10::IValue>& stack) {
+    const size_t before = lists_.size();
+    Call call{does, {}, 0, {}, {}};
+    try {
+      if (add_lists(call, stack) && add_numbers(call, stack)) {
+        call.result = in_place ? call.given[0] : append(blank(), true);
+        stack.clear();
+        stack.emplace_back(c10::List<at::Tensor>(at::TensorList(lists_[call.result])));
+        calls_.push_back(std::move(call));
+        return true;
+      }
+    } catch (const std::exception&) { // no memory: the call itself will say so
+    }
+    while (lists_.size() > before) {
+      for (const at::Tensor& tensor : lists_.back()) {
+        places_.erase(tensor.unsafeGetTensorImpl());
+      }
+      lists_.pop_back();
+      are_new_.pop_back();
+    }
+    return false;
+  }
+
+  bool add_lists(Call& call, const std::vector<c10::IValue>& stack) {
+    std::vector<List> given;
+    for (size_t at = 0; at < stack.size() && stack[at].isTensorList(); ++at) {
+      given.push_back(stack[at].toTensorVector());
+    }
+    if (given.empty() || given[0].empty()) {
+      return false;
+    }
+    const List& like = lists_.empty() ? given[0] : lists_[0];
+    elements_ = 0;
+    for (const at::Tensor& tensor : like) {
+      elements_ += tensor.numel();
+    }
+    for (const List& list : given) {
+      if (elements_ < kFewest || list.size() != like.size()) {
+        return false;
+      }
+      const auto* const known = place_of(list[0]);
+      const size_t number = known == nullptr ? lists_.size() : known->first;
+      if (known == nullptr ? !is_new(list, like, given) : !is_list(list, number)) {
+        return false;
+      }
+      call.given.push_back(known == nullptr ? append(list, false) : number);
+    }
+    return true;
+  }
+
+  bool is_list(const List& list, size_t number) const {
+    return std::equal(list.begin(), list.end(), lists_[number].begin(), lists_[number].end(),
+                      [](const at::Tensor& one, const at::Tensor& other) { return one.is_same(other); });
+  }
+
+  // Whether a list's tensors go with the others, and are nowhere else. ``given``: the lists on the stack.
+  bool is_new(const List& list, const List& like, const std::vector<List>& given) const {
+    std::set<const c10::TensorImpl*> different;
+    for (size_t at = 0; at < list.size(); ++at) {
+      const at::Tensor& tensor = list[at];
+      size_t references = 1; // the handle's
+      for (const List& other : given) {
+        references += at < other.size() && other[at].is_same(tensor) ? 2 : 0; // the stack's, and this list's
+      }
+      if (!goes_with(tensor, like[at]) || tensor.use_count() != references || !has_own_memory(tensor) ||
+          place_of(tensor) != nullptr || !different.insert(tensor.unsafeGetTensorImpl()).second) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  static bool goes_with(const at::Tensor& tensor, const at::Tensor& like) {
+    return (tensor.scalar_type() == at::kFloat || tensor.scalar_type() == at::kDouble) &&
+        tensor.scalar_type() == like.scalar_type() && tensor.is_non_overlapping_and_dense() &&
+        tensor.sizes() == like.sizes() && tensor.strides() == like.strides();
+  }
+
+  // Whether a tensor's memory is no other tensor's, and PyTorch's own; and no key asks for more than the CPU's kernel.
+  static bool has_own_memory(const at::Tensor& tensor) {
+    constexpr c10::DispatchKeySet plain =
+        c10::DispatchKeySet({c10::DispatchKey::CPU, c10::DispatchKey::AutogradCPU, c10::DispatchKey::ADInplaceOrView}) |
+        c10::autocast_dispatch_keyset;
+    return tensor.is_cpu() && tensor.has_storage() && tensor.storage().use_count() == 1 &&
+        tensor.storage().unsafeGetStorageImpl()->resizable() && !tensor.is_inference() && !tensor.requires_grad() &&
+        (tensor.key_set().raw_repr() & ~plain.raw_repr()) == 0;
+  }
+
+  // The numbers come after the lists.
+  bool add_numbers(Call& call, const std::vector<c10::IValue>& stack) const {
+    if (stack.size() == call.given.size()) {
+      return true;
+    }
+    const c10::IValue& last = stack.back();
+    if (stack.size() != call.given.size() + 1 || last.isTensor()) {
+      return false;
+    }
+    if (last.isScalar()) {
+      call.numbers.push_back(last.toScalar());
+    } else if (last.isList() && last.toListRef().size() == lists_[0].size()) {
+      for (const c10::IValue& number : last.toListRef()) {
+        call.numbers.push_back(number.toScalar());
+      }
+    } else {
+      return false;
+    }
+    for (const at::Scalar& number : call.numbers) {
+      if (number.isComplex()) {
+        return false;
+      }
+      call.wrapped.push_back(at::native::wrapped_scalar_tensor(number));
+    }
+    return true;
+  }
+
+  List blank() const {
+    List made;
+    for (const at::Tensor& tensor : lists_[0]) {
+      made.push_back(at::cpu::empty_strided(tensor.sizes(), tensor.strides(), tensor.options()));
+    }
+    return made;
+  }
+
+  size_t append(List list, bool is_made) {
+    for (size_t at = 0; at < list.size(); ++at) {
+      places_.emplace(list[at].unsafeGetTensorImpl(), std::pair(lists_.size(), at));
+    }
+    lists_.push_back(std::move(list));
+    are_new_.push_back(is_made);
+    return lists_.size() - 1;
+  }
+
+  // -- computing -----------------------------------------------------------------------------------------------------
+  // Memory of a thread for pieces of results that nobody asks for.
+  using Scratch = std::vector<at::Tensor>;
+
+  void compute() const {
+    std::vector<Scratch> of_threads(static_cast<size_t>(at::get_num_threads()), Scratch(lists_.size()));
+    for (size_t position = 0; position < lists_[0].size(); ++position) {
+      const int64_t elements = lists_[0][position].numel();
+      // The pieces are parts of those that PyTorch's threads take, cut where it cuts vectors of numbers: the last numbers
+      // of a piece, fewer than a vector, may be rounded otherwise.
+      at::parallel_for(0, elements, at::internal::GRAIN_SIZE, [&](int64_t begin, int64_t end) {
+        const at::AutoDispatchBelowADInplaceOrView values_need_no_gradients;
+        Scratch& scratch = of_threads.at(static_cast<size_t>(at::get_thread_num()));
+        for (int64_t from = begin; from < end; from += kPiece) {
+          compute_piece(position, from, std::min(kPiece, end - from), scratch);
+        }
+      });
+    }
+  }
+
+  void compute_piece(size_t position, int64_t from, int64_t size, Scratch& scratch) const {
+    c10::SmallVector<at::Tensor, 8> pieces;
+    for (size_t list = 0; list < lists_.size(); ++list) {
+      const at::Tensor& whole = lists_[list][position];
+      if (are_new_[list] && whole.use_count() == 1) { // nobody but us
+        at::Tensor& own = scratch[list];
+        if (!own.defined() || own.scalar_type() != whole.scalar_type()) {
+          own = at::cpu::empty({kPiece}, whole.options());
+        }
+        pieces.push_back(size == kPiece ? own : at::cpu::as_strided(own, {size}, {1}, 0));
+      } else {
+        pieces.push_back(at::cpu::as_strided(whole, {size}, {1}, whole.storage_offset() + from));
+      }
+    }
+    static const at::Scalar one = 1;
+    static const auto& none = *new at::Tensor();
+    for (const Call& call : calls_) {
+      c10::SmallVector<const at::Tensor*, 3> given;
+      for (const size_t list : call.given) {
+        given.push_back(&pieces[list]);
+      }
+      const size_t number = call.numbers.size() > 1 ? position : 0;
+      const bool has_number = !call.numbers.empty();
+      call.does(given, has_number ? call.numbers[number] : one, has_number ? call.wrapped[number] : none, pieces[call.result]);
+    }
+  }
+};
+
+} // namespace
+
+// Compute what is put off. Returns how many calls that were.
+extern "C" PyObject* torchport_settle() {
+  HANDLE_TH_ERRORS
+  const size_t count = PutOff::count();
+  PutOff::settle();
+  return PyLong_FromSize_t(count);
+  END_HANDLE_TH_ERRORS
+}
