@@ -9,9 +9,10 @@ they were prepared.
 from __future__ import annotations
 
 import logging
+import threading
 from collections import OrderedDict
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from time import perf_counter
 from typing import Final, cast
 
@@ -46,7 +47,7 @@ from .sizes.sized import is_sized, make_sized
 
 log: Final = logging.getLogger("torchport.compile")
 
-__all__ = ["Computations", "EntryRefused", "compile_graph", "computations", "finish"]
+__all__ = ["Computations", "EntryRefused", "beside", "compile_graph", "computations", "finish"]
 
 
 class EntryRefused(CompileError):
@@ -245,11 +246,24 @@ def finish(backend: Backend, device: BackendDevice, specs: CompileSpecs, prepare
     return made
 
 
+_thread: Final = threading.local()
+
+
+@contextmanager
+def beside() -> Iterator[None]:
+    """Inside of the block the calling thread makes computations while the program goes on (``InitContext.beside``)."""
+    _thread.beside = True
+    try:
+        yield
+    finally:
+        _thread.beside = False
+
+
 def _loaded(
     backend: Backend, device: BackendDevice, specs: CompileSpecs, prepared: Prepared
 ) -> tuple[Computation, str]:
     """What ``init`` makes of a backend's bytes, and why it had to compile them again, if it had to."""
-    context = InitContext(device, prepared.inputs, prepared.outputs)
+    context = InitContext(device, prepared.inputs, prepared.outputs, beside=getattr(_thread, "beside", False))
     folder = disk_cache() if prepared.kept else None
     try:
         with nullcontext() if folder is None else folder.loading(prepared.kept):

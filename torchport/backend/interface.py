@@ -247,7 +247,8 @@ class InitContext:
     ``inputs`` and ``outputs`` are the computation's specs in order; ``method`` names the program's method;
     ``options`` are run-time options given by whoever loads the program. ``constants`` holds the values of constant
     inputs by position, for a backend that :attr:`~Capabilities.binds_constants`; ``named_data`` what
-    :attr:`Processed.named_data` was; ``tracer`` is there while somebody is profiling.
+    :attr:`Processed.named_data` was; ``tracer`` is there while somebody is profiling. ``beside``: the program goes on
+    while ``init`` runs, so that what the first run would be slow at may be done here.
     """
 
     device: BackendDevice
@@ -258,6 +259,7 @@ class InitContext:
     constants: Mapping[int, BackendData] = field(default_factory=dict[int, BackendData])
     named_data: Mapping[str, memoryview] = field(default_factory=dict[str, memoryview])
     tracer: Tracer | None = None
+    beside: bool = False
     refused: str = ""
     """Set by ``init``: why the engine did not take what the bytes hold compiled, so that it was compiled again. The
     disk cache counts that, and drops the entry."""

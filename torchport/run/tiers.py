@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Final
 
 from .. import native
-from ..backend.compiler import EntryRefused, SizesRefused, computations
+from ..backend.compiler import EntryRefused, SizesRefused, beside, computations
 from ..backend.execution import Computation
 from ..backend.interface import BackendDevice
 from ..backend.pieced import is_pieced
@@ -310,7 +310,12 @@ def claim(ticket: Ticket, backend: Backend, device: BackendDevice, specs: Compil
 
 def loader(backend: Backend, device: BackendDevice, specs: CompileSpecs) -> Callable[[Answer], Computation]:
     """What makes an answer runnable, to be called on the compile service's thread: the program's goes on meanwhile."""
-    return lambda answer: computations.take(backend, device, specs, answer)
+
+    def load(answer: Answer) -> Computation:
+        with beside():
+            return computations.take(backend, device, specs, answer)
+
+    return load
 
 
 def say_it_stays(error: TorchportError) -> None:

@@ -10,12 +10,16 @@ import pytest
 import torch
 from helpers_graphs import CPU, normal_form
 
+from torchport.backend.compiler import finish
 from torchport.backend.execution import Computation, execute_on_host
 from torchport.backend.interface import ExecutionContext, FreeableBuffer, InitContext
 from torchport.backend.normal_form import output_specs
+from torchport.backend.prepare import prepare
 from torchport.backends.xla import XlaBackend
+from torchport.backends.xla.container import decode, encode
 from torchport.core.errors import ExecutionError
 from torchport.core.specs import CompileSpecs, TensorSpec
+from torchport.run.tiers import loader
 
 backend = XlaBackend()
 pytestmark = pytest.mark.skipif(not backend.is_available(), reason=backend.unavailable_reason())
@@ -135,3 +139,80 @@ def test_a_wrong_shape_is_an_error_of_ours() -> None:
     run = compiled(lambda x: x + 1, rand(8, 8))
     with pytest.raises(ExecutionError, match="XLA failed"):
         run(rand(4, 8))
+
+
+# -- a rehearsal ----------------------------------------------------------------------------------------------------
+def _rehearsed(monkeypatch: pytest.MonkeyPatch, graph: Any, beside: bool = True) -> tuple[Any, list[Any]]:
+    """A program that the engine was told to make while the host's goes on, and what it was run on meanwhile."""
+    from torchport.backends.xla.program import executable_of, jax_device
+
+    artifact = decode(backend.preprocess(graph, CompileSpecs()).data)
+    given: list[Any] = []
+    found = executable_of(artifact, jax_device(CPU))[0]
+
+    def noted(*arrays: Any) -> Any:
+        given.append(arrays)
+        return found(*arrays)
+
+    monkeypatch.setattr("torchport.backends.xla.program.executable_of", lambda *_: (noted, ""))
+    handle = backend.init(FreeableBuffer(encode(artifact)), CompileSpecs(), InitContext(CPU, beside=beside))
+    return handle, given
+
+
+def test_what_is_made_beside_the_program_is_run_once_on_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = rand(3, 4), torch.arange(4)
+    graph, _ = normal_form(lambda x, y: (x + 1, x[:, y]), [x, y])
+    program, given = _rehearsed(monkeypatch, graph)
+    assert [[bool(array.any()) for array in arrays] for arrays in given] == [[False, False]]
+    results = program.run_on_host([x, y])
+    assert results is not None
+    for one, other in zip(results, (x + 1, x[:, y]), strict=True):
+        torch.testing.assert_close(one, other)
+    assert len(given) == 2
+
+
+def test_what_the_program_waits_for_is_not_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, _ = normal_form(lambda x: x + 1, [rand(3)])
+    assert _rehearsed(monkeypatch, graph, beside=False)[1] == []
+
+
+def test_a_rehearsal_takes_no_scarce_memory_and_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, _ = normal_form(lambda x: x + 1, [rand(3)])
+    program, given = _rehearsed(monkeypatch, graph)
+    monkeypatch.setattr("torchport.backends.xla.program._SPARE", 1e18)
+    program.rehearse()
+    assert len(given) == 1
+    monkeypatch.undo()
+
+    def fails(*arrays: Any) -> Any:
+        raise RuntimeError("no memory")
+
+    program._plain = fails
+    program.rehearse()
+    with pytest.raises(ExecutionError, match="no memory"):
+        program.run_on_host([rand(3)])
+
+
+def test_loops_are_not_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ends a loop may be a number that is zero in a rehearsal."""
+    graph, _ = normal_form(lambda x: torch.linalg.inv(x), [rand(3, 3)])
+    program, given = _rehearsed(monkeypatch, graph, beside=False)
+    program._artifact.module += b"while"
+    program.rehearse()
+    assert given == []
+
+
+def test_the_compile_services_thread_makes_programs_beside_the_others() -> None:
+    told: list[bool] = []
+
+    class Told(XlaBackend):
+        def init(self, processed: FreeableBuffer, specs: CompileSpecs, context: InitContext) -> Any:
+            told.append(context.beside)
+            return super().init(processed, specs, context)
+
+    graph, _ = normal_form(lambda x: x * 3 - 1, [rand(5)])
+    here = Told()
+    answer: Any = prepare(here, CompileSpecs(), graph, "rehearsed", None)
+    loader(here, CPU, CompileSpecs())(answer)
+    finish(here, CPU, CompileSpecs(), answer)
+    assert told == [True, False]

@@ -215,6 +215,8 @@ class XlaBackend(Backend):
         check_interface("xla", artifact.inputs, artifact.outputs, context)
         program = _engine().XlaProgram(artifact, context.device)
         context.refused = program.refused
+        if context.beside:
+            program.rehearse()
         return program
 
     def execute(

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
+import math
+import os
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Sequence, Set
 from typing import Any, Final
 
 import jax
+import numpy as np
 import torch
 
 from torchport.backend.interface import BackendData, BackendDevice
@@ -25,6 +29,7 @@ from .values import XlaData, from_array, shares_memory, to_array, wait_for_lent_
 
 __all__ = ["XlaProgram", "compile_now", "end", "jax_device", "wait"]
 
+log: Final = logging.getLogger("torchport.xla")
 _x64 = jax.enable_x64
 _address: Any = torch._C.TensorBase.data_ptr  # type: ignore[attr-defined]
 """``data_ptr`` of tensors that are known to have memory."""
@@ -54,6 +59,8 @@ _fresh: Final[OrderedDict[tuple[bytes, Any], Any]] = OrderedDict()
 _FRESH: Final = 8
 _lock: Final = guarded_lock()
 _VARIANTS: Final = 2
+_SPARE: Final = 8
+"""Of the memory that is free, the part that a rehearsal takes at most."""
 _LONGEST_END: Final = 10.0
 """Seconds that the end of the process waits for computations nobody reads."""
 
@@ -158,6 +165,24 @@ class XlaProgram:
         if in_use():
             self._spread.hand_on(args, made)
         return made
+
+    def rehearse(self) -> None:
+        """Run once on zeros, for nothing: XLA's first run takes some 0.2 s more than any other.
+
+        Not where memory may be scarce, and not with a loop in it, which zeros may lead nowhere.
+        """
+        if not self._here or self._plain == self._compiled_later or b"while" in self._artifact.module:
+            return
+        size = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in (*self.inputs, *self.outputs))
+        if size > os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / _SPARE:
+            return
+        try:
+            with _x64(True):
+                results = self._plain(*(np.zeros(spec.shape, jax_dtype(spec.dtype)) for spec in self.inputs))
+            for result in results:
+                result.block_until_ready()
+        except Exception as error:  # the program's own first run says what is wrong
+            log.debug("a rehearsal failed: %s", error)
 
     def _compiled_later(self, *arrays: Any) -> Any:
         """Stands for the executable for one device while nobody has asked for it."""
