@@ -34,11 +34,13 @@ _FOLDER: Final = Path(__file__).parent
 WARNINGS: Final = ("-Wall", "-Wextra", "-Wno-missing-field-initializers")
 """Without the warning about missing fields, since Python's type objects leave most out. A test adds ``-Werror``."""
 FLAGS: Final = (
-    "-O2", "-std=c++20", "-shared", "-fPIC", "-fopenmp", "-fno-plt", "-fvisibility-inlines-hidden",
+    "-O2", "-std=c++20", "-shared", "-fPIC", "-pthread", "-fno-plt", "-fvisibility-inlines-hidden",
 )  # fmt: skip
-"""``-fopenmp``: PyTorch's ``parallel_for`` is in its headers, and takes one thread without. The last two spare calls of
-PyTorch's functions, inline ones too, a jump through a table. The processor's cache for code holds little more than what
-an operator takes, so code that is not fetched counts."""
+"""The last two spare calls of PyTorch's functions, inline ones too, a jump through a table. The processor's cache for
+code holds little more than what an operator takes, so code that is not fetched counts."""
+OPENMP: Final = "-fopenmp"
+"""For GNU's compiler: PyTorch's ``parallel_for`` is in its headers, and takes one thread without. Code of other compilers
+would ask a second library for threads, one that PyTorch does not use."""
 Use = Callable[[ctypes.PyDLL], object]
 
 
@@ -63,7 +65,15 @@ class NativeLibrary:
         The folder is the user's own and not Inductor's cache, whose place is known only after importing Inductor.
         """
         shared = [header.read_text() for header in sorted(self.source.parent.glob("*.h"))]
-        parts = [self.source.read_text(), *shared, *FLAGS, torch.__version__, sys.version, sysconfig.get_platform()]
+        parts = [
+            self.source.read_text(),
+            *shared,
+            *FLAGS,
+            OPENMP,
+            torch.__version__,
+            sys.version,
+            sysconfig.get_platform(),
+        ]
         digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
         return Path(tempfile.gettempdir()) / f"torchport-{os.getuid()}" / f"{self.source.stem}-{digest}.so"
 
@@ -133,7 +143,7 @@ class NativeLibrary:
         torch_home = Path(torch.__file__).parent
         includes = [include, torch_home / "include", torch_home / "include/torch/csrc/api/include"]
         return [
-            *compiler, *FLAGS, *WARNINGS,
+            *compiler, *FLAGS, *([OPENMP] if _is_gnu(tuple(compiler)) else []), *WARNINGS,
             f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
             *(part for folder in includes for part in ("-isystem", str(folder))),
             str(self.source), f"-L{torch_home / 'lib'}", *(f"-l{name}" for name in self.links),
@@ -146,6 +156,15 @@ class NativeLibrary:
             waiting, self._waiting = self._waiting, []
             for use in waiting:
                 use(found)
+
+
+@functools.cache
+def _is_gnu(compiler: tuple[str, ...]) -> bool:
+    """Whether a compiler is GNU's, by what it says of itself."""
+    try:
+        return "Free Software Foundation" in run_compiler([*compiler, "--version"])[1]
+    except OSError:
+        return False
 
 
 def _is_ours(path: Path, kind: Callable[[int], bool]) -> bool:

@@ -39,6 +39,7 @@ struct Factory final : c10::OperatorKernel {
     bool done = false;
     {
       Gil gil;
+      PutOff::settle(); // new memory may be as much again
       const Values given(stack->data() + stack->size() - count, count);
       THPObjectPtr of_thread = of_this_thread();
       if (THPObjectPtr trace = recording_trace(of_thread.get())) {

@@ -119,6 +119,7 @@ struct FromHost final : c10::OperatorKernel {
     at::Tensor made;
     if (is_plain(given[0].toTensor()) && is_here(given[3]) && given[6].isNone()) {
       Gil gil;
+      PutOff::settle(); // new memory may be as much again
       THPObjectPtr of_thread = of_this_thread();
       made = of_empty(of_thread.get(), given);
       if (!made.defined()) {

@@ -11,7 +11,10 @@
 #include "values.h"
 
 #include <algorithm>
+#include <atomic>
+#include <cmath>
 #include <deque>
+#include <limits>
 #include <mutex>
 #include <set>
 #include <string>
@@ -36,6 +39,10 @@
 #include <ATen/ops/reciprocal_cpu_dispatch.h>
 #include <ATen/ops/sqrt_cpu_dispatch.h>
 #include <ATen/ops/sub_cpu_dispatch.h>
+#include <c10/util/strides.h>
+#if defined(__SSE__)
+#include <xmmintrin.h>
+#endif
 
 namespace {
 
@@ -56,6 +63,37 @@ class Unlocked {
 
  private:
   PyThreadState* const state_;
+};
+
+// Numbers next to zero as they are, for as long as this lives, though the thread takes them for zero
+// (``torch.set_flush_denormal``).
+class NextToZero {
+ public:
+  static bool is_zero() {
+    return (state() & kFlushed) != 0;
+  }
+
+#if defined(__SSE__)
+  NextToZero() : before_(state()) {
+    _mm_setcsr(before_ & ~kFlushed);
+  }
+  ~NextToZero() {
+    _mm_setcsr(before_);
+  }
+
+ private:
+  static constexpr unsigned kFlushed = 0x8040; // results and arguments
+  static unsigned state() {
+    return _mm_getcsr();
+  }
+  const unsigned before_;
+#else
+ private:
+  static constexpr unsigned kFlushed = 0;
+  static unsigned state() {
+    return 0;
+  }
+#endif
 };
 
 // -- the operators ---------------------------------------------------------------------------------------------------
@@ -108,7 +146,7 @@ Elementwise elementwise(const c10::OperatorHandle& op) {
 class PutOff {
  public:
   // Whether something is put off, or being computed. Guarded by the GIL, as everything here.
-  static inline bool waits = false;
+  static inline std::atomic<bool> waits = false;
 
   // How many references to a tensor what is put off has.
   static size_t references(const at::Tensor& tensor) {
@@ -118,7 +156,7 @@ class PutOff {
   // Put off a call: its results replace the arguments on the stack, still to be computed. False, with nothing changed, if
   // it has to be computed at once, after what is put off already. ``in_place``: the results are its first argument.
   static bool take(Elementwise does, bool in_place, std::vector<c10::IValue>& stack) {
-    if (computing_) {
+    if (computing_ || forking != 0 || NextToZero::is_zero()) {
       return false;
     }
     if (waits && now().calls_.size() < kMostCalls && now().add(does, in_place, stack)) {
@@ -127,6 +165,17 @@ class PutOff {
     settle(); // of other parameters
     waits = now().add(does, in_place, stack);
     return waits;
+  }
+
+  // How many threads are about to fork: nothing is put off meanwhile, since a child has none of the others.
+  static inline int forking = 0;
+
+  // The last handle of a value is about to end. What nobody can ask for any more is not computed, and not kept.
+  static void forget(const at::Tensor& value) {
+    if (now().place_of(value) != nullptr && --now().held_ == 0) {
+      const PutOff all = std::exchange(now(), PutOff());
+      waits = false;
+    }
   }
 
   // How many calls are put off.
@@ -146,16 +195,19 @@ class PutOff {
       const std::lock_guard begin(at_work);
       struct End {
         ~End() {
-          waits = computing_ = false;
+          computing_ = false;
+          waits = !now().calls_.empty();
         }
       } const end;
       computing_ = true;
-      const PutOff all = std::exchange(now(), PutOff());
       const DefaultState of_values;
       const c10::impl::ForceDispatchKeyGuard nothing_is_on(c10::default_included_set, c10::default_excluded_set);
-      const Unlocked others_go_on(all.elements_);
       const FewerThreads while_compiling;
-      all.compute();
+      const NextToZero as_it_was;
+      Memory memory = now().memory(); // raises, where there is none, before anything is computed
+      const PutOff all = std::exchange(now(), PutOff());
+      const Unlocked others_go_on(all.elements_);
+      all.compute(memory);
     }
   }
 
@@ -181,6 +233,7 @@ class PutOff {
   std::vector<Call> calls_;
   ska::flat_hash_map<const c10::TensorImpl*, std::pair<size_t, size_t>> places_; // of each tensor: its list, position
   int64_t elements_ = 0; // of a list
+  size_t held_ = 0; // tensors that handles hold
 
   static PutOff& now() {
     static auto& one = *new PutOff(); // never freed
@@ -196,7 +249,7 @@ class PutOff {
     const size_t before = lists_.size();
     Call call{does, {}, 0, {}, {}};
     try {
-      if (add_lists(call, stack) && add_numbers(call, stack)) {
+      if (add_lists(call, stack) && add_numbers(call, stack) && (in_place || has_usual_strides())) {
         call.result = in_place ? call.given[0] : append(blank(), true);
         stack.clear();
         stack.emplace_back(c10::List<at::Tensor>(at::TensorList(lists_[call.result])));
@@ -208,6 +261,7 @@ class PutOff {
     while (lists_.size() > before) {
       for (const at::Tensor& tensor : lists_.back()) {
         places_.erase(tensor.unsafeGetTensorImpl());
+        --held_;
       }
       lists_.pop_back();
       are_new_.pop_back();
@@ -299,12 +353,29 @@ class PutOff {
       return false;
     }
     for (const at::Scalar& number : call.numbers) {
-      if (number.isComplex()) {
+      if (!is_accepted(number)) {
         return false;
       }
       call.wrapped.push_back(at::native::wrapped_scalar_tensor(number));
     }
     return true;
+  }
+
+  // Whether the CPU takes a number with such tensors: it refuses some that are no numbers of theirs.
+  bool is_accepted(const at::Scalar& number) const {
+    const bool is_single = lists_[0][0].scalar_type() == at::kFloat;
+    const double most = is_single ? std::numeric_limits<float>::max() : std::numeric_limits<double>::max();
+    return (number.isFloatingPoint() || number.isIntegral(false)) &&
+        (!std::isfinite(number.toDouble()) || std::abs(number.toDouble()) <= most);
+  }
+
+  // Whether a result of the CPU's would have the strides of the arguments. It has others where dimensions of size 1 have
+  // strides of their own.
+  bool has_usual_strides() const {
+    return std::all_of(lists_[0].begin(), lists_[0].end(), [](const at::Tensor& tensor) {
+      const bool has_one = std::find(tensor.sizes().begin(), tensor.sizes().end(), 1) != tensor.sizes().end();
+      return !has_one || tensor.strides() == c10::IntArrayRef(c10::contiguous_strides(tensor.sizes()));
+    });
   }
 
   List blank() const {
@@ -319,44 +390,63 @@ class PutOff {
     for (size_t at = 0; at < list.size(); ++at) {
       places_.emplace(list[at].unsafeGetTensorImpl(), std::pair(lists_.size(), at));
     }
+    held_ += list.size();
     lists_.push_back(std::move(list));
     are_new_.push_back(is_made);
     return lists_.size() - 1;
   }
 
   // -- computing -----------------------------------------------------------------------------------------------------
-  // Memory of a thread for pieces of results that nobody asks for.
-  using Scratch = std::vector<at::Tensor>;
+  // What of the lists that calls make nobody has a handle of, and memory for pieces of these, which is never written to
+  // any other: of each thread, by list.
+  struct Memory {
+    std::vector<std::vector<bool>> is_unseen; // by list and position
+    std::vector<List> of_threads;
+  };
 
-  void compute() const {
-    std::vector<Scratch> of_threads(static_cast<size_t>(at::get_num_threads()), Scratch(lists_.size()));
+  Memory memory() const {
+    Memory made{std::vector<std::vector<bool>>(lists_.size()), std::vector<List>(at::get_num_threads())};
+    int64_t most = 0;
+    for (const at::Tensor& tensor : lists_[0]) {
+      most = std::max(most, std::min(tensor.numel(), kPiece));
+    }
+    for (size_t list = 0; list < lists_.size(); ++list) {
+      bool any = false;
+      for (const at::Tensor& tensor : lists_[list]) {
+        made.is_unseen[list].push_back(are_new_[list] && tensor.use_count() == 1);
+        any = any || made.is_unseen[list].back();
+      }
+      for (List& of_thread : made.of_threads) {
+        of_thread.push_back(any ? at::cpu::empty({most}, lists_[list][0].options()) : at::Tensor());
+      }
+    }
+    return made;
+  }
+
+  void compute(const Memory& memory) const {
     for (size_t position = 0; position < lists_[0].size(); ++position) {
       const int64_t elements = lists_[0][position].numel();
       // The pieces are parts of those that PyTorch's threads take, cut where it cuts vectors of numbers: the last numbers
       // of a piece, fewer than a vector, may be rounded otherwise.
       at::parallel_for(0, elements, at::internal::GRAIN_SIZE, [&](int64_t begin, int64_t end) {
         const at::AutoDispatchBelowADInplaceOrView values_need_no_gradients;
-        Scratch& scratch = of_threads.at(static_cast<size_t>(at::get_thread_num()));
+        const NextToZero as_it_was;
+        const List& own = memory.of_threads.at(static_cast<size_t>(at::get_thread_num()));
         for (int64_t from = begin; from < end; from += kPiece) {
-          compute_piece(position, from, std::min(kPiece, end - from), scratch);
+          compute_piece(position, from, std::min(kPiece, end - from), memory.is_unseen, own);
         }
       });
     }
   }
 
-  void compute_piece(size_t position, int64_t from, int64_t size, Scratch& scratch) const {
+  void compute_piece(
+      size_t position, int64_t from, int64_t size, const std::vector<std::vector<bool>>& is_unseen, const List& own) const {
     c10::SmallVector<at::Tensor, 8> pieces;
     for (size_t list = 0; list < lists_.size(); ++list) {
       const at::Tensor& whole = lists_[list][position];
-      if (are_new_[list] && whole.use_count() == 1) { // nobody but us
-        at::Tensor& own = scratch[list];
-        if (!own.defined() || own.scalar_type() != whole.scalar_type()) {
-          own = at::cpu::empty({kPiece}, whole.options());
-        }
-        pieces.push_back(size == kPiece ? own : at::cpu::as_strided(own, {size}, {1}, 0));
-      } else {
-        pieces.push_back(at::cpu::as_strided(whole, {size}, {1}, whole.storage_offset() + from));
-      }
+      pieces.push_back(
+          is_unseen[list][position] ? at::cpu::as_strided(own[list], {size}, {1}, 0)
+                                    : at::cpu::as_strided(whole, {size}, {1}, whole.storage_offset() + from));
     }
     static const at::Scalar one = 1;
     static const auto& none = *new at::Tensor();
@@ -374,11 +464,13 @@ class PutOff {
 
 } // namespace
 
-// Compute what is put off. Returns how many calls that were.
-extern "C" PyObject* torchport_settle() {
+// Compute what is put off. Returns how many calls that were. ``forking``: 1 where the process is about to fork: nothing
+// is put off then; -1 when it has forked; 0 otherwise.
+extern "C" PyObject* torchport_settle(PyObject* forking) {
   HANDLE_TH_ERRORS
   const size_t count = PutOff::count();
   PutOff::settle();
+  PutOff::forking += static_cast<int>(integer(forking));
   return PyLong_FromSize_t(count);
   END_HANDLE_TH_ERRORS
 }

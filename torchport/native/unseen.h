@@ -90,6 +90,13 @@ class Unseen final : public c10::TensorImpl {
     set_allow_tensor_metadata_change(false);
   }
 
+  ~Unseen() override {
+    if (PutOff::waits && value.defined() && value.use_count() == 2 && Py_IsInitialized()) [[unlikely]] {
+      const Gil gil; // PyTorch gives it up where it frees a tensor
+      PutOff::forget(value); // the other reference is that of the list
+    }
+  }
+
   // Python has seen it, and holds its value.
   void forget() {
     key_set_ = key_set_.remove(kUnseen);

@@ -164,8 +164,12 @@ struct InPlace final : c10::OperatorKernel {
     if (kernel.direct->waiting == nullptr) {
       PutOff::settle(); // gives up the GIL
     }
-    const c10::OperatorHandle* in_place = may_write(op, written, values) ? &op : nullptr;
-    if (!run_direct(trace, *kernel.direct, values, kernel.one_list, in_place)) {
+    const auto run = [&] {
+      const c10::OperatorHandle* in_place = may_write(op, written, values) ? &op : nullptr;
+      return run_direct(trace, *kernel.direct, values, kernel.one_list, in_place);
+    };
+    const bool others_wait = PutOff::waits;
+    if (!run() && (!others_wait || PutOff::waits || !run())) { // once more if the others are computed since
       return {};
     }
     Results results;

@@ -17,7 +17,7 @@ def compute_pending(index: int | None = None, wait: bool = True) -> None:
     nobody has read.
     """
     for compute in direct.settle:
-        compute()
+        compute(0)
     errors = [flush(trace, "sync") for trace in threads.mine() if index is None or trace.index == index]
     if wait:
         for runtime in runtimes.all():

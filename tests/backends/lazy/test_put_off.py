@@ -28,7 +28,7 @@ SHAPES = [(70_001,), (3,), (257, 129), (), (2, 3, 5), (200_003,)]
 
 def _settle() -> int:
     """How many calls were put off, which are computed now."""
-    return sum(settle() for settle in direct.settle)  # type: ignore[misc]
+    return sum(settle(0) for settle in direct.settle)  # type: ignore[misc]
 
 
 @pytest.fixture(autouse=True)
@@ -106,6 +106,101 @@ def test_small_lists_are_computed_at_once() -> None:
     torch._foreach_mul_(x, 2.0)
     assert _settle() == 0
     assert x[0].tolist() == [4.0] * 3
+
+
+WRONG: dict[str, Callable[[Tensors, Tensors], Any]] = {
+    "a truth from numbers": lambda x, y: torch._foreach_sub_(x, True),
+    "truths from numbers": lambda x, y: torch._foreach_sub_(x, [True] * len(x)),
+    "a truth as a factor": lambda x, y: torch._foreach_add_(x, y, alpha=True),
+    "a factor that is too large": lambda x, y: torch._foreach_add_(x, y, alpha=1e300),
+    "a number that is too large": lambda x, y: torch._foreach_addcmul_(x, y, y, value=-1e300),
+    "a weight that is too large": lambda x, y: torch._foreach_lerp_(x, y, 1e300),
+    "a number with an imaginary part": lambda x, y: torch._foreach_mul_(x, 1j),
+    "too few numbers": lambda x, y: torch._foreach_mul_(x, [1.0]),
+    "too few tensors": lambda x, y: torch._foreach_mul_(x, y[:2]),
+}
+
+
+@pytest.mark.parametrize("call", WRONG.values(), ids=WRONG.keys())
+def test_what_the_cpu_refuses_is_refused_at_the_call_and_nothing_is_lost(call: Callable[..., Any]) -> None:
+    x, y, wanted = _made("port"), _made("port", 1), _made("cpu")
+    with pytest.raises(RuntimeError):
+        call(wanted, _made("cpu", 1))
+    wanted = _made("cpu")
+    for one in (x, wanted):
+        torch._foreach_add_(one, 1.0)
+    with pytest.raises((RuntimeError, TypeError)):
+        call(x, y)
+    assert (torch.ones(3, device="port") + 1).tolist() == [2.0] * 3
+    _same(x, wanted)
+
+
+def test_numbers_that_are_none_are_taken() -> None:
+    lists = {device: _made(device) for device in ("cpu", "port")}
+    for one in lists.values():
+        torch._foreach_mul_(one[:1], float("inf"))
+        torch._foreach_add_(one, float("nan"))
+    _same(lists["port"], lists["cpu"])
+
+
+def test_results_have_the_cpus_strides() -> None:
+    """Dimensions of size 1 have strides of their own."""
+
+    def program(device: str) -> Tensors:
+        x = torch.arange(50_000.0).to(device).reshape(1, 50_000, 1).transpose(0, 2)
+        y = torch.arange(60_000.0).to(device).as_strided((300, 200), (1, 300))
+        z = torch.arange(70_000.0).to(device).reshape(7, 1, 10, 1000)
+        made = [one * 1.0 for one in (x, y, z, z.contiguous(memory_format=torch.channels_last))]
+        return [*torch._foreach_neg(made), *torch._foreach_mul(made, 2.0)]
+
+    wanted = program("cpu")
+    for _ in range(2):
+        _same(program("port"), wanted)
+
+
+def test_numbers_next_to_zero_are_what_they_were_at_the_call() -> None:
+    def program(device: str, at_call: bool) -> torch.Tensor:
+        x = [torch.full((70_000,), 4e-39).to(device) * 1.0]
+        x = [one * 1.0 for one in x]
+        torch.set_flush_denormal(at_call)
+        torch._foreach_mul_(x, 0.5)
+        torch.set_flush_denormal(not at_call)
+        found = x[0][:3].cpu()
+        torch.set_flush_denormal(False)
+        return found
+
+    try:
+        for at_call in (True, False):
+            assert program("port", at_call).tolist() == program("cpu", at_call).tolist()
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def test_what_nobody_can_ask_for_is_not_computed() -> None:
+    x, y = _made("port"), _made("port", 1)
+    torch._foreach_mul_(x, 2.0)
+    roots = torch._foreach_sqrt(x)
+    torch._foreach_add_(y, roots)
+    del x, roots
+    assert _settle() == 3, "one list is held"
+    torch._foreach_add_(y, 1.0)
+    del y
+    assert _settle() == 0
+    z = _made("port")
+    torch._foreach_add_(z, 1.0)
+    made = torch.zeros(3, device="port")
+    assert _settle() == 0, "new memory is not wanted on top"
+    del made
+
+
+def test_a_small_list_after_one_that_waits_is_not_shown_to_python() -> None:
+    x, small = _made("port"), [one * 1.0 for one in _made("port")[1:2]]
+    torch._foreach_mul_(x, 2.0)
+    torch._foreach_mul_(small, 2.0)
+    torch._foreach_mul_(small, 0.5)
+    keys = [str(torch._C._dispatch_keys(torch._from_functional_tensor(one))) for one in small]
+    assert all("DeferredInit" in one for one in keys)
+    _same(small, _made("cpu")[1:2])
 
 
 # -- who looks ------------------------------------------------------------------------------------------------------
@@ -346,6 +441,55 @@ def test_threads_compute_their_own() -> None:
         _same(results[seed], x)
 
 
+def test_a_fork_while_another_thread_computes() -> None:
+    """A child has none of the other threads, and waits for none."""
+    program = """
+import os, signal, threading, torch, torchport
+torchport.use("reference")
+def work(stop):
+    x = [torch.ones(3_000_000).to("port") * 1.0]
+    x = [one * 1.0 for one in x]
+    while not stop.is_set():
+        for _ in range(10):
+            torch._foreach_mul_(x, 1.0)
+        x[0][:1].cpu()
+with torchport.mode("eager"):
+    small = [torch.ones(50_000).to("port") * 1.0]
+    small = [one * 1.0 for one in small]
+    stop = threading.Event()
+    other = threading.Thread(target=work, args=(stop,))
+    other.start()
+    for at in range(20):
+        torch._foreach_add_(small, 1.0)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            try:
+                small[0][:3].cpu()
+            except Exception:  # the device may say that it is the parent's
+                pass
+            os._exit(0)
+        status = os.waitpid(child, 0)[1]
+        assert status == 0, status
+    stop.set()
+    other.join()
+    assert small[0][:2].tolist() == [21.0, 21.0]
+    small = [one * 1.0 for one in small]
+    small = [one * 1.0 for one in small]
+    torch._foreach_add_(small, 1.0)
+    print(sum(settle(0) for settle in __import__("torchport.run.direct").run.direct.settle))
+"""
+    done = _run_program(program)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stdout + done.stderr[-3000:]
+
+
+def _run_program(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=300,
+        env={**os.environ, "TORCHPORT_TIERS": "auto"},
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_in_a_process_of_its_own(threads: int) -> None:
     """Numbers do not depend on how many threads compute; a program may end, or fork, while something is put off."""
@@ -366,7 +510,7 @@ def run(device):
 with torchport.mode("eager"):
     for _ in range(2):
         x, wanted = run("port"), run("cpu")
-        print(sum(settle() for settle in direct.settle))
+        print(sum(settle(0) for settle in direct.settle))
     x = run("port")
     child = os.fork()
     if child == 0:
@@ -376,8 +520,5 @@ with torchport.mode("eager"):
     kept = run("port")
 print("ended")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=300,
-        env={**os.environ, "TORCHPORT_TIERS": "auto"},
-    )  # fmt: skip
+    done = _run_program(program)
     assert (done.returncode, done.stdout.split()[1:]) == (0, ["12", "ended"]), done.stdout + done.stderr[-3000:]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -170,10 +172,14 @@ def _use_direct(library: ctypes.PyDLL, kernels: Sequence[Kernel]) -> None:
             how.is_blank, observed_kinds,
         )  # fmt: skip
 
-    anchor, forget, settle = _functions(library, direct_anchor=2, direct_forget=0, settle=0)
+    anchor, forget, settle = _functions(library, direct_anchor=2, direct_forget=0, settle=1)
     direct.on_interpreted.append(interpreted)
     direct.on_forgotten.append(forget)
-    direct.settle.append(settle)
+    if not direct.settle:  # the device may be installed once more
+        direct.settle.append(settle)
+        # Before hooks run in the opposite order: OpenMP's threads are needed, and end after this (backend/registry.py).
+        after = functools.partial(settle, -1)
+        os.register_at_fork(before=functools.partial(settle, 1), after_in_parent=after, after_in_child=after)
     regions.on_anchor.append(anchor)
     for kernel, how in list(direct.interpreted.items()):  # before the library was there
         interpreted(kernel, how)
