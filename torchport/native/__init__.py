@@ -39,8 +39,8 @@ FLAGS: Final = (
 """The last two spare calls of PyTorch's functions, inline ones too, a jump through a table. The processor's cache for
 code holds little more than what an operator takes, so code that is not fetched counts."""
 OPENMP: Final = "-fopenmp"
-"""For GNU's compiler: PyTorch's ``parallel_for`` is in its headers, and takes one thread without. Code of other compilers
-would ask a second library for threads, one that PyTorch does not use."""
+"""For GNU's compiler: PyTorch's ``parallel_for`` is in its headers, and takes one thread without. Code of other
+compilers would ask a second library for threads, one that PyTorch does not use."""
 Use = Callable[[ctypes.PyDLL], object]
 
 

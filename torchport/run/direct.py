@@ -57,8 +57,8 @@ interpreted: Final[dict[Kernel, How]] = {}
 on_interpreted: Final[list[Callable[[Kernel, How], None]]] = []
 """Called with an operator before it is interpreted for the first time in this process."""
 settle: Final[list[Callable[[int], object]]] = []
-"""What computes the operators that C++ has put off (``native/put_off.h``); Python puts none off. The argument is 1 where
-the process is about to fork, -1 when it has, 0 otherwise."""
+"""What computes the operators that C++ has put off (``native/put_off.h``); Python puts none off. The argument is 1
+where the process is about to fork, -1 when it has, 0 otherwise."""
 on_forgotten: Final[list[Callable[[], object]]] = []
 """Called when a device has forgotten how it interprets operators."""
 
