@@ -189,8 +189,8 @@ def infer_as_on_cpu(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
 
 
 observed: Final[deque[tuple[Any, Any, Any, Any, Any]]] = deque(maxlen=1 << 11)
-"""What :func:`observe` noted and nothing has looked at yet: the last calls. A path may be noted for many rounds before it
-is recorded; all of their calls, five objects each, would set off a full collection of Python's garbage, 0.3 s."""
+"""What :func:`observe` noted and nothing has looked at yet: the last calls. A path may be noted for many rounds before
+it is recorded; all of their calls, five objects each, would set off a full collection of Python's garbage, 0.3 s."""
 
 
 def observe(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:

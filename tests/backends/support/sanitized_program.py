@@ -11,6 +11,7 @@ import gc
 import random
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,39 @@ def random_steps(device: str, seed: int) -> list[torch.Tensor]:
     return [value.cpu() for value in kept]
 
 
+def on_lists(device: str, seed: int) -> list[torch.Tensor]:
+    """Arithmetic on lists that is put off (``native/put_off.h``), and what asks for it: reads, writes, views, ends."""
+    choices, values = random.Random(seed), torch.Generator().manual_seed(seed)
+
+    def made() -> list[torch.Tensor]:
+        numbers = [torch.rand(size, generator=values).to(device) for size in (70_001, 3, 40_000)]
+        return [one * 1.0 for one in [one + 0.5 for one in numbers]]
+
+    x, y, kept = made(), made(), []
+    for _ in range(30):
+        match choices.randrange(9):
+            case 0:
+                torch._foreach_lerp_(x, y, 0.1)
+            case 1:
+                torch._foreach_addcdiv_(x, y, torch._foreach_sqrt(y), value=-0.1)
+            case 2:
+                torch._foreach_addcmul_(y, x, x, value=0.01)
+            case 3:
+                torch._foreach_mul_(x, [0.9, 1.1, 1.0])
+            case 4:
+                kept.append(x[0][5:9])
+            case 5:
+                x[0][5:9].mul_(0.5)
+            case 6:
+                kept.append(y[2].sum().cpu().clone())
+            case 7:
+                torch._foreach_neg_(made())
+            case _:
+                y = [one * 1.0 for one in y]
+        del kept[:-4]
+    return [one.cpu() for one in (*kept, *x, *y)]
+
+
 def main(folder: Path) -> None:
     """Run everything; raises where the device and the CPU differ."""
     for library in LIBRARIES:
@@ -94,9 +128,9 @@ def main(folder: Path) -> None:
             torch.testing.assert_close(got, expected)
     differing: list[Any] = []
 
-    def compare(seed: int) -> None:
+    def compare(run: Callable[[str, int], list[torch.Tensor]], seed: int) -> None:
         try:
-            for got, expected in zip(random_steps("port", seed), random_steps("cpu", seed), strict=True):
+            for got, expected in zip(run("port", seed), run("cpu", seed), strict=True):
                 torch.testing.assert_close(got, expected)
         except BaseException as error:
             differing.append(error)
@@ -105,8 +139,12 @@ def main(folder: Path) -> None:
         for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
             with torchport.config.override(tiers=tiers), mode():
                 for seed in range(4):
-                    compare(seed)
-    threads = [threading.Thread(target=compare, args=(seed,)) for seed in (7, 8)]
+                    compare(random_steps, seed)
+    with torchport.config.override(tiers="auto"):
+        for seed in range(4):
+            compare(on_lists, seed)
+    in_threads = [(random_steps, 7), (random_steps, 8), (on_lists, 9), (on_lists, 10)]
+    threads = [threading.Thread(target=compare, args=each) for each in in_threads]
     for thread in threads:
         thread.start()
     for thread in threads:
