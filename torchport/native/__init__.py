@@ -35,9 +35,11 @@ WARNINGS: Final = ("-Wall", "-Wextra", "-Wno-missing-field-initializers")
 """Without the warning about missing fields, since Python's type objects leave most out. A test adds ``-Werror``."""
 FLAGS: Final = (
     "-O2", "-std=c++20", "-shared", "-fPIC", "-pthread", "-fno-plt", "-fvisibility-inlines-hidden",
+    "-ftree-vectorize", "-fno-math-errno", "-ffp-contract=off",
 )  # fmt: skip
-"""The last two spare calls of PyTorch's functions, inline ones too, a jump through a table. The processor's cache for
-code holds little more than what an operator takes, so code that is not fetched counts."""
+"""The last two of the first line spare calls of PyTorch's functions, inline ones too, a jump through a table. The
+processor's cache for code holds little more than what an operator takes, so code that is not fetched counts. With the
+second line, loops (``arithmetic.h``) compute several numbers at a time, rounded where they say."""
 OPENMP: Final = "-fopenmp"
 """For GNU's compiler: PyTorch's ``parallel_for`` is in its headers, and takes one thread without. Code of other
 compilers would ask a second library for threads, one that PyTorch does not use."""

@@ -91,7 +91,7 @@ struct Direct {
   // Per argument: its letter (``Kernel``), but ``-`` for one that the CPU does not get, and ``=`` for one that it gets as it
   // is, from which nothing follows.
   std::string ways;
-  Elementwise waiting; // how it is computed if it is put off; null where it may not be
+  const Elementwise* waiting; // how it is computed if it is put off; null where it may not be
   std::vector<std::vector<int64_t>> anchors = {}; // shapes of the arguments of calls that a region may begin with
   mutable uint64_t decided = 0; // ``Bound::decisions`` of the runtime whose manner was looked up last: it interprets
 
@@ -297,7 +297,7 @@ struct DirectCall {
 
   // Put the call off. False where it has to be computed at once, after what is put off already.
   bool wait(bool in_place) {
-    return !Noted && !is_seen && PutOff::take(direct.waiting, in_place, stack);
+    return !Noted && !is_seen && PutOff::take(*direct.waiting, in_place, stack);
   }
 
   // Call the CPU's operator: results replace the arguments. False if it raises. ``in_place``: another form of it, which

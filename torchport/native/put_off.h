@@ -2,11 +2,12 @@
 //
 // An optimizer calls one operator after the other on all of its parameters, and each of them goes through all of their
 // memory. What is put off is computed when a value is asked for: for each parameter one operator after the other, a piece
-// at a time that fits into the processor's cache. The operators are the CPU's, on the same numbers in the same order.
+// at a time that fits into the processor's cache. The numbers are those of the CPU's operators, bit by bit.
 //
 // It is only put off where nobody can see that: every tensor is the value of a handle that Python has not seen, in memory
 // that nothing else has. The way to such a value leads through ``held_by`` and ``show`` (unseen.h), which settle first.
 #pragma once
+#include "arithmetic.h"
 #include "threads.h"
 #include "values.h"
 
@@ -25,20 +26,9 @@
 #include <ATen/Parallel.h>
 #include <ATen/ScalarOps.h>
 #include <ATen/TensorIterator.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/add_cpu_dispatch.h>
-#include <ATen/ops/addcdiv_cpu_dispatch.h>
-#include <ATen/ops/addcmul_cpu_dispatch.h>
 #include <ATen/ops/as_strided_cpu_dispatch.h>
-#include <ATen/ops/div_cpu_dispatch.h>
 #include <ATen/ops/empty_cpu_dispatch.h>
 #include <ATen/ops/empty_strided_cpu_dispatch.h>
-#include <ATen/ops/lerp_cpu_dispatch.h>
-#include <ATen/ops/mul_cpu_dispatch.h>
-#include <ATen/ops/neg_cpu_dispatch.h>
-#include <ATen/ops/reciprocal_cpu_dispatch.h>
-#include <ATen/ops/sqrt_cpu_dispatch.h>
-#include <ATen/ops/sub_cpu_dispatch.h>
 #include <c10/util/strides.h>
 #if defined(__SSE__)
 #include <xmmintrin.h>
@@ -96,50 +86,6 @@ class NextToZero {
 #endif
 };
 
-// -- the operators ---------------------------------------------------------------------------------------------------
-// What an operator on lists does with the tensors at one position. ``given``: of each list; ``number``: its last argument,
-// where that is one; ``wrapped``: the same as a tensor. The result may be the first of the tensors.
-using Given = c10::ArrayRef<const at::Tensor*>;
-using Elementwise = void (*)(Given given, const at::Scalar& number, const at::Tensor& wrapped, at::Tensor& result);
-
-// The operators on lists that may be put off, by name and overload, without the ``_`` of those in place. PyTorch computes
-// them on the CPU by these calls, one for each position.
-Elementwise elementwise(const c10::OperatorHandle& op) {
-  using Number = const at::Scalar&;
-  using Wrapped = const at::Tensor&;
-  using Result = at::Tensor&;
-  namespace cpu = at::cpu;
-  static const auto& all = *new std::unordered_map<std::string, Elementwise>({
-      {"add.List", [](Given of, Number alpha, Wrapped, Result to) { cpu::add_outf(*of[0], *of[1], alpha, to); }},
-      {"sub.List", [](Given of, Number alpha, Wrapped, Result to) { cpu::sub_outf(*of[0], *of[1], alpha, to); }},
-      {"mul.List", [](Given of, Number, Wrapped, Result to) { cpu::mul_outf(*of[0], *of[1], to); }},
-      {"div.List", [](Given of, Number, Wrapped, Result to) { cpu::div_outf(*of[0], *of[1], to); }},
-      {"add.Scalar", [](Given of, Number, Wrapped other, Result to) { cpu::add_outf(*of[0], other, 1, to); }},
-      {"sub.Scalar", [](Given of, Number, Wrapped other, Result to) { cpu::sub_outf(*of[0], other, 1, to); }},
-      {"mul.Scalar", [](Given of, Number, Wrapped other, Result to) { cpu::mul_outf(*of[0], other, to); }},
-      {"div.Scalar", [](Given of, Number, Wrapped other, Result to) { cpu::div_outf(*of[0], other, to); }},
-      {"addcmul.Scalar",
-       [](Given of, Number value, Wrapped, Result to) { cpu::addcmul_outf(*of[0], *of[1], *of[2], value, to); }},
-      {"addcdiv.Scalar",
-       [](Given of, Number value, Wrapped, Result to) { cpu::addcdiv_outf(*of[0], *of[1], *of[2], value, to); }},
-      {"lerp.Scalar", [](Given of, Number weight, Wrapped, Result to) { cpu::lerp_outf(*of[0], *of[1], weight, to); }},
-      {"sqrt.", [](Given of, Number, Wrapped, Result to) { cpu::sqrt_outf(*of[0], to); }},
-      {"neg.", [](Given of, Number, Wrapped, Result to) { cpu::neg_outf(*of[0], to); }},
-      {"reciprocal.", [](Given of, Number, Wrapped, Result to) { cpu::reciprocal_outf(*of[0], to); }},
-  });
-  const std::string prefix = "aten::_foreach_";
-  std::string name = op.schema().name(), overload = op.schema().overload_name();
-  if (name.compare(0, prefix.size(), prefix) != 0) {
-    return nullptr;
-  }
-  name.erase(0, prefix.size());
-  if (name.back() == '_') {
-    name.pop_back();
-  }
-  const auto found = all.find(name + "." + (overload == "ScalarList" ? "Scalar" : overload));
-  return found == all.end() ? nullptr : found->second;
-}
-
 // -- what is put off -------------------------------------------------------------------------------------------------
 // Operators on lists of tensors. Those at one position of the lists are of one dtype, size and stride, and no memory is at
 // two positions, so that each position can be computed by itself.
@@ -155,7 +101,7 @@ class PutOff {
 
   // Put off a call: its results replace the arguments on the stack, still to be computed. False, with nothing changed, if
   // it has to be computed at once, after what is put off already. ``in_place``: the results are its first argument.
-  static bool take(Elementwise does, bool in_place, std::vector<c10::IValue>& stack) {
+  static bool take(const Elementwise& does, bool in_place, std::vector<c10::IValue>& stack) {
     if (computing_ || forking != 0 || NextToZero::is_zero()) {
       return false;
     }
@@ -204,10 +150,10 @@ class PutOff {
       const c10::impl::ForceDispatchKeyGuard nothing_is_on(c10::default_included_set, c10::default_excluded_set);
       const FewerThreads while_compiling;
       const NextToZero as_it_was;
-      Memory memory = now().memory(); // raises, where there is none, before anything is computed
+      const Plan plan = now().plan(); // raises, where there is none, before anything is computed
       const PutOff all = std::exchange(now(), PutOff());
       const Unlocked others_go_on(all.elements_);
-      all.compute(memory);
+      all.compute(plan);
     }
   }
 
@@ -215,11 +161,12 @@ class PutOff {
   static constexpr size_t kMostCalls = 64; // what is put off keeps memory
   static constexpr int64_t kFewest = 1 << 15; // elements of a list that is worth it
   static constexpr int64_t kPiece = 2 * at::internal::GRAIN_SIZE; // elements: five lists' pieces fit into a cache of a megabyte or two
+  static constexpr int64_t kPieceOfLoops = 1 << 14; // where few calls take a microsecond before they compute
 
   using List = std::vector<at::Tensor>;
 
   struct Call {
-    Elementwise does;
+    const Elementwise* does;
     c10::SmallVector<size_t, 3> given; // numbers of lists
     size_t result;
     std::vector<at::Scalar> numbers; // one, one for each position, or none
@@ -245,9 +192,9 @@ class PutOff {
     return found == places_.end() ? nullptr : &found->second;
   }
 
-  bool add(Elementwise does, bool in_place, std::vector<c10::IValue>& stack) {
+  bool add(const Elementwise& does, bool in_place, std::vector<c10::IValue>& stack) {
     const size_t before = lists_.size();
-    Call call{does, {}, 0, {}, {}};
+    Call call{&does, {}, 0, {}, {}};
     try {
       if (add_lists(call, stack) && add_numbers(call, stack) && (in_place || has_usual_strides())) {
         call.result = in_place ? call.given[0] : append(blank(), true);
@@ -363,8 +310,7 @@ class PutOff {
 
   // Whether the CPU takes a number with such tensors: it refuses some that are no numbers of theirs.
   bool is_accepted(const at::Scalar& number) const {
-    const bool is_single = lists_[0][0].scalar_type() == at::kFloat;
-    const double most = is_single ? std::numeric_limits<float>::max() : std::numeric_limits<double>::max();
+    const double most = is_single() ? std::numeric_limits<float>::max() : std::numeric_limits<double>::max();
     return (number.isFloatingPoint() || number.isIntegral(false)) &&
         (!std::isfinite(number.toDouble()) || std::abs(number.toDouble()) <= most);
   }
@@ -397,18 +343,28 @@ class PutOff {
   }
 
   // -- computing -----------------------------------------------------------------------------------------------------
-  // What of the lists that calls make nobody has a handle of, and memory for pieces of these, which is never written to
-  // any other: of each thread, by list.
-  struct Memory {
+  // How all of it is computed. Of lists that calls make, what nobody has a handle of has memory for a piece, which is
+  // never written to any other.
+  struct Plan {
+    std::vector<Loop> loops; // of each call
+    int64_t piece = 0; // elements
     std::vector<std::vector<bool>> is_unseen; // by list and position
-    std::vector<List> of_threads;
+    std::vector<List> of_threads; // memory, by thread and list
   };
 
-  Memory memory() const {
-    Memory made{std::vector<std::vector<bool>>(lists_.size()), std::vector<List>(at::get_num_threads())};
+  bool is_single() const {
+    return lists_[0][0].scalar_type() == at::kFloat;
+  }
+
+  Plan plan() const {
+    Plan made{{}, kPiece, std::vector<std::vector<bool>>(lists_.size()), std::vector<List>(at::get_num_threads())};
+    for (const Call& call : calls_) {
+      made.loops.push_back(is_single() ? loop_of<float>(*call.does) : loop_of<double>(*call.does));
+      made.piece = made.loops.back() == Loop::kNone ? made.piece : kPieceOfLoops;
+    }
     int64_t most = 0;
     for (const at::Tensor& tensor : lists_[0]) {
-      most = std::max(most, std::min(tensor.numel(), kPiece));
+      most = std::max(most, std::min(tensor.numel(), made.piece));
     }
     for (size_t list = 0; list < lists_.size(); ++list) {
       bool any = false;
@@ -423,42 +379,100 @@ class PutOff {
     return made;
   }
 
-  void compute(const Memory& memory) const {
+  void compute(const Plan& plan) const {
     for (size_t position = 0; position < lists_[0].size(); ++position) {
-      const int64_t elements = lists_[0][position].numel();
-      // The pieces are parts of those that PyTorch's threads take, cut where it cuts vectors of numbers: the last numbers
-      // of a piece, fewer than a vector, may be rounded otherwise.
-      at::parallel_for(0, elements, at::internal::GRAIN_SIZE, [&](int64_t begin, int64_t end) {
-        const at::AutoDispatchBelowADInplaceOrView values_need_no_gradients;
-        const NextToZero as_it_was;
-        const List& own = memory.of_threads.at(static_cast<size_t>(at::get_thread_num()));
-        for (int64_t from = begin; from < end; from += kPiece) {
-          compute_piece(position, from, std::min(kPiece, end - from), memory.is_unseen, own);
-        }
-      });
+      is_single() ? compute_position<float>(position, plan) : compute_position<double>(position, plan);
     }
   }
 
+  template <typename T>
+  void compute_position(size_t position, const Plan& plan) const {
+    const std::vector<LoopStep<T>> steps = steps_at<T>(position, plan);
+    std::vector<T*> arrays;
+    for (const List& list : lists_) {
+      arrays.push_back(list[position].mutable_data_ptr<T>());
+    }
+    // The pieces are parts of those that PyTorch's threads take, cut where it cuts vectors of numbers: the last numbers
+    // of a piece, fewer than a vector, may be rounded otherwise.
+    const int64_t elements = lists_[0][position].numel();
+    at::parallel_for(0, elements, at::internal::GRAIN_SIZE, [&](int64_t begin, int64_t end) {
+      const at::AutoDispatchBelowADInplaceOrView values_need_no_gradients;
+      const NextToZero as_it_was;
+      const List& own = plan.of_threads.at(static_cast<size_t>(at::get_thread_num()));
+      for (int64_t from = begin; from < end;) {
+        const int64_t size = std::min(plan.piece, end - from);
+        const int64_t whole = size < kVectors ? size : size / kVectors * kVectors;
+        compute_piece<T>(position, from, whole, steps, arrays, plan, own);
+        from += whole;
+      }
+    });
+  }
+
+  template <typename T>
+  std::vector<LoopStep<T>> steps_at(size_t position, const Plan& plan) const {
+    std::vector<LoopStep<T>> made;
+    for (size_t at = 0; at < calls_.size(); ++at) {
+      const Call& call = calls_[at];
+      LoopStep<T> step{plan.loops[at], {call.given[0], call.given[0], call.given[0]}, call.result, 1};
+      std::copy(call.given.begin(), call.given.end(), step.given.begin());
+      if (!call.numbers.empty()) {
+        step.number = number_of<T>(*call.does, call.numbers[call.numbers.size() > 1 ? position : 0]);
+      }
+      made.push_back(step);
+    }
+    return made;
+  }
+
+  // One call after the other, those that follow each other and have loops by these.
+  template <typename T>
   void compute_piece(
-      size_t position, int64_t from, int64_t size, const std::vector<std::vector<bool>>& is_unseen, const List& own) const {
-    c10::SmallVector<at::Tensor, 8> pieces;
+      size_t position,
+      int64_t from,
+      int64_t size,
+      LoopSteps<T> steps,
+      c10::ArrayRef<T*> arrays,
+      const Plan& plan,
+      const List& own) const {
+    c10::SmallVector<T*, 8> here;
     for (size_t list = 0; list < lists_.size(); ++list) {
+      here.push_back(plan.is_unseen[list][position] ? own[list].mutable_data_ptr<T>() : arrays[list] + from);
+    }
+    for (size_t at = 0; at < steps.size();) {
+      size_t next = at;
+      while (size % kVectors == 0 && next < steps.size() && steps[next].loop != Loop::kNone) {
+        ++next;
+      }
+      if (next > at) {
+        compute_loops(steps.slice(at, next - at), here, size);
+        at = next;
+      } else {
+        compute_call(calls_[at++], position, from, size, plan, own);
+      }
+    }
+  }
+
+  // A call by the CPU's kernel.
+  void compute_call(
+      const Call& call, size_t position, int64_t from, int64_t size, const Plan& plan, const List& own) const {
+    const auto piece = [&](size_t list) {
       const at::Tensor& whole = lists_[list][position];
-      pieces.push_back(
-          is_unseen[list][position] ? at::cpu::as_strided(own[list], {size}, {1}, 0)
-                                    : at::cpu::as_strided(whole, {size}, {1}, whole.storage_offset() + from));
+      return plan.is_unseen[list][position] ? at::cpu::as_strided(own[list], {size}, {1}, 0)
+                                            : at::cpu::as_strided(whole, {size}, {1}, whole.storage_offset() + from);
+    };
+    c10::SmallVector<at::Tensor, 3> pieces;
+    c10::SmallVector<const at::Tensor*, 3> given;
+    for (const size_t list : call.given) {
+      pieces.push_back(piece(list));
+    }
+    for (const at::Tensor& tensor : pieces) {
+      given.push_back(&tensor);
     }
     static const at::Scalar one = 1;
     static const auto& none = *new at::Tensor();
-    for (const Call& call : calls_) {
-      c10::SmallVector<const at::Tensor*, 3> given;
-      for (const size_t list : call.given) {
-        given.push_back(&pieces[list]);
-      }
-      const size_t number = call.numbers.size() > 1 ? position : 0;
-      const bool has_number = !call.numbers.empty();
-      call.does(given, has_number ? call.numbers[number] : one, has_number ? call.wrapped[number] : none, pieces[call.result]);
-    }
+    at::Tensor result = call.result == call.given[0] ? pieces[0] : piece(call.result);
+    const size_t number = call.numbers.size() > 1 ? position : 0;
+    const bool has_number = !call.numbers.empty();
+    call.does->kernel(given, has_number ? call.numbers[number] : one, has_number ? call.wrapped[number] : none, result);
   }
 };
 

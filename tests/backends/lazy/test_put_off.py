@@ -92,6 +92,32 @@ def test_each_is_put_off_and_gives_the_cpus_numbers(call: Callable[..., Any], dt
         _same(found, wanted)
 
 
+def _wild(device: str, seed: int, dtype: torch.dtype) -> Tensors:
+    """Numbers of all sizes and signs, some next to zero, infinite, or none."""
+    generator = torch.Generator().manual_seed(seed)
+    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-42, torch.finfo(dtype).max], dtype=dtype)
+    made = []
+    for shape in SHAPES:
+        numbers = torch.randn(shape, generator=generator, dtype=dtype)
+        numbers = numbers * 10 ** torch.randint(-8, 8, shape, generator=generator).to(dtype)
+        which = torch.randint(0, 200, shape, generator=generator)
+        made.append(torch.where(which < 7, special[which.clamp(max=6)], numbers).to(device))
+    return [one * 1.0 for one in [one + 0.0 for one in made]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+def test_each_gives_the_cpus_numbers_for_any(call: Callable[..., Any], dtype: torch.dtype) -> None:
+    lists = {device: [_wild(device, seed, dtype) for seed in range(3)] for device in ("cpu", "port")}
+    for given_lists in lists.values():
+        call(*given_lists)
+    assert _settle() == 1
+    for found, wanted in zip(lists["port"][0], lists["cpu"][0], strict=True):
+        here = found.cpu()
+        torch.testing.assert_close(here, wanted, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(here[~here.isnan()].signbit(), wanted[~wanted.isnan()].signbit())
+
+
 def test_what_is_not_arithmetic_is_computed_at_once() -> None:
     x, wanted = _made("port"), _made("cpu")
     for one in (x, wanted):
@@ -483,16 +509,20 @@ with torchport.mode("eager"):
     assert (done.returncode, done.stdout) == (0, "1\n"), done.stdout + done.stderr[-3000:]
 
 
-def _run_program(program: str) -> subprocess.CompletedProcess[str]:
+def _run_program(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=300,
-        env={**os.environ, "TORCHPORT_TIERS": "auto"},
+        env={**os.environ, "TORCHPORT_TIERS": "auto", **environment},
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("kernels", ["", "avx2", "default"])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_in_a_process_of_its_own(threads: int) -> None:
-    """Numbers do not depend on how many threads compute; a program may end, or fork, while something is put off."""
+def test_in_a_process_of_its_own(threads: int, kernels: str) -> None:
+    """Numbers do not depend on how many threads compute; a program may end, or fork, while something is put off.
+
+    PyTorch's kernels for old processors round a product before they add it.
+    """
     program = f"""
 import os, torch, torchport
 from torchport.run import direct
@@ -520,5 +550,5 @@ with torchport.mode("eager"):
     kept = run("port")
 print("ended")
 """
-    done = _run_program(program)
+    done = _run_program(program, **({"ATEN_CPU_CAPABILITY": kernels} if kernels else {}))
     assert (done.returncode, done.stdout.split()[1:]) == (0, ["12", "ended"]), done.stdout + done.stderr[-3000:]

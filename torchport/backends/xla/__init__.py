@@ -23,7 +23,6 @@ from torchport import native
 from torchport.backend.container import check_interface
 from torchport.backend.engine_files import environment, libraries_of
 from torchport.backend.forked import abandon
-from torchport.backend.host import register_attention_at_once
 from torchport.backend.interface import (
     Backend,
     BackendData,
@@ -167,7 +166,6 @@ class XlaBackend(Backend):
 
     def register_kernels(self, registrar: KernelRegistrar) -> None:
         _lowering().register(self, registrar)
-        register_attention_at_once(registrar)
 
     # -- compile and run -----------------------------------------------------------------------------------------
     def preprocess(self, graph: fx.GraphModule, specs: CompileSpecs) -> Processed:
