@@ -24,6 +24,7 @@ from ..core.config import config, watch
 from ..core.default_state import default_state
 from ..core.errors import BackendUnavailable, TorchportError
 from ..core.forks import guarded_rlock
+from ..core.freed_memory import keep_freed_memory
 from ..core.random_state import DEFAULT_SEED, RandomState, state_in_use
 from ..core.sharding import is_partitioned
 from ..core.specs import CompileSpecs
@@ -108,6 +109,8 @@ class DeviceRuntime:
         found = host_form(self.backend, self.device)
         self.holds_shared_tensors = found is HostForm.SHARED
         self.keeps_tensors = {HostForm.OWN: 2, HostForm.SHARED: 1, HostForm.NONE: 0}[found]
+        if found is not HostForm.NONE:
+            keep_freed_memory()
         return found
 
     @property

@@ -16,6 +16,7 @@ import torch
 
 from torchport.core.errors import CompileError, ExecutionError
 from torchport.core.forks import guarded_lock
+from torchport.core.freed_memory import keep_freed_memory
 from torchport.core.specs import TensorSpec
 from torchport.core.threads import FewerThreads
 
@@ -59,7 +60,7 @@ class Library:
     """One compiled graph, ready to run. ``run`` is for one thread at a time; ``close`` may be called more than once."""
 
     def __init__(self, artifact: InductorArtifact) -> None:
-        machine.keep_freed_memory()
+        keep_freed_memory()
         self._set_interface(artifact.inputs, artifact.outputs)
         self._lock = guarded_lock()
         self._of: Library | None = None

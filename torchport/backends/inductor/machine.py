@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import platform
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -20,7 +19,6 @@ __all__ = [
     "avx512_without_mkl",
     "has_sleef",
     "here",
-    "keep_freed_memory",
     "misfit",
     "should_overlap",
     "threads_beside",
@@ -86,26 +84,6 @@ def should_overlap() -> bool | None:
     if _cores() != 2 or most.value or torch.are_deterministic_algorithms_enabled():
         return False
     return None
-
-
-@functools.cache
-def keep_freed_memory() -> None:
-    """Have glibc keep up to 64 MiB of freed memory at the end of the heap, as after any large tensor was freed.
-
-    What a computation frees at its end is given back to the system otherwise and asked for again in the next run: 2,000
-    page faults per run of a small GPT-2, 2 ms of 30. glibc raises its bounds to the largest block that was allocated by
-    itself and freed (``mallopt(3)``, ``M_MMAP_THRESHOLD``). This block is never touched, so it takes no memory.
-    """
-    if platform.libc_ver()[0] != "glibc":
-        return
-    libc = ctypes.CDLL(None)
-    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-    libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
-    libc.free(libc.malloc(_LARGEST_BLOCK))
-
-
-_LARGEST_BLOCK: Final = (32 << 20) - (8 << 10)
-"""Bytes of the largest block that glibc lets raise its bounds, with its own header and the rounding to a page."""
 
 
 def _torch_release() -> str:

@@ -1,6 +1,6 @@
-"""What runs at once instead of in a graph, on the CPU: operators whose result's shape depends on values, recurrent layers.
+"""What runs at once instead of in a graph: operators whose result's shape depends on values, and recurrent layers.
 
-Attention is the CPU's operator there, too: at once it is a quarter of the time that it takes written out, and what XLA
+Attention is the CPU's operator on the CPU: at once it is a quarter of the time that it takes written out, and what XLA
 compiles from it is as fast or faster.
 """
 
