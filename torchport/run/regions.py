@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Anchor",
+    "Calls",
     "Log",
     "Regions",
     "Rounds",
-    "as_texts",
     "begun_with",
     "common_runs",
     "may_have_common_runs",
@@ -93,30 +93,56 @@ def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
             yield from (item for item in value if isinstance(item, torch.Tensor))
 
 
-class Log:
-    """The operators of one round, in order; each with the shapes that C++ recognises it by."""
+class Calls:
+    """The calls of some rounds, each different one numbered: most come in every layer and every round.
 
-    __slots__ = ("calls", "shapes")
+    As objects of their own they would be some ten thousand, which bring on a full run of Python's garbage collector.
+    """
+
+    __slots__ = ("_known", "_numbers")
 
     def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-        self.shapes: dict[tuple[Any, ...], tuple[int, ...]] = {}
+        self._numbers: dict[tuple[Any, ...], int] = {}
+        self._known: list[tuple[tuple[Any, ...], tuple[int, ...]]] = []
 
-    def add(self, kernel: Kernel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Note a call."""
-        if len(self.calls) >= LONGEST_LOG:
-            return
+    def number(self, kernel: Kernel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+        """The number of a call; one that cannot be hashed equals no other."""
         try:
             call = described(kernel, args, kwargs)
         except TypeError:
-            call = (object(),)  # equals no other
-        self.calls.append(call)
-        if call not in self.shapes:
-            self.shapes[call] = shapes_of(args)
+            call = (object(),)
+        number = self._numbers.get(call)
+        if number is None:
+            number = self._numbers[call] = len(self._known)
+            self._known.append((call, shapes_of(args)))
+        return number
+
+    def call(self, number: int) -> tuple[Any, ...]:
+        """What :func:`described` says of it."""
+        return self._known[number][0]
+
+    def shapes(self, number: int) -> tuple[int, ...]:
+        """The shapes that C++ recognises it by."""
+        return self._known[number][1]
 
 
-def common_runs(first: Sequence[Any], second: Sequence[Any]) -> list[Sequence[Any]]:
-    """Runs of at least :data:`SHORTEST` elements that two sequences of hashable objects have in common, in order."""
+class Log:
+    """The operators of one round, in order, by their numbers."""
+
+    __slots__ = ("_calls", "numbers")
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        self.numbers: list[int] = []
+
+    def add(self, kernel: Kernel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Note a call."""
+        if len(self.numbers) < LONGEST_LOG:
+            self.numbers.append(self._calls.number(kernel, args, kwargs))
+
+
+def common_runs(first: Sequence[int], second: Sequence[int]) -> list[Sequence[int]]:
+    """Runs of at least :data:`SHORTEST` elements that two sequences have in common, in order."""
     if min(len(first), len(second)) < SHORTEST:
         return []
     counts = Counter(first)
@@ -126,14 +152,8 @@ def common_runs(first: Sequence[Any], second: Sequence[Any]) -> list[Sequence[An
     return [first[block.a : block.a + block.size] for block in blocks if block.size >= SHORTEST]
 
 
-def as_texts(sequences: Sequence[Sequence[Any]]) -> list[str]:
-    """Each sequence of hashable objects as a string with a character for each; equal objects have the same one."""
-    names: dict[Any, int] = {}
-    return ["".join([chr(names.setdefault(one, len(names))) for one in sequence]) for sequence in sequences]
-
-
 def may_have_common_runs(first: str, second: str) -> bool:
-    """Whether two of :func:`as_texts` may have :data:`SHORTEST` characters in a row in common: most have not.
+    """Whether two strings may have :data:`SHORTEST` characters in a row in common: most have not.
 
     Such a run covers a whole one of the pieces of half that length that the first is cut into.
     """
@@ -206,7 +226,7 @@ class Anchor:
 class Rounds:
     """Rounds of operators that are interpreted and never were before, which begin at one place of a trie."""
 
-    __slots__ = ("count", "logs", "next_look", "ops", "seconds")
+    __slots__ = ("calls", "count", "logs", "next_look", "ops", "seconds")
 
     def __init__(self) -> None:
         self.count = 0
@@ -214,6 +234,8 @@ class Rounds:
         self.seconds = 0.0
         self.next_look = LOGS
         self.logs: deque[Log] = deque(maxlen=LOGS)
+        self.calls = Calls()
+        """Of the logs."""
 
 
 class Regions:
@@ -241,7 +263,7 @@ class Regions:
                 return None
         elif rounds.count < rounds.next_look or not is_worth(rounds.seconds, rounds.ops // rounds.count):
             return None
-        log = Log()
+        log = Log(rounds.calls)
         rounds.logs.append(log)
         return log
 
@@ -253,42 +275,37 @@ class Regions:
             return None
 
     def _compare(self, rounds: Rounds) -> None:
-        logs, seconds = list(rounds.logs), rounds.seconds
+        logs, calls, seconds = [log.numbers for log in rounds.logs], rounds.calls, rounds.seconds
         rounds.logs.clear()
+        rounds.calls = Calls()
         rounds.seconds, rounds.ops, rounds.next_look = 0.0, 0, 2 * rounds.count
         rounds.count = 0
         found = len(self._anchors)
-        texts = as_texts([log.calls for log in logs])
+        texts = ["".join(map(chr, log)) for log in logs]
         for at, log in enumerate(logs):
             others = [one for one, text in zip(logs[:at], texts, strict=False) if may_have_common_runs(text, texts[at])]
-            runs = max((common_runs(other.calls, log.calls) for other in others), key=_length, default=[])
-            counts = Counter(log.calls)
+            runs = max((common_runs(other, log) for other in others), key=_length, default=[])
+            counts = Counter(log)
             for run in runs:
-                self._add(run, counts, log.shapes, seconds)
+                self._add(run, counts, calls, seconds)
         if len(self._anchors) > found:
             metrics.count("RegionsFound", len(self._anchors) - found)
 
-    def _add(
-        self,
-        run: Sequence[tuple[Any, ...]],
-        counts: Mapping[Any, int],
-        shapes: Mapping[Any, tuple[int, ...]],
-        seconds: float,
-    ) -> None:
+    def _add(self, run: Sequence[int], counts: Mapping[int, int], calls: Calls, seconds: float) -> None:
         # It begins with an operator that is rare: one that comes often would begin regions where there are none.
         latest = min(len(run) // 4, len(run) - SHORTEST)
         start = min(range(latest + 1), key=lambda at: (counts[run[at]], at))
-        first = run[start]
+        first = calls.call(run[start])
         self.serials.add(first[0])
-        known = first[0], shapes[first]
+        known = first[0], calls.shapes(run[start])
         if known not in begun_with:
             begun_with[known] = None
             for tell in on_anchor:
                 tell(*known)
         anchor = self._anchors.setdefault(first, Anchor())
         anchor.seconds = max(anchor.seconds, seconds)
-        anchor.add([call[0] for call in run[start:]])
+        anchor.add([calls.call(number)[0] for number in run[start:]])
 
 
-def _length(runs: Sequence[Sequence[Any]]) -> int:
+def _length(runs: Sequence[Sequence[int]]) -> int:
     return sum(map(len, runs))

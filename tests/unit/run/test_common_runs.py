@@ -15,10 +15,10 @@ from torchport.run import regions
 from torchport.run.regions import (
     LOGS,
     Anchor,
+    Calls,
     Log,
     Regions,
     Rounds,
-    as_texts,
     common_runs,
     described,
     may_have_common_runs,
@@ -45,7 +45,7 @@ def tensor(*shape: int) -> torch.Tensor:
 
 
 def log_of(calls: Sequence[tuple[int, torch.Tensor]]) -> Log:
-    log = Log()
+    log = Log(Calls())
     for serial, value in calls:
         log.add(kernel(serial), (value,), {})
     return log
@@ -66,6 +66,10 @@ def compared(programs: Sequence[Sequence[tuple[int, torch.Tensor]]]) -> Regions:
             log.add(kernel(serial), (value,), {})
     assert found.begin_round(rounds, lambda seconds, ops: True) is None
     return found
+
+
+def as_texts(*logs: Sequence[int]) -> list[str]:
+    return ["".join(map(chr, log)) for log in logs]
 
 
 # -- what is noted -----------------------------------------------------------------------------------------------
@@ -91,11 +95,11 @@ def test_shapes_are_told_apart_where_their_sizes_alone_would_not_do() -> None:
 
 def test_a_log_ends_where_it_is_too_long_and_takes_what_has_no_hash() -> None:
     log = log_of([(at, tensor(2)) for at in range(regions.LONGEST_LOG + 5)])
-    assert len(log.calls) == regions.LONGEST_LOG
-    log = Log()
+    assert len(log.numbers) == regions.LONGEST_LOG
+    log = Log(Calls())
     for _ in range(2):
         log.add(kernel(1), ({},), {})
-    assert log.calls[0] != log.calls[1]
+    assert log.numbers[0] != log.numbers[1]
 
 
 # -- what rounds have in common ----------------------------------------------------------------------------------
@@ -117,11 +121,10 @@ def test_what_is_not_compared_has_no_run_in_common(
 ) -> None:
     run = list(range(100, 100 + length))
     first, second = [*before, *run, *after], [*others, *run, *rest]
-    texts = as_texts([first, second])
-    assert [len(text) for text in texts] == [len(first), len(second)]
+    texts = as_texts(first, second)
     if common_runs(first, second):
         assert may_have_common_runs(*texts)
-    assert not may_have_common_runs(*as_texts([list(range(60)), list(range(60, 0, -1))]))
+    assert not may_have_common_runs(*as_texts(list(range(60)), list(range(60, 0, -1))))
 
 
 def test_the_same_few_operators_over_and_over_are_not_compared() -> None:
