@@ -111,8 +111,7 @@ def _other_plan(
         history.reasons.append(explain_compile(trace, node, value_ids, cause))
 
     if isinstance(known, InterpretedPlan) and tiered:
-        with may_collect():
-            return next_plan(known, Progress(runtime, node, value_ids, specs, donated, note))
+        return next_plan(known, Progress(runtime, node, value_ids, specs, donated, note))
     wanted = set(value_ids)
     assert node.plans is not None
     compiled = (p for p in node.plans.values() if p.__class__ is ExecutionPlan and p.computation is not None)

@@ -25,6 +25,7 @@ from ..core import metrics
 from ..core.config import config
 from ..core.errors import CompileError, TorchportError
 from ..core.specs import CompileSpecs, TensorSpec
+from ..trace.finalizers import may_collect
 from ..worker.paths import NotSendable
 from ..worker.request import Answer, NotKnown, is_sendable, path_request
 from ..worker.service import Cancelled, Ticket, service
@@ -254,7 +255,8 @@ def _compiled_here(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
     _note_sizes(plan, progress)
     before = metrics.counter("UncachedCompile")
     try:
-        made = make_plan(runtime, path, progress.value_ids, progress.leaf_specs(), donated=progress.donated())
+        with may_collect():
+            made = make_plan(runtime, path, progress.value_ids, progress.leaf_specs(), donated=progress.donated())
     except CompileError as error:
         _give_up(plan, error)
         return plan
