@@ -137,9 +137,10 @@ class DeviceRuntime:
         """How many operators of it are to be recorded at one time."""
         return share_to_record(self.backend, sights)
 
-    def is_worth_comparing(self, seconds: float, ops: int) -> bool:
-        """Whether paths that never came back have cost so much that it pays to look for what they have in common."""
-        return not self.is_lost and costs_enough(self.backend, seconds, ops)
+    def is_worth_comparing(self, seconds: float, ops: int, runs: int) -> bool:
+        """Whether paths that never came back have cost so much, in so many runs of so many operators each, that it pays
+        to look for what they have in common."""
+        return not self.is_lost and costs_enough(self.backend, seconds, ops, runs)
 
     def enter_region(self, trace: Trace, kernel: Kernel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Compute what is pending, and begin a path with an operator that a region begins with; its result."""

@@ -251,17 +251,17 @@ class Regions:
         self.serials.clear()
         self._anchors.clear()
 
-    def begin_round(self, rounds: Rounds, is_worth: Callable[[float, int], bool]) -> Log | None:
+    def begin_round(self, rounds: Rounds, is_worth: Callable[[float, int, int], bool]) -> Log | None:
         """What to note the operators of another round in; ``None``: they are not to be noted.
 
-        ``is_worth``: whether so many seconds would pay to have so many operators compiled.
+        ``is_worth``: whether so many seconds, of so many operators in so many runs, would pay to have these compiled.
         """
         rounds.count += 1
         if rounds.logs:
             if len(rounds.logs) == LOGS:
                 self._compare(rounds)
                 return None
-        elif rounds.count < rounds.next_look or not is_worth(rounds.seconds, rounds.ops // rounds.count):
+        elif rounds.count < rounds.next_look or not is_worth(rounds.seconds, rounds.ops // rounds.count, rounds.count):
             return None
         log = Log(rounds.calls)
         rounds.logs.append(log)

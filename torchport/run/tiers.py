@@ -124,7 +124,7 @@ def next_plan(plan: InterpretedPlan, progress: Progress) -> ExecutionPlan:
     expected = costs.expected(backend, computation.graph_ops)
     if plan.record is not None:
         plan.record.expected = expected
-    least = price()
+    least = price(backend, (plan.quickest or computation.seconds) / max(computation.graph_ops, 1))
     looks = is_worth_a_look(plan.seconds, expected)
     if plan.seconds >= least * expected or looks or Family.any_shared:
         expected *= _family(plan, progress).factor(plan.sizes)
@@ -276,7 +276,12 @@ def _successor(plan: InterpretedPlan, progress: Progress, made: ExecutionPlan) -
         plan.record.take_over()
     if config.verify_swap:
         return make_checked(progress.runtime, progress.node, progress.leaf_specs(), plan, made)
-    return make_trial(progress.runtime, plan, made) if is_worth_trying(progress.runtime.backend, plan) else made
+    backend = progress.runtime.backend
+    if not is_worth_trying(backend, plan):
+        return made
+    # An interpreter that is quicker here is so in the next program, too: it need not look for what is on disk.
+    known = backend, progress.node.path(), progress.value_ids, list(progress.leaf_specs())
+    return make_trial(progress.runtime, plan, made, dropped=lambda: forget(*known))
 
 
 def _give_up(plan: InterpretedPlan, error: TorchportError) -> None:

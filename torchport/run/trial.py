@@ -9,7 +9,7 @@ when shows no more than the moment of any take-over does.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
@@ -62,6 +62,8 @@ class TrialPlan(InterpretedPlan):
     interpreted: InterpretedPlan | None = None
     compiled: ExecutionPlan | None = None
     trial: _Trial | None = None
+    dropped: Callable[[], object] | None = None
+    """Called when the interpreted one is the quicker."""
 
     @property
     def tier(self) -> str:
@@ -81,6 +83,10 @@ class TrialPlan(InterpretedPlan):
         computations.touch(self.compiled.computation)
         if not self.trial.is_over():
             return self
+        own, compiled = self.trial.medians()
+        if own and compiled and self.interpreted.computation is not None:
+            operators = self.interpreted.computation.graph_ops
+            costs.note_saved(self.trial.runtime.backend, operators, own, compiled)
         why = self.trial.verdict()
         if not why:
             if record is not None:
@@ -89,20 +95,28 @@ class TrialPlan(InterpretedPlan):
         log.info("a computation of %d operators stays interpreted: %s", self.trial.operators, why)
         metrics.count("InterpreterIsQuicker")
         self.interpreted.stays = True
+        if self.dropped is not None:
+            self.dropped()
         if record is not None:
             record.stay(why)
         return self.interpreted
 
 
-def make_trial(runtime: DeviceRuntime, interpreted: InterpretedPlan, compiled: ExecutionPlan) -> TrialPlan:
-    """A plan that times these two, which bring the same values, in its first runs."""
+def make_trial(
+    runtime: DeviceRuntime,
+    interpreted: InterpretedPlan,
+    compiled: ExecutionPlan,
+    dropped: Callable[[], object] | None = None,
+) -> TrialPlan:
+    """A plan that times these two, which bring the same values, in its first runs; ``dropped`` is called if that
+    drops the compiled one."""
     known = interpreted.computation
     assert known is not None
     trial = _Trial(runtime, interpreted, compiled)
     computation = known.run_by(trial)
     plan = TrialPlan(
         computation, interpreted.leaves, (), interpreted.doubles, interpreted.random_keys, interpreted.value_ids,
-        interpreted.specs, interpreted=interpreted, compiled=compiled, trial=trial,
+        interpreted.specs, interpreted=interpreted, compiled=compiled, trial=trial, dropped=dropped,
     )  # fmt: skip
     if interpreted.record is not None:
         interpreted.record.tier = "tried"
@@ -130,9 +144,14 @@ class _Trial(Backend):
         """Whether both have run often enough."""
         return min(self._begun) >= TRIED
 
+    def medians(self) -> tuple[float, float]:
+        """Seconds that a run takes, interpreted and compiled; 0 where none can be told."""
+        own, compiled = (median(times[1:]) if len(times) > 1 else 0.0 for times in self._times)
+        return own, compiled
+
     def verdict(self) -> str:
         """Why the compiled computation is dropped; empty if it is not."""
-        own, compiled = (median(times[1:]) if len(times) > 1 else 0.0 for times in self._times)
+        own, compiled = self.medians()
         if own and not compiled:
             return self._failure
         slower = compiled / own if own else 1.0

@@ -42,10 +42,12 @@ never spends more than twice what it would have spent had it known how often the
 WORTH_A_PROCESS: Final = 0.1
 """The same where another process compiles, at low priority and on a core of its own."""
 
-WORTH_LOST_TIME: Final = 3.0
-"""The same, for each part of the program's speed that it goes without while another process compiles. At 1 (ski rental)
-a program of two threads on two cores takes up to half as long again if it ends when the compiler does, at 3 a quarter;
-and at 3 one that goes on for ten times as long as compiling takes is still quicker than if nothing were compiled."""
+MOST_SAVED: Final = 1 / 3
+"""Part of the interpreter's time that compiled code is expected to save at most for the operators' overhead."""
+
+OVERHEAD: Final = 5e-6
+"""Seconds per operator that interpreting takes beside computing. A compiled computation saves these, and what else it
+saves is the engine's (:attr:`.Capabilities.compiled_saves`)."""
 
 LOOKING: Final = 0.5
 """Seconds that interpreting has to have cost at most before the other process looks on disk: that takes a few seconds
@@ -79,9 +81,12 @@ class CompileCosts:
     """Where a backend does not say what a graph of no operators costs."""
     MEMORY: Final = 0.7
     """How much of what was learned stays at each new observation."""
+    LEAST_SAVED: Final = 0.05
+    """Part of the interpreter's time that is expected to be saved at least, whatever was learned."""
 
     def __init__(self) -> None:
         self._per_operator: dict[str, float] = {}
+        self._saved: dict[str, float] = {}
         self._ignored = 0
 
     def _size(self, backend: Backend, operators: int) -> int:
@@ -92,6 +97,21 @@ class CompileCosts:
         seen = seconds / self._size(backend, operators)
         known = self._per_operator.get(backend.name)
         self._per_operator[backend.name] = seen if known is None else self.MEMORY * known + (1 - self.MEMORY) * seen
+
+    def note_saved(self, backend: Backend, operators: int, interpreted: float, compiled: float) -> None:
+        """A run of so many operators takes so many seconds interpreted, and so many compiled."""
+        known = self._of_engine(backend)
+        if OVERHEAD * operators < known * interpreted:  # else it says little of what the engine saves
+            seen = max(1.0 - compiled / interpreted, self.LEAST_SAVED)
+            self._saved[backend.name] = self.MEMORY * known + (1 - self.MEMORY) * seen
+
+    def _of_engine(self, backend: Backend) -> float:
+        known = self._saved.get(backend.name)
+        return max(backend.capabilities.compiled_saves, self.LEAST_SAVED) if known is None else known
+
+    def saved(self, backend: Backend, each: float) -> float:
+        """Part of the interpreter's time that compiled code may save, where each operator takes so many seconds."""
+        return max(self._of_engine(backend), min(OVERHEAD / each, MOST_SAVED) if each > 0 else MOST_SAVED)
 
     @contextmanager
     def ignored(self) -> Iterator[None]:
@@ -114,11 +134,14 @@ class CompileCosts:
 costs: Final = CompileCosts()
 
 
-def price() -> float:
-    """Part of the expected cost of compiling that interpreting has to have cost before another process compiles.
+def price(backend: Backend, each: float) -> float:
+    """Part of the expected cost of compiling that interpreting has to have cost before another process compiles, where
+    each operator takes so many seconds.
 
     That process takes a core. Where the program computes on as many threads as there are cores, it goes on with fewer
-    (:mod:`..core.threads`).
+    (:mod:`..core.threads`). What it loses by that is worth it once the compiled code would have saved as much, had it
+    been there from the beginning (ski rental). So whenever the program ends, it has taken longer than if nothing had
+    been compiled by no larger a part than what compiled code is expected to save.
     """
     if service.off:
         return WORTH_A_PROCESS  # nothing is compiled there: see ``WORTH_WAITING``
@@ -126,7 +149,7 @@ def price() -> float:
         return float(config.compile_after)
     left = max(cores() - config.compile_workers, 0.5)
     lost = max(0.0, 1.0 - left / torch.get_num_threads())
-    return max(WORTH_A_PROCESS, WORTH_LOST_TIME * lost)
+    return max(WORTH_A_PROCESS, lost / costs.saved(backend, each))
 
 
 def is_worth_a_look(seconds: float, expected: float) -> bool:
@@ -164,7 +187,7 @@ def is_worth_recording(backend: Backend, sights: Sights) -> bool:
         return False
     if Family.any_shared and optional_of(backend).symbolic_sizes is not None:
         return sights.seconds >= RECORDING * sights.ops  # it may be another size of what is compiled
-    return costs_enough(backend, sights.seconds, sights.ops, beginning_of(sights))
+    return costs_enough(backend, sights.seconds, sights.ops, sights.times, beginning_of(sights))
 
 
 def share_to_record(backend: Backend, sights: Sights) -> int:
@@ -175,8 +198,8 @@ def share_to_record(backend: Backend, sights: Sights) -> int:
     return max(LEAST_SHARE, int(SHARE * usual / RECORDING))
 
 
-def costs_enough(backend: Backend, seconds: float, ops: int, begins: str = "") -> bool:
-    """Whether so many operators have cost so many seconds that the compiler's process is to have them.
+def costs_enough(backend: Backend, seconds: float, ops: int, runs: int, begins: str = "") -> bool:
+    """Whether so many operators have cost so many seconds, in so many runs, that the other process is to have them.
 
     ``begins``: what the path begins with, if it is one (:func:`~torchport.trace.keys.beginning`).
     """
@@ -184,6 +207,6 @@ def costs_enough(backend: Backend, seconds: float, ops: int, begins: str = "") -
     if not expected:
         return True
     spent = seconds - RECORDING * ops
-    if spent >= price() * expected:
+    if spent >= price(backend, seconds / max(runs * ops, 1)) * expected:
         return True
     return is_worth_a_look(spent, expected) and (may_begin(backend, begins) if begins else may_be_kept(backend))

@@ -60,11 +60,11 @@ def compared(programs: Sequence[Sequence[tuple[int, torch.Tensor]]]) -> Regions:
     found, rounds = Regions(), Rounds()
     rounds.count = LOGS
     for calls in programs:
-        log = found.begin_round(rounds, lambda seconds, ops: True)
+        log = found.begin_round(rounds, lambda seconds, ops, runs: True)
         assert log is not None
         for serial, value in calls:
             log.add(kernel(serial), (value,), {})
-    assert found.begin_round(rounds, lambda seconds, ops: True) is None
+    assert found.begin_round(rounds, lambda seconds, ops, runs: True) is None
     return found
 
 
@@ -165,7 +165,7 @@ def test_rounds_are_noted_when_they_have_cost_enough_and_later_less_often() -> N
     worth = False
     asked: list[bool] = []
 
-    def is_worth(seconds: float, ops: int) -> bool:
+    def is_worth(seconds: float, ops: int, runs: int) -> bool:
         asked.append(worth)
         return worth
 

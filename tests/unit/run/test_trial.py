@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ import torch
 import torchport
 from torchport import metrics
 from torchport.backends.reference import ReferenceBackend
+from torchport.cache.current import disk_cache
+from torchport.cache.folder import CacheFolder
 from torchport.core.config import config
 from torchport.core.threads import leave_cores
 from torchport.run import device_runtime, trial, worth
@@ -80,6 +84,26 @@ def test_a_slower_one_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "stays so: compiled it takes" in torchport.dump(y)
 
 
+@pytest.mark.parametrize("seconds", [0.02, 0.0])
+def test_the_next_program_does_not_look_for_one_that_is_slower(
+    seconds: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(_Slow, "capabilities", dataclasses.replace(ReferenceBackend.capabilities, skips_cache=False))
+    monkeypatch.setattr(_Slow, "seconds", seconds)
+    monkeypatch.setattr(trial, "MUCH_SLOWER", 1.15 if seconds else 1e9)
+    notes: list[str] = []
+    noted = CacheFolder.note_path
+    monkeypatch.setattr(CacheFolder, "note_path", lambda self, name: (notes.append(name), noted(self, name))[1])
+    with config.override(cache="on", cache_dir=str(tmp_path / "cache")):
+        _run(30, 20 + bool(seconds))
+        assert torchport.tiers()[-1].tier == ("stays interpreted" if seconds else "compiled")
+        folder = disk_cache()
+        assert folder is not None
+        assert len(notes) == 2  # the path, and what it begins with
+        assert folder.knows_path(notes[0]) is not bool(seconds)
+        assert folder.knows_path(notes[1])
+
+
 def test_a_quicker_one_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "MUCH_SLOWER", 1e9)  # the engine donates
     monkeypatch.setattr(_Slow, "seconds", 0.0)
@@ -134,6 +158,14 @@ def test_an_engine_that_always_fails_is_dropped(monkeypatch: pytest.MonkeyPatch)
     assert record.tier == "stays interpreted"
     assert "no memory left" in str(record)
     assert _Slow.runs < 15
+
+
+def test_what_both_take_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Slow, "seconds", 0.02)
+    monkeypatch.setattr(worth, "OVERHEAD", 0.0)
+    before = trial.costs.saved(_Slow(), 1.0)
+    _run(30, 22)
+    assert trial.costs.saved(_Slow(), 1.0) < before
 
 
 def test_what_is_warmed_is_not_tried() -> None:

@@ -20,7 +20,9 @@ from torchport.worker.service import Service
 
 class _Engine(torchport.Backend):
     name = "worth"
-    capabilities = torchport.Capabilities(slow_to_compile=True, seconds_per_operator=0.01, fixed_compile_cost=50)
+    capabilities = torchport.Capabilities(
+        slow_to_compile=True, seconds_per_operator=0.01, fixed_compile_cost=50, compiled_saves=0.2
+    )
 
     def preprocess(self, graph: Any, specs: Any) -> torchport.Processed:
         raise NotImplementedError
@@ -30,6 +32,8 @@ class _Engine(torchport.Backend):
 
 
 engine = _Engine()
+SAVED = 0.2
+LONG = 1.0  # seconds per operator, beside which what interpreting takes is nothing
 
 
 @pytest.fixture(autouse=True)
@@ -71,11 +75,11 @@ def test_inside_the_block_everything_is_worth_it() -> None:
     [
         (2, 1, 1, worth.WORTH_A_PROCESS),  # a core is idle
         (4, 3, 1, worth.WORTH_A_PROCESS),
-        (2, 2, 1, worth.WORTH_LOST_TIME / 2),
-        (4, 4, 1, worth.WORTH_LOST_TIME / 4),
-        (4, 4, 2, worth.WORTH_LOST_TIME / 2),
+        (2, 2, 1, 1 / 2 / SAVED),
+        (4, 4, 1, 1 / 4 / SAVED),
+        (4, 4, 2, 1 / 2 / SAVED),
         (64, 64, 1, worth.WORTH_A_PROCESS),  # one core of 64 is not missed
-        (1, 1, 1, worth.WORTH_LOST_TIME / 2),  # the two share it
+        (1, 1, 1, 1 / 2 / SAVED),  # the two share it
         (2, 2, 0, worth.WORTH_A_PROCESS),  # no other process compiles
     ],
 )
@@ -85,21 +89,50 @@ def test_the_price_is_what_the_program_loses(
     monkeypatch.setattr(worth, "cores", lambda: cores)
     torch.set_num_threads(threads)
     with config.override(compile_workers=workers):
-        assert price() == pytest.approx(want)
+        assert price(engine, LONG) == pytest.approx(want)
+
+
+def test_where_operators_are_short_a_compiled_graph_saves_what_interpreting_takes() -> None:
+    torch.set_num_threads(2)
+    assert price(engine, worth.OVERHEAD) == price(engine, 0.0) == pytest.approx(0.5 / worth.MOST_SAVED)
+    assert price(engine, 4 * worth.OVERHEAD) == pytest.approx(0.5 / 0.25)
+    assert price(engine, 5 * worth.OVERHEAD) == price(engine, 50 * worth.OVERHEAD) == pytest.approx(0.5 / SAVED)
+    # As the program's own paths are: in ten runs as much as in one, of ten times as many seconds.
+    seconds = (price(engine, LONG) - 0.5) * worth.costs.expected(engine, 10)
+    assert not costs_enough(engine, seconds, 10, 1)
+    assert costs_enough(engine, seconds, 10, 1_000_000)
+
+
+def test_how_much_an_engine_saves_is_learned() -> None:
+    made = CompileCosts()
+    assert made.saved(engine, LONG) == SAVED
+    made.note_saved(engine, 10, 1.0, 0.5)
+    assert SAVED < made.saved(engine, LONG) < 0.5
+    for _ in range(30):
+        made.note_saved(engine, 10, 1.0, 2.0)
+    assert made.saved(engine, LONG) == pytest.approx(CompileCosts.LEAST_SAVED, rel=1e-3)  # it may be another one's turn
+    made.note_saved(engine, 10, 20 * worth.OVERHEAD, worth.OVERHEAD)  # half of it is what interpreting takes
+    assert made.saved(engine, LONG) == pytest.approx(CompileCosts.LEAST_SAVED, rel=1e-3)
+
+
+@pytest.mark.parametrize("wrong", [0.0, 1.0, -0.1, 2.0])
+def test_what_is_saved_is_a_part(wrong: float) -> None:
+    with pytest.raises(ValueError, match=r"compiled_saves is .* above 0 and below 1"):
+        torchport.Capabilities(compiled_saves=wrong)
 
 
 def test_what_may_be_on_disk_is_looked_for_early() -> None:
     torch.set_num_threads(2)
     expected = worth.costs.expected(engine, 100)
     seconds = 0.2 * expected
-    assert not costs_enough(engine, 0.0, 100)
-    assert not costs_enough(engine, seconds, 100)
-    assert costs_enough(engine, 20 * seconds, 100)
+    assert not costs_enough(engine, 0.0, 100, 1)
+    assert not costs_enough(engine, seconds, 100, 1)
+    assert costs_enough(engine, 20 * seconds, 100, 1)
     with config.override(cache_dir=str(_with_an_entry(Path(config.cache_dir).parent / "kept"))):
-        assert costs_enough(engine, seconds, 100)
-        assert not costs_enough(engine, 0.0, 100)
+        assert costs_enough(engine, seconds, 100, 1)
+        assert not costs_enough(engine, 0.0, 100, 1)
         # To look takes no longer where compiling takes long.
-        assert costs_enough(engine, worth.LOOKING + worth.RECORDING * 10_000, 10_000)
+        assert costs_enough(engine, worth.LOOKING + worth.RECORDING * 10_000, 10_000, 1)
 
 
 def test_what_is_never_kept_is_not_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -126,13 +159,13 @@ def test_the_program_may_say_when() -> None:
     torch.set_num_threads(2)
     expected = worth.costs.expected(engine, 100)
     with config.override(compile_after=4, compile_workers=0):
-        assert price() == worth.WORTH_A_PROCESS  # it is about the other process
+        assert price(engine, LONG) == worth.WORTH_A_PROCESS  # it is about the other process
     with config.override(compile_after=0.01):
-        assert price() == 0.01
-        assert costs_enough(engine, 0.02 * expected + worth.RECORDING * 100, 100)
+        assert price(engine, LONG) == 0.01
+        assert costs_enough(engine, 0.02 * expected + worth.RECORDING * 100, 100, 1)
     with config.override(compile_after="4"):
-        assert price() == 4.0
-        assert not costs_enough(engine, 3 * expected, 100)
+        assert price(engine, LONG) == 4.0
+        assert not costs_enough(engine, 3 * expected, 100, 1)
     for wrong in (-1, "often", True, "nan", "inf", None):
         with pytest.raises(torchport.ConfigError, match="compile_after"):
             config.compile_after = wrong  # type: ignore[assignment]

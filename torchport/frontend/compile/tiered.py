@@ -151,7 +151,8 @@ class Part:
         factor = self.family.factor(self.sizes)
         if factor > 1:
             expected = costs.expected(self.backend, self.record.operators)
-            if self.record.seconds < price() * expected * factor:
+            each = self.record.seconds / max(self.record.runs * self.record.operators, 1)
+            if self.record.seconds < price(self.backend, each) * expected * factor:
                 return False
             metrics.count("OneMoreSize")
         self.family.add(self.sizes)
