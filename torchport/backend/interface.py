@@ -356,10 +356,10 @@ class Capabilities:
     """How many operators take as long to compile as a graph of none. Where it is given, a graph whose layers repeat
     becomes pieces if that is quicker: each different one is compiled once, and called for each layer
     (:mod:`torchport.backend.pieces`). 0: graphs are compiled as a whole."""
-    compiled_saves: float = 1 / 3
-    """About which part of the interpreter's time a compiled graph saves, above 0 and below 1, where operators compute
-    for long. It is believed until the program has compared the two. Where compiling takes a core from the program, the
-    less it saves the later it begins."""
+    compiled_saves: float = 0.0
+    """About which part of the interpreter's time a compiled graph saves where operators compute for long (0: a third).
+    It is believed until the program has compared the two. Where compiling takes a core from the program, the less it
+    saves the later it begins."""
     skips_cache: bool = False
     """What ``preprocess`` returns is not kept in the disk cache: it is made as fast as it could be read, or it is not
     all that ``init`` of another process needs."""
@@ -367,10 +367,10 @@ class Capabilities:
     def __post_init__(self) -> None:
         if self.restores_donated and not self.donation:
             raise ValueError("restores_donated says what becomes of donated arguments; set donation=True with it")
-        if not 0 < self.compiled_saves < 1:
+        if not 0 <= self.compiled_saves < 1:
             raise ValueError(
-                f"compiled_saves is {self.compiled_saves}, and has to be a part of the interpreter's time, above 0 and "
-                "below 1: 0.25 where compiled graphs take three quarters of it"
+                f"compiled_saves is {self.compiled_saves}, and has to be a part of the interpreter's time, below 1: write "
+                "0.25 where compiled graphs take three quarters of it"
             )
         names = frozenset(str(one).removeprefix("torch.") for one in self.dtypes)
         if unknown := sorted(names - DTYPE_NAMES):

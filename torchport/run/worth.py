@@ -81,6 +81,8 @@ class CompileCosts:
     """Where a backend does not say what a graph of no operators costs."""
     MEMORY: Final = 0.7
     """How much of what was learned stays at each new observation."""
+    FIRST_SAVED: Final = 1 / 3
+    """Part of the interpreter's time that is saved, where a backend does not say, and nothing was compared yet."""
     LEAST_SAVED: Final = 0.05
     """Part of the interpreter's time that is expected to be saved at least, whatever was learned."""
 
@@ -107,7 +109,7 @@ class CompileCosts:
 
     def _of_engine(self, backend: Backend) -> float:
         known = self._saved.get(backend.name)
-        return max(backend.capabilities.compiled_saves, self.LEAST_SAVED) if known is None else known
+        return (backend.capabilities.compiled_saves or self.FIRST_SAVED) if known is None else known
 
     def saved(self, backend: Backend, each: float) -> float:
         """Part of the interpreter's time that compiled code may save, where each operator takes so many seconds."""

@@ -92,6 +92,12 @@ def test_the_price_is_what_the_program_loses(
         assert price(engine, LONG) == pytest.approx(want)
 
 
+def test_a_backend_that_does_not_say_saves_a_third(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(2)
+    monkeypatch.setattr(_Engine, "capabilities", torchport.Capabilities(slow_to_compile=True))
+    assert price(engine, LONG) == pytest.approx(1.5)
+
+
 def test_where_operators_are_short_a_compiled_graph_saves_what_interpreting_takes() -> None:
     torch.set_num_threads(2)
     assert price(engine, worth.OVERHEAD) == price(engine, 0.0) == pytest.approx(0.5 / worth.MOST_SAVED)
@@ -115,9 +121,9 @@ def test_how_much_an_engine_saves_is_learned() -> None:
     assert made.saved(engine, LONG) == pytest.approx(CompileCosts.LEAST_SAVED, rel=1e-3)
 
 
-@pytest.mark.parametrize("wrong", [0.0, 1.0, -0.1, 2.0])
+@pytest.mark.parametrize("wrong", [1.0, -0.1, 2.0, float("nan")])
 def test_what_is_saved_is_a_part(wrong: float) -> None:
-    with pytest.raises(ValueError, match=r"compiled_saves is .* above 0 and below 1"):
+    with pytest.raises(ValueError, match=r"compiled_saves is .* a part of the interpreter.s time, below 1"):
         torchport.Capabilities(compiled_saves=wrong)
 
 
