@@ -369,7 +369,7 @@ class Capabilities:
             raise ValueError("restores_donated says what becomes of donated arguments; set donation=True with it")
         if not 0 <= self.compiled_saves < 1:
             raise ValueError(
-                f"compiled_saves is {self.compiled_saves}, and has to be a part of the interpreter's time, below 1: write "
+                f"compiled_saves is {self.compiled_saves}, and has to be a part of the interpreter's time below 1: "
                 "0.25 where compiled graphs take three quarters of it"
             )
         names = frozenset(str(one).removeprefix("torch.") for one in self.dtypes)

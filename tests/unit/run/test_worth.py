@@ -123,7 +123,7 @@ def test_how_much_an_engine_saves_is_learned() -> None:
 
 @pytest.mark.parametrize("wrong", [1.0, -0.1, 2.0, float("nan")])
 def test_what_is_saved_is_a_part(wrong: float) -> None:
-    with pytest.raises(ValueError, match=r"compiled_saves is .* a part of the interpreter.s time, below 1"):
+    with pytest.raises(ValueError, match=r"compiled_saves is .* a part of the interpreter.s time below 1"):
         torchport.Capabilities(compiled_saves=wrong)
 
 
