@@ -115,6 +115,19 @@ def test_full_speed_is_reached_when_nothing_is_interpreted_any_more() -> None:
     assert measure("count", job(interpreted), "reference", "cpu", 5, ignore).full_speed is None
 
 
+def test_a_step_in_which_compiled_code_was_tried_is_not_the_steady_one() -> None:
+    def tries(device: str, steps: int) -> Steps:
+        for step in range(steps):
+            if step != 3:
+                metrics.metrics.count("InterpretedRun")
+            yield "one"
+        return Outcome(torch.ones(1), "done")
+
+    measured = measure("count", job(tries), "reference", "cpu", 8, ignore)
+    assert measured.full_speed is None
+    assert measured._steady == measured.steps[4:]
+
+
 def test_too_few_steps_have_no_steady_state() -> None:
     measured = measure("count", job(), "reference", "cpu", 2, ignore)
     assert (measured.ms_per_step, measured.ops_per_step, measured.trace_us_per_op) == (None, None, None)

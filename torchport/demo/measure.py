@@ -47,10 +47,11 @@ class Measured:
 
     @property
     def _steady(self) -> list[_Step]:
-        # The second half of the steps that compiled nothing and, if there are such, interpreted nothing; the very first
-        # one also loads data and makes the model.
+        # The second half of the steps that compiled nothing and, at full speed, interpreted nothing: before it is there
+        # such a step is one in which compiled code was tried. The very first also loads data and makes the model.
         without = [step for step in self.steps[1:] if not step.compiles]
-        without = [step for step in without if not step.interpreted] or without
+        if self.full_speed is not None:
+            without = [step for step in without if not step.interpreted] or without
         return without[len(without) // 2 :]
 
     @property
