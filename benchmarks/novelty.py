@@ -179,7 +179,10 @@ def _lengths(steps: int) -> list[str]:
 
 # -- the steady state ----------------------------------------------------------------------------------------------
 def _overhead(width: int, rounds: int) -> Iterator[tuple[str, list[str]]]:
-    """A forward of 16 layers with next to nothing to compute, compiled; the fastest, and the median."""
+    """A forward of 16 layers with next to nothing to compute, compiled; the fastest, and the median.
+
+    In turn with the other, and by itself, as in a program of one device that finds its data in the processor's caches.
+    """
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -196,8 +199,11 @@ def _overhead(width: int, rounds: int) -> Iterator[tuple[str, list[str]]]:
     with torchport.config.override(tiers="off"):
         _in_turn(run, range(5))  # compiled, and known to the trie
         times = _in_turn(run, range(10 * rounds))
+        alone = [[_seconds(lambda d=device: run(d, 0)) for _ in range(10 * rounds)] for device in models]
     yield "best", _cells(*times, min)
     yield "median", _cells(*times, median)
+    yield "best, each by itself", _cells(*alone, min)
+    yield "median, each by itself", _cells(*alone, median)
 
 
 # -- reading -------------------------------------------------------------------------------------------------------
