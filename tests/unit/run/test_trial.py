@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from torchport.cache.current import disk_cache
 from torchport.cache.folder import CacheFolder
 from torchport.core.config import config
 from torchport.core.threads import leave_cores
-from torchport.run import device_runtime, trial, worth
+from torchport.run import device_runtime, flush, tiers, trial, worth
 from torchport.run.history import history
 from torchport.run.worth import CompileCosts
 
@@ -166,6 +167,23 @@ def test_what_both_take_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
     before = trial.costs.saved(_Slow(), 1.0)
     _run(30, 22)
     assert trial.costs.saved(_Slow(), 1.0) < before
+
+
+def test_garbage_is_collected_while_a_graph_is_compiled_here_and_in_no_other_flush(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    collects: dict[str, set[bool]] = {"next_plan": set(), "make_plan": set()}
+    for module, name in ((flush, "next_plan"), (tiers, "make_plan")):
+        real = getattr(module, name)
+
+        def noting(*args: Any, real: Any = real, name: str = name, **kwargs: Any) -> Any:
+            collects[name].add(gc.isenabled())
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, noting)
+    _run(12, 23)
+    assert collects == {"next_plan": {False}, "make_plan": {True}}
+    assert gc.isenabled()
 
 
 def test_what_is_warmed_is_not_tried() -> None:
