@@ -184,6 +184,8 @@ def is_worth_recording(backend: Backend, sights: Sights) -> bool:
     """
     if sights.times == 0:
         return False
+    if sights.share:
+        return True  # it is the rest of a path that was
     is_short = sights.ops < FEW and sights.seconds < sights.times * sights.ops * LITTLE
     if is_short and costs.expected(backend, 1):
         return False

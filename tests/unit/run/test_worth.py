@@ -14,7 +14,8 @@ from torchport.cache.entry import CacheEntry
 from torchport.cache.folder import CacheFolder
 from torchport.core.config import config
 from torchport.run import worth
-from torchport.run.worth import CompileCosts, costs_enough, may_be_kept, price
+from torchport.run.worth import CompileCosts, costs_enough, is_worth_recording, may_be_kept, price
+from torchport.trace.trie import Sights
 from torchport.worker.service import Service
 
 
@@ -107,6 +108,18 @@ def test_where_operators_are_short_a_compiled_graph_saves_what_interpreting_take
     seconds = (price(engine, LONG) - 0.5) * worth.costs.expected(engine, 10)
     assert not costs_enough(engine, seconds, 10, 1)
     assert costs_enough(engine, seconds, 10, 1_000_000)
+
+
+def test_the_rest_of_a_path_is_worth_recording_as_the_whole_was() -> None:
+    """What the whole has cost, in many runs, counts for the rest, of which the runs begin anew."""
+    torch.set_num_threads(2)
+    rest = Sights()
+    rest.seconds, rest.ops, rest.observed, rest.share = 1.6 * worth.costs.expected(engine, 400), 300, True, 64
+    assert not is_worth_recording(engine, rest)  # it has not come yet
+    rest.times = 1
+    assert is_worth_recording(engine, rest)
+    rest.share = 0
+    assert not is_worth_recording(engine, rest)  # one run that took that long is of operators that compute
 
 
 def test_how_much_an_engine_saves_is_learned() -> None:

@@ -99,7 +99,7 @@ class XlaBackend(Backend):
             slow_to_compile=True,
             seconds_per_operator=0.012,
             fixed_compile_cost=60,
-            compiled_saves=0.1,  # on the CPU: of training steps of GPT-2 0.07, of BERT and ResNet-18 nothing
+            compiled_saves=0.1,  # on the CPU: of a training step of GPT-2 some 0.1, of ResNet-18's nothing
             donation=any(device.type != "cpu" for device in self.devices()),
             compile_options={
                 "xla.matmul_precision": "highest (default), high or default: of float32 products",
