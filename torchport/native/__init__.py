@@ -66,7 +66,8 @@ class NativeLibrary:
 
         The folder is the user's own and not Inductor's cache, whose place is known only after importing Inductor.
         """
-        shared = [header.read_text() for header in sorted(self.source.parent.glob("*.h"))]
+        folders = dict.fromkeys((_FOLDER, self.source.parent))
+        shared = [header.read_text() for folder in folders for header in sorted(folder.glob("*.h"))]
         parts = [
             self.source.read_text(),
             *shared,
@@ -224,7 +225,8 @@ guard: Final = NativeLibrary(_FOLDER / "guard.cpp", ("c10",))
 
 flush: Final = NativeLibrary(_FOLDER / "flush.cpp", ("torch_python", "torch_cpu", "c10"))
 """Loops over handles at a flush, and over gradients: ``torchport_alive``, ``_sweep``, ``_pending``, ``_forget``,
-``_unshared``, ``_own_gradients``, ``_make_each`` and ``_give``. ``_flush_start`` must be called first."""
+``_unshared``, ``_leaf_values``, ``_own_gradients``, ``_make_each`` and ``_give``. ``_flush_start`` must be called
+first."""
 
 follow: Final = NativeLibrary(_FOLDER / "follow.cpp", ("torch_python", "torch_cpu", "torch", "c10"))
 """Kernels along known paths: ``torchport_follow``, ``_follow_same_value``, ``_follow_copy`` and ``_follow_out``.

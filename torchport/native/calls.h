@@ -262,6 +262,25 @@ bool same(const c10::IValue& one, const c10::IValue& other) {
 
 struct Kernel;
 
+// Where the memory lies that following a record reads: lines of the processor's cache.
+class Lines {
+ public:
+  void add(const void* from, size_t lines = 1) { // none at address 0: to look for its page takes long
+    for (size_t line = 0; from != nullptr && line < lines && count_ < each_.size(); ++line) {
+      each_[count_++] = static_cast<const char*>(from) + 64 * line;
+    }
+  }
+  void fetch() const {
+    for (size_t at = 0; at < count_; ++at) {
+      __builtin_prefetch(each_[at]);
+    }
+  }
+
+ private:
+  size_t count_ = 0;
+  std::array<const void*, 15> each_;
+};
+
 struct Record;
 Record* latest = nullptr; // the one that was followed last
 
@@ -274,18 +293,17 @@ struct Record {
   // two operators drives that from the processor's cache, and to wait for it was a third of the time of a call. Nothing
   // is read there, so what has been freed meanwhile does no harm.
   const Record* next = nullptr;
-  std::array<const void*, 12> ahead{};
+  Lines ahead;
 
-  // Called when this record is followed, ``lines`` is what was read for that.
-  void came(const std::array<const void*, 12>& lines) {
+  // Called when this record is followed. ``lines``: returns what was read for that.
+  template <class Read>
+  void came(const Read& lines) {
     if (latest != nullptr && latest->next != this) {
       latest->next = this;
-      latest->ahead = lines;
+      latest->ahead = lines();
     }
     latest = this;
-    for (const void* line : ahead) {
-      __builtin_prefetch(line);
-    }
+    ahead.fetch();
   }
 
   ~Record() {

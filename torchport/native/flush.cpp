@@ -4,6 +4,7 @@
 #include "random.h"
 
 #include <algorithm>
+#include <array>
 #include <utility>
 #include <vector>
 
@@ -119,6 +120,35 @@ extern "C" PyObject* torchport_alive(PyObject* handles) {
   END_HANDLE_TH_ERRORS
 }
 
+namespace {
+
+// Add the handles of a node's pool that have references besides the pool's to a list. False with a Python error.
+bool add_held(PyObject* made, PyObject* node) {
+  PyObject* ready = py_.ready.of(node);
+  if (Py_TYPE(ready) == py_.handle) {
+    return !is_held_besides_pool(ready) || PyList_Append(made, ready) == 0;
+  }
+  if (ready == Py_None) {
+    return true;
+  }
+  const bool as_one = Py_REFCNT(ready) > 1; // Python code holds the list or tuple of the results
+  Py_INCREF(ready);
+  THPObjectPtr results(ready);
+  for (Py_ssize_t at = 0; at < PySequence_Fast_GET_SIZE(ready); ++at) {
+    PyObject* handle = PySequence_Fast_GET_ITEM(ready, at);
+    if (handle == Py_None || !(as_one || is_held_besides_pool(handle))) {
+      continue;
+    }
+    if (PyList_Append(made, handle) != 0 ||
+        (as_one && !THPObjectPtr(PyObject_CallOneArg(python_release, handle)))) {
+      return false;
+    }
+  }
+  return true;
+}
+
+} // namespace
+
 // Reduce ``made`` to the handles that have references besides those of the list and of their nodes' pools. Add such
 // handles from the pools of the nodes from ``node`` up to ``swept``, which is left out.
 // Twin of ``trace.pool.sweep``.
@@ -134,29 +164,22 @@ extern "C" PyObject* torchport_sweep(PyObject* made, PyObject* node, PyObject* s
       return nullptr;
     }
   }
-  for (; node != swept && node != Py_None; node = py_.parent.of(node)) {
-    PyObject* ready = py_.ready.of(node);
-    if (Py_TYPE(ready) == py_.handle) {
-      if (is_held_besides_pool(ready) && PyList_Append(made, ready) != 0) {
-        return nullptr;
-      }
-      continue;
+  // Some at a time: a handle and its tensor are no longer in the processor's cache, and it can wait for many at once.
+  std::array<PyObject*, 64> nodes;
+  while (node != swept && node != Py_None) {
+    size_t count = 0;
+    for (; count < nodes.size() && node != swept && node != Py_None; node = py_.parent.of(node)) {
+      nodes[count++] = node;
+      __builtin_prefetch(py_.ready.of(node));
     }
-    if (ready == Py_None) {
-      continue;
+    for (size_t at = 0; at < count; ++at) {
+      PyObject* ready = py_.ready.of(nodes[at]);
+      if (Py_TYPE(ready) == py_.handle) {
+        __builtin_prefetch(THPVariable_Unpack(ready).unsafeGetTensorImpl());
+      }
     }
-    const bool as_one = Py_REFCNT(ready) > 1; // Python code holds the list or tuple of the results
-    Py_INCREF(ready);
-    THPObjectPtr results(ready);
-    for (Py_ssize_t at = 0; at < PySequence_Fast_GET_SIZE(ready); ++at) {
-      PyObject* handle = PySequence_Fast_GET_ITEM(ready, at);
-      if (handle == Py_None || !(as_one || is_held_besides_pool(handle))) {
-        continue;
-      }
-      if (PyList_Append(made, handle) != 0) {
-        return nullptr;
-      }
-      if (as_one && !THPObjectPtr(PyObject_CallOneArg(python_release, handle))) {
+    for (size_t at = 0; at < count; ++at) {
+      if (!add_held(made, nodes[at])) {
         return nullptr;
       }
     }
@@ -205,6 +228,28 @@ extern "C" PyObject* torchport_forget(PyObject* handles) {
     return nullptr;
   }
   Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// The values of the leaves at some positions, and whether one of them is a ``future``.
+// Twin of ``run.jobs.leaf_values``.
+extern "C" PyObject* torchport_leaf_values(PyObject* leaves, PyObject* positions, PyObject* future) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(PyList_Check(leaves) && PyTuple_Check(positions), "a list and a tuple are needed");
+  bool waits = false;
+  const Py_ssize_t count = PyTuple_GET_SIZE(positions);
+  THPObjectPtr values(PyList_New(count));
+  for (Py_ssize_t at = 0; values && at < count; ++at) {
+    const Py_ssize_t position = PyLong_AsSsize_t(PyTuple_GET_ITEM(positions, at));
+    TORCH_CHECK_INDEX(position >= 0 && position < PyList_GET_SIZE(leaves), "there is no such leaf");
+    PyObject* value = PyObject_GenericGetAttr(PyList_GET_ITEM(leaves, position), py_.n_value);
+    if (value == nullptr) {
+      return nullptr;
+    }
+    waits = waits || Py_TYPE(value) == reinterpret_cast<PyTypeObject*>(future);
+    PyList_SET_ITEM(values.get(), at, value);
+  }
+  return values ? PyTuple_Pack(2, values.get(), waits ? Py_True : Py_False) : nullptr;
   END_HANDLE_TH_ERRORS
 }
 

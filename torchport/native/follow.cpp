@@ -117,7 +117,7 @@ struct Kernel {
       add_aliases(trace, added);
       add_scalar_inputs(trace, added);
       set(py_.cursor.of(trace), child);
-      record->came(read_for(*records, *record));
+      record->came([&] { return read_for(*records, *record); });
       ++followed;
       return child;
     }
@@ -125,14 +125,21 @@ struct Kernel {
   }
 
   // Where what following a record reads lies.
-  static std::array<const void*, 12> read_for(const Records& records, const Record& record) {
+  static Lines read_for(const Records& records, const Record& record) {
     PyObject* ready = py_.ready.of(record.child);
-    const char* child = reinterpret_cast<const char*>(record.child);
-    const char* own = reinterpret_cast<const char*>(&record);
-    const bool one = ready != nullptr && Py_TYPE(ready) == py_.handle;
-    const void* impl = one ? THPVariable_Unpack(ready).unsafeGetTensorImpl() : nullptr;
-    return {&records, records.list, records.list->data(), own, own + 64, record.expected.data(),
-            record.exact.data(), child, child + 64, child + 128, ready, impl};
+    Lines lines;
+    lines.add(&records);
+    lines.add(records.list);
+    lines.add(records.list->data());
+    lines.add(&record, 2);
+    lines.add(record.expected.data());
+    lines.add(record.exact.data());
+    lines.add(record.child, 3);
+    lines.add(ready);
+    if (ready != nullptr && Py_TYPE(ready) == py_.handle) {
+      lines.add(THPVariable_Unpack(ready).unsafeGetTensorImpl(), sizeof(c10::TensorImpl) / 64 + 1);
+    }
+    return lines;
   }
 
   // The child of ``before`` that the path to ``node`` begins with; null where ``before`` is not near. A write through a

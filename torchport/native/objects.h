@@ -1,7 +1,6 @@
 // The Python objects as the C++ libraries see them: slots of traces, nodes and values, attributes of handles.
 #pragma once
-#include <Python.h>
-#include <structmember.h>
+#include "slots.h"
 
 #include <tuple>
 #include <vector>
@@ -16,13 +15,6 @@
 
 namespace torchport {
 
-struct Slot {
-  Py_ssize_t offset = 0;
-  PyObject*& of(PyObject* object) const {
-    return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset);
-  }
-};
-
 static struct {
   PyTypeObject* handle;
   Slot cursor, scalar_inputs, leaves, leaf_ids, made, base, runtime, fresh, copies; // of a trace
@@ -30,19 +22,6 @@ static struct {
   Slot info, exported; // of a value
   PyObject *n_trace, *n_value_id, *n_value, *n_spec, *n_failure, *n_fresh, *n_home, *n_dict;
 } py_;
-
-inline bool find_slot(PyObject* type, const char* name, Slot& slot) {
-  THPObjectPtr member(PyObject_GetAttrString(type, name));
-  if (!member) {
-    return false;
-  }
-  if (Py_TYPE(member.get()) != &PyMemberDescr_Type) {
-    PyErr_Format(PyExc_TypeError, "%s is no slot", name);
-    return false;
-  }
-  slot.offset = reinterpret_cast<PyMemberDescrObject*>(member.get())->d_member->offset;
-  return true;
-}
 
 // Look up the slots and intern the attribute names. False, with a Python error set, if a type lacks one of the slots.
 inline bool look(PyObject* handle, PyObject* trace, PyObject* node, PyObject* data) {

@@ -28,6 +28,7 @@ class Twins:
     pending: Callable[[list[Any]], list[Any]]
     forget: Callable[[list[Any]], None]
     unshared: Callable[[Sequence[Any], Sequence[Any]], frozenset[int]]
+    leaf_values: Callable[[list[Any], tuple[int, ...], type[Any]], tuple[list[Any], bool]]
     own_gradients: Callable[[Iterable[Any]], None]
     draw: Callable[[Any, int, int], None]
     make_each: Callable[[type[Any], Mapping[str, Any], Mapping[str, Sequence[Any]]], list[Any]]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import threading
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -32,7 +33,7 @@ from .plans import ExecutionPlan
 if TYPE_CHECKING:
     from .device_runtime import DeviceRuntime
 
-__all__ = ["Job", "JobState", "here", "on_device_thread"]
+__all__ = ["Job", "JobState", "here", "leaf_values", "on_device_thread"]
 
 here: Final = threading.local()
 """``queue`` is there on a device's own thread."""
@@ -41,6 +42,13 @@ here: Final = threading.local()
 def on_device_thread() -> bool:
     """Whether the calling thread is a device's own."""
     return getattr(here, "queue", None) is not None
+
+
+@twins.python
+def leaf_values(leaves: list[LazyTensor], at: tuple[int, ...], future: type[Future]) -> tuple[list[Any], bool]:
+    """The values of the leaves at some positions, and whether one of them is a ``future``."""
+    values: list[Any] = [leaves[position].value for position in at]
+    return values, any(value.__class__ is future for value in values)
 
 
 class JobState(enum.Enum):
@@ -63,7 +71,7 @@ class Job:
 
     ``wanted`` are the ids of the values to bring, ``args`` the values of the plan's leaves, ``scalar_inputs`` and
     ``random_keys`` the trace's. A job without a plan, whose computation did not compile, has failed from the start; its
-    ``args`` are all leaves of the trace.
+    ``args`` are all leaves of the trace. ``waits``: some of them may be futures.
     """
 
     __slots__ = (
@@ -81,6 +89,7 @@ class Job:
         "started",
         "state",
         "threads",
+        "waits",
         "wanted",
     )
 
@@ -93,12 +102,14 @@ class Job:
         scalar_inputs: Sequence[float],
         random_keys: Sequence[int],
         wanted: tuple[int, ...],
+        waits: bool = True,
     ) -> None:
         self.runtime = runtime
         self.cursor = cursor
         self.plan = plan
         self.computation = None if plan is None else plan.computation
         self.args = args
+        self.waits = waits
         self.overlapped = False
         """Whether it runs on the calling thread while the worker is at another job."""
         self.scalar_inputs = scalar_inputs
@@ -117,13 +128,14 @@ class Job:
         """A run of a plan at the trace's cursor, on its present leaves, scalar inputs and random keys."""
         leaves = trace.leaves
         runtime: DeviceRuntime = trace.runtime  # type: ignore[assignment]
+        waits = True
         if plan is None:
             args = [x.value for x in leaves]
         elif runtime.holds_shared_tensors and not plan.takes_tensors:
             args = [own_value(runtime, leaves[at]) for at in plan.leaves]
         else:
-            args = [leaves[at].value for at in plan.leaves]
-        return cls(runtime, trace.cursor, plan, args, trace.scalar_inputs, trace.random_keys, wanted)
+            args, waits = twins.leaf_values(leaves, plan.leaves, Future)
+        return cls(runtime, trace.cursor, plan, args, trace.scalar_inputs, trace.random_keys, wanted, waits)
 
     @classmethod
     def of(
@@ -145,7 +157,8 @@ class Job:
         plan, computation, runtime = self.plan, self.computation, self.runtime
         assert plan is not None
         assert computation is not None
-        args = [a.result() if a.__class__ is Future else a for a in self.args]
+        # A list of its own in any case: what the job still holds besides tells what may be donated.
+        args = [a.result() if a.__class__ is Future else a for a in self.args] if self.waits else self.args.copy()
         if runtime.holds_shared_tensors and not plan.takes_tensors:
             args = [own_form(runtime, a) for a in args]
         self._add_packs(plan, args)
@@ -175,15 +188,27 @@ class Job:
 
     def _add_packs(self, plan: ExecutionPlan, args: list[Any]) -> None:
         """Add the packs of scalar inputs and random keys to the values of the plan's leaves: what ``execute`` gets."""
-        backend, device = self.runtime.backend, self.runtime.device
-        for positions, source, dtype in (
-            (plan.singles, self.scalar_inputs, torch.float32),
-            (plan.doubles, self.scalar_inputs, torch.float64),
-            (plan.random_keys, self.random_keys, torch.int64),
-        ):
-            if positions:
-                packed = torch.tensor([source[at] for at in positions], dtype=dtype)
-                args.append(backend.to_device(packed, device))
+        if plan.singles:
+            args.append(self._pack(plan, plan.singles, torch.float32))
+        if plan.doubles:
+            args.append(self._pack(plan, plan.doubles, torch.float64))
+        if plan.random_keys:
+            keys = torch.tensor([self.random_keys[at] for at in plan.random_keys], dtype=torch.int64)
+            args.append(self.runtime.backend.to_device(keys, self.runtime.device))
+
+    def _pack(self, plan: ExecutionPlan, positions: tuple[int, ...], dtype: torch.dtype) -> BackendData:
+        """Scalar inputs as one value. Most stay what they were in the run before, and so does the value then.
+
+        Nobody writes to it, since the plan holds it, too.
+        """
+        numbers = [self.scalar_inputs[at] for at in positions]
+        bits = array("d", numbers).tobytes()  # -0.0 is equal to 0.0, and NaN to nothing
+        known = plan.packs.get(dtype)
+        if known is not None and known[0] == bits:
+            return known[1]
+        made = self.runtime.backend.to_device(torch.tensor(numbers, dtype=dtype), self.runtime.device)
+        plan.packs[dtype] = bits, made
+        return made
 
     # -- on the backend's own queue --------------------------------------------------------------------------
     def start(self) -> bool:

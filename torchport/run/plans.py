@@ -9,10 +9,12 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
 from ..backend.builder import Refusal
 from ..backend.compiler import computations
 from ..backend.execution import Computation
-from ..backend.interface import ExecutionContext
+from ..backend.interface import BackendData, ExecutionContext
 from ..core.fallback import check_fallback
 from ..core.specs import TensorSpec
 from ..trace.decide import not_taken
@@ -51,6 +53,10 @@ class ExecutionPlan:
     """Whether it takes CPU tensors as they are, also where the backend has a form of its own."""
     contexts: dict[frozenset[int], ExecutionContext] = field(default_factory=dict[frozenset[int], ExecutionContext])
     """One context per set of donated arguments."""
+    packs: dict[torch.dtype, tuple[bytes, BackendData]] = field(
+        default_factory=dict[torch.dtype, tuple[bytes, BackendData]]
+    )
+    """The scalar inputs of the last run, by the dtype that they were packed in: their bits, and the pack."""
 
     @property
     def tier(self) -> str:

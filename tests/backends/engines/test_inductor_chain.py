@@ -122,8 +122,28 @@ def test_what_does_not_fit_is_an_error(handles: list[Any]) -> None:
         run(_data([torch.randn(3, 3)]), _context(results))
     with pytest.raises(ExecutionError, match="not a TensorData with a value"):
         run([TensorData(CPU, TensorSpec.of(results[0]), None)], _context(results))
+    with pytest.raises(ExecutionError, match="not a TensorData with a value"):
+        run([BackendData(CPU, TensorSpec.of(results[0]))], _context(results))
+    for data in ([], _data(results * 2)):
+        with pytest.raises(ExecutionError, match=f"takes 1 arguments, but got {len(data)}"):
+            run(data, _context(results))
     (result,) = run(_data([torch.randn(2, 3)]), _context(results))
     torch.testing.assert_close(result.tensor, results[0])  # type: ignore[attr-defined]
+
+
+def test_results_are_no_views_to_autograd(handles: list[Any]) -> None:
+    """Compiled code runs below autograd: what it makes of its own memory says nothing of views."""
+    x = torch.randn(2, 3)
+    (result,) = _simple(handles)(tuple(_data([x])), _context([torch.ones(2, 3)]))
+    made = result.tensor  # type: ignore[attr-defined]
+    assert not made._is_view()
+    assert not made.requires_grad
+    made.requires_grad_()
+    (made * 2).sum().backward()
+    assert torch.equal(made.grad, torch.full((2, 3), 2.0))
+    with torch.no_grad():
+        made.add_(1)
+    assert made._version == 1
 
 
 def test_what_is_donated_is_given_up_unless_it_is_a_result(handles: list[Any]) -> None:

@@ -219,6 +219,45 @@ def _future_of(data: TensorData, job: list[Future] | None = None) -> Future:
     return future
 
 
+def test_the_values_of_some_leaves(form: str) -> None:
+    device = torchport.get_backend("reference").devices()[0]
+    spec = TensorSpec((2,), torch.float32, (1,))
+    leaves: list[Any] = [unwrap(torch.ones(2, device="port")) for _ in range(4)]
+    values: list[Any] = [TensorData(device, spec, None) for _ in leaves]
+    values[3] = _future_of(values[2])
+    for leaf, value in zip(leaves, values, strict=True):
+        leaf.value = value
+    found, waits = twins.leaf_values(leaves, (2, 0, 2), Future)
+    assert list(map(id, found)) == [id(values[at]) for at in (2, 0, 2)]
+    assert not waits
+    found, waits = twins.leaf_values(leaves, (3, 1), Future)
+    assert list(map(id, found)) == [id(values[at]) for at in (3, 1)]
+    assert waits
+    assert twins.leaf_values(leaves, (), Future) == ([], False)
+    with pytest.raises(IndexError):
+        twins.leaf_values(leaves, (4,), Future)
+    for leaf in leaves:
+        leaf.value = None
+
+
+def test_handles_that_are_held_are_found_among_hundreds(form: str) -> None:
+    """Of a path that is longer than what is looked at at one time, with results alone and in lists."""
+    for step in range(4):
+        x = torch.arange(6.0).to("port") + step
+        kept: list[torch.Tensor] = []
+        for at in range(150):
+            x = x + 1 if at % 3 else torch.split(x * 1, 3)[0].repeat(2)
+            if at % 40 == 1:
+                kept.append(x)
+        torchport.sync()
+        expected = torch.arange(6.0) + step
+        for at in range(150):
+            expected = expected + 1 if at % 3 else torch.split(expected, 3)[0].repeat(2)
+            if at % 40 == 1:
+                assert torch.equal(kept.pop(0).cpu(), expected)
+        assert not kept
+
+
 def test_only_what_nobody_holds_is_given_away(form: str) -> None:
     device = torchport.get_backend("reference").devices()[0]
     spec = TensorSpec((), torch.float32, ())

@@ -149,9 +149,13 @@ std::vector<bool> flags(PyObject* positions, size_t count) {
 
 #include "chain.h"
 
-// Once, before anything else. ``ended``: called on the main thread when a run has ended. ``openmp``, ``mkl``: what sets
-// the calling thread's number of threads, or null.
-extern "C" PyObject* torchport_caller_start(PyObject* ended, void* openmp, void* mkl) {
+// Once, before anything else. ``data``: the class ``TensorData``. ``ended``: called on the main thread when a run has
+// ended. ``openmp``, ``mkl``: what sets the calling thread's number of threads, or null.
+extern "C" PyObject* torchport_caller_start(PyObject* data, PyObject* ended, void* openmp, void* mkl) {
+  if (!torchport::find_slot(data, "tensor", tensor_of_data)) {
+    return nullptr;
+  }
+  type_of_data = reinterpret_cast<PyTypeObject*>(Py_NewRef(data));
   when_ended = Py_NewRef(ended);
   set_of_openmp = reinterpret_cast<void (*)(int)>(openmp);
   set_of_mkl = reinterpret_cast<int (*)(int)>(mkl);
@@ -213,8 +217,8 @@ extern "C" PyObject* torchport_call(void* opened, PyObject* inputs, int let_go) 
       return PyLong_FromSsize_t(i);
     }
     given.push_back(THPVariable_Unpack(item));
-    used.add(given.back());
   }
+  used.add(given);
   if (let_go && PyList_SetSlice(inputs, 0, count, nullptr) != 0) {
     PyErr_Clear();
   }
@@ -246,7 +250,7 @@ extern "C" PyObject* torchport_host_copy(PyObject* value) {
   c10::NoGradGuard no_gradients;
   c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
   std::unique_lock<std::mutex> hold(uses_mutex);
-  const bool used = (in_slot && place_of(value).box->uses.load() != 0) || uses.count(storage) != 0;
+  const bool used = (in_slot && place_of(value).box->uses.load() != 0) || Uses::by_any(storage);
   if (!used && tensor.numel() >= kLazyFrom &&
       (is_copied_on_write(tensor) || c10::impl::cow::has_simple_data_ptr(*storage))) {
     return THPVariable_Wrap(at::_lazy_clone(tensor));
@@ -268,24 +272,27 @@ extern "C" PyObject* torchport_start(
   task->overwritten = flags(overwritten, code->inputs);
   task->borrowed = flags(borrowed, code->outputs);
   const std::vector<bool> given_up = flags(donated, code->inputs);
+  std::vector<at::Tensor> used;
   TORCH_CHECK_VALUE(static_cast<size_t>(PyList_GET_SIZE(inputs)) == code->inputs, "other inputs are needed");
   for (size_t i = 0; i < code->inputs; ++i) {
     PyObject* item = PyList_GET_ITEM(inputs, static_cast<Py_ssize_t>(i));
     if (Py_TYPE(item) == &slot_type) {
       const Place& place = place_of(item);
       if (has_tensor(place)) {
-        task->uses->add(place.box->tensor);
+        used.push_back(place.box->tensor);
       }
       task->inputs.push_back({place, given_up[i]});
     } else {
       TORCH_CHECK_TYPE(THPVariable_Check(item), "a tensor or a slot is needed");
       auto box = std::make_shared<Box>();
       box->tensor = shallow_copy(THPVariable_Unpack(item));
-      task->uses->add(box->tensor);
+      used.push_back(box->tensor);
       task->inputs.push_back({{std::move(box), nullptr}, given_up[i]});
     }
     ++task->inputs.back().box->uses;
   }
+  task->uses->add(used);
+  used.clear();
   THPObjectPtr slots(PyList_New(static_cast<Py_ssize_t>(code->outputs)));
   for (size_t i = 0; slots && i < code->outputs; ++i) {
     task->outputs.push_back(std::make_shared<Box>());

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from torchport.backend.interface import TensorData
 from torchport.backend.optional import ended
 from torchport.core.specs import TensorSpec
 from torchport.core.threads import native_arguments
@@ -44,8 +45,8 @@ class Caller:
     results, the position of an input that is not as expected, or what went wrong. ``start``: (library, tensors and
     slots, positions of those donated, overwritten and of results to copy, number of threads) → (what says how it goes,
     slots of the results). ``host_copy``: of a tensor or slot, what the host may have. ``chain``: (numbers of inputs and
-    of values, parts, calls, results) → libraries that are called in order; ``run_chain``: (chain, list of tensors,
-    which it empties) → results, or what went wrong.
+    of values, parts, calls, results) → libraries that are called in order; ``run_chain``: (chain, sequence
+    of :class:`.TensorData`, positions of those that lose their tensors to it) → results, or what went wrong.
     """
 
     def __init__(self, library: ctypes.PyDLL) -> None:
@@ -58,14 +59,14 @@ class Caller:
             ("start", obj, [pointer, obj, obj, obj, obj, ctypes.c_int]),
             ("host_copy", obj, [obj]),
             ("chain", obj, [count, count, obj, obj, obj]),
-            ("run_chain", obj, [obj, obj]),
-            ("caller_start", obj, [obj, pointer, pointer]),
+            ("run_chain", obj, [obj, obj, obj]),
+            ("caller_start", obj, [obj, obj, pointer, pointer]),
         ):
             function = getattr(library, f"torchport_{name}")
             function.restype, function.argtypes = result, arguments
             setattr(self, name, function)
         _, of_openmp, of_mkl = native_arguments()
-        self.caller_start(ended, of_openmp or None, of_mkl or None)
+        self.caller_start(TensorData, ended, of_openmp or None, of_mkl or None)
 
     if TYPE_CHECKING:
 

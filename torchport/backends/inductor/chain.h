@@ -1,6 +1,7 @@
 // Compiled libraries that are called in order, as one call: the layers of a model, which were compiled once. What goes
 // from one to the next is never seen by Python. Part of caller.cpp.
 #pragma once
+#include "../../native/slots.h"
 #include "queue.h"
 
 #include <ATen/ops/index_select.h>
@@ -103,6 +104,15 @@ struct Chain {
 };
 
 // -- Python's side ----------------------------------------------------------------------------------------------
+PyTypeObject* type_of_data; // ``TensorData``
+torchport::Slot tensor_of_data; // its ``tensor``
+
+// The tensor of a ``TensorData``; null where there is none.
+const at::Tensor* tensor_in(PyObject* data) {
+  PyObject* tensor = PyObject_TypeCheck(data, type_of_data) ? tensor_of_data.of(data) : nullptr;
+  return tensor != nullptr && THPVariable_Check(tensor) ? &THPVariable_Unpack(tensor) : nullptr;
+}
+
 struct ChainObject {
   PyObject_HEAD
   std::shared_ptr<const Chain> chain;
@@ -165,23 +175,33 @@ extern "C" PyObject* torchport_chain(
   END_HANDLE_TH_ERRORS
 }
 
-// A list of results, or a string: why the run failed. The list of inputs is emptied, so that each is freed after its
-// last use if nobody else holds it.
-extern "C" PyObject* torchport_run_chain(PyObject* self, PyObject* inputs) {
+// A list of results, or a string: why the run failed. ``inputs``: a sequence of ``TensorData``. Those at the positions
+// ``given`` lose their tensors, so that each is freed after its last use if nobody else holds it.
+extern "C" PyObject* torchport_run_chain(PyObject* self, PyObject* inputs, PyObject* given) {
   HANDLE_TH_ERRORS
   const std::shared_ptr<const Chain> chain = reinterpret_cast<ChainObject*>(self)->chain;
-  const Py_ssize_t count = PyList_GET_SIZE(inputs);
-  TORCH_CHECK_VALUE(static_cast<size_t>(count) == chain->inputs, "other inputs are needed");
+  const THPObjectPtr items(PySequence_Fast(inputs, "a sequence is needed"));
+  if (!items) {
+    return nullptr;
+  }
+  PyObject** const each = PySequence_Fast_ITEMS(items.get());
+  const Py_ssize_t count = PySequence_Fast_GET_SIZE(items.get());
+  if (static_cast<size_t>(count) != chain->inputs) {
+    return PyUnicode_FromFormat("it takes %zu arguments, but got %zd", chain->inputs, count);
+  }
   std::vector<at::Tensor> held;
+  held.reserve(chain->values);
   Uses used;
   for (Py_ssize_t i = 0; i < count; ++i) {
-    PyObject* item = PyList_GET_ITEM(inputs, i);
-    TORCH_CHECK_TYPE(THPVariable_Check(item), "a tensor is needed");
-    held.push_back(THPVariable_Unpack(item));
-    used.add(held.back());
+    const at::Tensor* tensor = tensor_in(each[i]);
+    if (tensor == nullptr) {
+      return PyUnicode_FromString("an argument is not a TensorData with a value");
+    }
+    held.push_back(*tensor);
   }
-  if (PyList_SetSlice(inputs, 0, count, nullptr) != 0) {
-    PyErr_Clear();
+  used.add(held);
+  for (const int64_t position : numbers(given, count)) {
+    Py_SETREF(tensor_of_data.of(each[position]), Py_NewRef(Py_None));
   }
   std::string said;
   bool ran = false;

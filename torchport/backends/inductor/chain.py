@@ -35,15 +35,11 @@ def linked(chain: Chain) -> ChainRun | None:
     kept = frozenset(results)
 
     def run(args: Sequence[BackendData], context: ExecutionContext) -> Sequence[BackendData]:
-        tensors: list[Any] = [data.tensor for data in args if isinstance(data, TensorData) and data.tensor is not None]
-        if len(tensors) != inputs:
-            raise ExecutionError("an argument is not a TensorData with a value")
-        for position in context.donated - kept:
-            args[position].tensor = None  # type: ignore[attr-defined]
+        given = tuple(context.donated - kept) if context.donated else ()
         # In a thread that has not run torch yet OpenMP would use every core: this call gives it torch's number.
         torch.get_num_threads()
         with FewerThreads():
-            values = functions.run_chain(made, tensors)
+            values = functions.run_chain(made, args, given)
         if values.__class__ is str:
             raise ExecutionError(f"the compiled computation failed: {plain_message(values)}")
         device = context.device

@@ -9,6 +9,7 @@
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
 #include <ATen/ThreadLocalState.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/COW.h>
@@ -28,7 +29,7 @@
 #include <optional>
 #include <string>
 #include <thread>
-#include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -81,34 +82,44 @@ at::Tensor shallow_copy(const at::Tensor& tensor) {
 // held, and while it is used the host gets copies that are made at once.
 constexpr int64_t kLazyFrom = 1024; // elements; fewer are copied as fast
 
-std::mutex uses_mutex;
-std::unordered_map<c10::StorageImpl*, int> uses; // of storages by runs
-
 bool is_copied_on_write(const at::Tensor& tensor) {
   return c10::impl::cow::is_cow_data_ptr(tensor.storage().data_ptr());
 }
 
-// The storages that a run uses, from when Python's lock is still held until the run has ended.
+std::mutex uses_mutex;
+
+// The storages that a run uses, from when Python's lock is still held until the run has ended. There are few runs at a
+// time, and each uses many storages: to note one is to append to a list, and to ask for one is to look through all.
 class Uses {
  public:
-  Uses() = default;
+  Uses() {
+    std::lock_guard<std::mutex> hold(uses_mutex);
+    next_ = std::exchange(first_, this);
+  }
   Uses(const Uses&) = delete;
   Uses& operator=(const Uses&) = delete;
   ~Uses() {
     std::lock_guard<std::mutex> hold(uses_mutex);
-    for (c10::StorageImpl* storage : used_) {
-      const auto found = uses.find(storage);
-      if (--found->second == 0) {
-        uses.erase(found);
+    Uses** place = &first_;
+    while (*place != this) {
+      place = &(*place)->next_;
+    }
+    *place = next_;
+  }
+  // Call it with Python's lock held. The run holds the tensors, or others with their memory.
+  void add(const std::vector<at::Tensor>& tensors) {
+    for (const at::Tensor& tensor : tensors) {
+      if (tensor.has_storage() && is_copied_on_write(tensor)) {
+        tensor.storage().unsafeGetStorageImpl()->mutable_data();
       }
     }
-  }
-  // Call it with Python's lock held. The run holds the tensor, or another with its memory.
-  void add(const at::Tensor& tensor) {
-    if (tensor.has_storage() && is_copied_on_write(tensor)) {
-      tensor.storage().unsafeGetStorageImpl()->mutable_data();
+    std::lock_guard<std::mutex> hold(uses_mutex);
+    used_.reserve(used_.size() + tensors.size());
+    for (const at::Tensor& tensor : tensors) {
+      if (tensor.has_storage()) {
+        used_.push_back(tensor.storage().unsafeGetStorageImpl());
+      }
     }
-    add_ordinary(tensor);
   }
   // Whether the storage is an ordinary one, which the run uses from now on.
   bool add_ordinary(const at::Tensor& tensor) {
@@ -117,11 +128,21 @@ class Uses {
       return false;
     }
     used_.push_back(tensor.storage().unsafeGetStorageImpl());
-    ++uses[used_.back()];
     return true;
+  }
+  // Whether a run uses a storage. Call it with ``uses_mutex`` held.
+  static bool by_any(c10::StorageImpl* storage) {
+    for (const Uses* one = first_; one != nullptr; one = one->next_) {
+      if (std::find(one->used_.begin(), one->used_.end(), storage) != one->used_.end()) {
+        return true;
+      }
+    }
+    return false;
   }
 
  private:
+  static inline Uses* first_ = nullptr; // of all there are
+  Uses* next_;
   std::vector<c10::StorageImpl*> used_;
 };
 
@@ -164,10 +185,13 @@ struct Code {
       return false;
     }
     std::vector<void*> handles, outcomes(outputs, nullptr);
+    handles.reserve(given.size());
     for (at::Tensor& tensor : given) {
       handles.push_back(new at::Tensor(std::move(tensor)));
     }
     given.clear();
+    // Nothing here is differentiated, and nobody asks what is a view of what: PyTorch need not note it.
+    const at::AutoDispatchBelowADInplaceOrView values_are_no_views;
     if (run(own, handles.data(), handles.size(), outcomes.data(), outputs, nullptr, nullptr) != 0) {
       said = error();
       return false;

@@ -59,7 +59,7 @@ def _functions(library: ctypes.PyDLL, **arguments: int) -> list[Any]:
 
 _FLUSH: Final = {
     "alive": 1, "sweep": 3, "pending": 1, "forget": 1, "unshared": 2, "own_gradients": 1, "draw": 3, "make_each": 3,
-    "give": 3,
+    "give": 3, "leaf_values": 3,
 }  # fmt: skip
 """The functions of ``native/flush.cpp`` that stand for Python's, and their numbers of arguments."""
 
