@@ -197,17 +197,20 @@ class Job:
             args.append(self.runtime.backend.to_device(keys, self.runtime.device))
 
     def _pack(self, plan: ExecutionPlan, positions: tuple[int, ...], dtype: torch.dtype) -> BackendData:
-        """Scalar inputs as one value. Most stay what they were in the run before, and so does the value then.
+        """Scalar inputs as one value. Where they stay what they were in the run before, so does the value.
 
-        Nobody writes to it, since the plan holds it, too.
+        Nobody writes to such a value, since the plan holds it, too; what is made for one run may be donated.
         """
         numbers = [self.scalar_inputs[at] for at in positions]
         bits = array("d", numbers).tobytes()  # -0.0 is equal to 0.0, and NaN to nothing
-        known = plan.packs.get(dtype)
-        if known is not None and known[0] == bits:
-            return known[1]
+        before, kept = plan.packs.get(dtype, (b"", None))
+        if before != bits:
+            plan.packs[dtype] = bits, None
+        elif kept is not None:
+            return kept
         made = self.runtime.backend.to_device(torch.tensor(numbers, dtype=dtype), self.runtime.device)
-        plan.packs[dtype] = bits, made
+        if before == bits:
+            plan.packs[dtype] = bits, made
         return made
 
     # -- on the backend's own queue --------------------------------------------------------------------------

@@ -53,10 +53,11 @@ class ExecutionPlan:
     """Whether it takes CPU tensors as they are, also where the backend has a form of its own."""
     contexts: dict[frozenset[int], ExecutionContext] = field(default_factory=dict[frozenset[int], ExecutionContext])
     """One context per set of donated arguments."""
-    packs: dict[torch.dtype, tuple[bytes, BackendData]] = field(
-        default_factory=dict[torch.dtype, tuple[bytes, BackendData]]
+    packs: dict[torch.dtype, tuple[bytes, BackendData | None]] = field(
+        default_factory=dict[torch.dtype, tuple[bytes, BackendData | None]]
     )
-    """The scalar inputs of the last run, by the dtype that they were packed in: their bits, and the pack."""
+    """The scalar inputs of the last run, by the dtype that they were packed in: their bits, and the pack if they were
+    the same in the run before."""
 
     @property
     def tier(self) -> str:
