@@ -21,6 +21,7 @@ from ..backend.interface import BackendData, ExecutionContext
 from ..backend.optional import Started
 from ..core import metrics
 from ..core.errors import ExecutionError, TorchportError
+from ..core.sharding import is_partitioned
 from ..core.specs import TensorSpec
 from ..native.twins import twins
 from ..trace.handle import LazyTensor
@@ -208,8 +209,11 @@ class Job:
             plan.packs[dtype] = bits, None
         elif kept is not None:
             return kept
-        made = self.runtime.backend.to_device(torch.tensor(numbers, dtype=dtype), self.runtime.device)
-        if before == bits:
+        backend = self.runtime.backend
+        made = backend.to_device(torch.tensor(numbers, dtype=dtype), self.runtime.device)
+        if before == bits and not is_partitioned(
+            backend
+        ):  # there it may be put on a mesh, which the next run may not be
             plan.packs[dtype] = bits, made
         return made
 

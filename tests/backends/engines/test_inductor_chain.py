@@ -15,7 +15,7 @@ from torch import nn
 import torchport
 from torchport.backend.interface import BackendData, ExecutionContext, FreeableBuffer, InitContext, TensorData
 from torchport.backend.optional import Chain, ChainCall, ChainRun
-from torchport.backends.inductor import InductorBackend
+from torchport.backends.inductor import InductorBackend, queue
 from torchport.core.errors import ExecutionError
 from torchport.core.specs import CompileSpecs, TensorSpec
 
@@ -155,6 +155,22 @@ def test_what_is_donated_is_given_up_unless_it_is_a_result(handles: list[Any]) -
     assert data[0].tensor is None  # type: ignore[attr-defined]
     assert results[1] is data[1]
     assert data[1].tensor is not None  # type: ignore[attr-defined]
+
+
+def test_what_the_queue_has_computed_is_an_argument(handles: list[Any]) -> None:
+    """Such a value makes a tensor of its own when it is asked for one."""
+    run, x = _simple(handles), torch.randn(2, 3)
+    data = _data([x, x + 1])
+    started = queue.start(handles[1], data, _context([x]))
+    started.wait()
+    (between,) = started.results
+    assert type(between) is not TensorData
+    (result,) = run([between], _context([x]))
+    torch.testing.assert_close(result.tensor, torch.ones(2, 3))  # type: ignore[attr-defined]
+    assert between.has_value
+    (result,) = run([between], _context([x], frozenset({0})))
+    torch.testing.assert_close(result.tensor, torch.ones(2, 3))  # type: ignore[attr-defined]
+    assert not between.has_value
 
 
 def test_a_library_that_was_closed_is_an_error(handles: list[Any]) -> None:

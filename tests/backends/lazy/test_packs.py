@@ -9,6 +9,7 @@ import torch
 from everyday_support import needs_counters
 
 import torchport
+from torchport.run import jobs
 
 pytestmark = [needs_counters, pytest.mark.everywhere]
 
@@ -92,3 +93,21 @@ def test_each_thread_has_its_own_numbers(backend: str) -> None:
         for thread in threads:
             thread.join()
     assert not wrong
+
+
+def test_nothing_is_kept_where_values_lie_on_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mesh's computation puts its arguments on the mesh; the next one may be another's."""
+    torchport.use("reference")
+    of = type(torchport.get_backend("reference"))
+    packed: list[torch.Tensor] = []
+    original = of.to_device
+    monkeypatch.setattr(of, "to_device", lambda self, *args: (packed.append(args[0]), original(self, *args))[1])
+    monkeypatch.setattr(jobs, "is_partitioned", lambda backend: True)
+    x = torch.arange(4.0).to("port")
+    with torchport.config.override(tiers="off"):
+        for _ in range(3):
+            _step(x, SERIES[0]).cpu()
+        packed.clear()
+        for _ in range(3):
+            torch.testing.assert_close(_step(x, SERIES[0]).cpu(), _expected(torch.float32, SERIES[0]))
+        assert len(packed) == 3

@@ -107,10 +107,30 @@ struct Chain {
 PyTypeObject* type_of_data; // ``TensorData``
 torchport::Slot tensor_of_data; // its ``tensor``
 
-// The tensor of a ``TensorData``; null where there is none.
-const at::Tensor* tensor_in(PyObject* data) {
-  PyObject* tensor = PyObject_TypeCheck(data, type_of_data) ? tensor_of_data.of(data) : nullptr;
-  return tensor != nullptr && THPVariable_Check(tensor) ? &THPVariable_Unpack(tensor) : nullptr;
+// Whether a value's tensor is in the slot; a class of its own may have a property there (``SlotData``).
+bool is_plain(PyObject* data) {
+  return Py_TYPE(data) == type_of_data && tensor_of_data.of(data) != nullptr;
+}
+
+// The tensor of a ``TensorData``, as a new reference; None where there is none.
+THPObjectPtr tensor_in(PyObject* data) {
+  if (is_plain(data)) {
+    return THPObjectPtr(Py_NewRef(tensor_of_data.of(data)));
+  }
+  THPObjectPtr tensor(PyObject_TypeCheck(data, type_of_data) ? PyObject_GetAttrString(data, "tensor") : Py_NewRef(Py_None));
+  if (!tensor) {
+    throw python_error();
+  }
+  return tensor;
+}
+
+// Have a ``TensorData`` let go of its tensor.
+void take_tensor(PyObject* data) {
+  if (is_plain(data)) {
+    Py_SETREF(tensor_of_data.of(data), Py_NewRef(Py_None));
+  } else if (PyObject_SetAttrString(data, "tensor", Py_None) != 0) {
+    throw python_error();
+  }
 }
 
 struct ChainObject {
@@ -193,15 +213,15 @@ extern "C" PyObject* torchport_run_chain(PyObject* self, PyObject* inputs, PyObj
   held.reserve(chain->values);
   Uses used;
   for (Py_ssize_t i = 0; i < count; ++i) {
-    const at::Tensor* tensor = tensor_in(each[i]);
-    if (tensor == nullptr) {
+    THPObjectPtr tensor = tensor_in(each[i]);
+    if (!THPVariable_Check(tensor.get())) {
       return PyUnicode_FromString("an argument is not a TensorData with a value");
     }
-    held.push_back(*tensor);
+    held.push_back(THPVariable_Unpack(tensor.get()));
   }
   used.add(held);
   for (const int64_t position : numbers(given, count)) {
-    Py_SETREF(tensor_of_data.of(each[position]), Py_NewRef(Py_None));
+    take_tensor(each[position]);
   }
   std::string said;
   bool ran = false;

@@ -101,10 +101,17 @@ class Uses {
   ~Uses() {
     std::lock_guard<std::mutex> hold(uses_mutex);
     Uses** place = &first_;
-    while (*place != this) {
+    while (*place != nullptr && *place != this) {
       place = &(*place)->next_;
     }
-    *place = next_;
+    if (*place == this) { // else the process was forked meanwhile
+      *place = next_;
+    }
+  }
+  // In a forked child: some are on the stacks of threads that are not there, and their memory is used again.
+  static void forget_all() {
+    new (&uses_mutex) std::mutex; // another thread may have held it
+    first_ = nullptr;
   }
   // Call it with Python's lock held. The run holds the tensors, or others with their memory.
   void add(const std::vector<at::Tensor>& tensors) {
@@ -410,6 +417,7 @@ Queue* queue = new Queue;
 const int at_fork = pthread_atfork(nullptr, nullptr, [] {
   queue = new Queue;
   asked.store(false);
+  Uses::forget_all();
 });
 
 } // namespace
