@@ -200,7 +200,8 @@ class Job:
     def _pack(self, plan: ExecutionPlan, positions: tuple[int, ...], dtype: torch.dtype) -> BackendData:
         """Scalar inputs as one value. Where they stay what they were in the run before, so does the value.
 
-        Nobody writes to such a value, since the plan holds it, too; what is made for one run may be donated.
+        Nobody writes to such a value, since the plan holds it, too; what is made for one run may be donated. Where a
+        backend's values may lie on several devices none is kept: a run may put it on a mesh that is not the next one's.
         """
         numbers = [self.scalar_inputs[at] for at in positions]
         bits = array("d", numbers).tobytes()  # -0.0 is equal to 0.0, and NaN to nothing
@@ -211,9 +212,7 @@ class Job:
             return kept
         backend = self.runtime.backend
         made = backend.to_device(torch.tensor(numbers, dtype=dtype), self.runtime.device)
-        if before == bits and not is_partitioned(
-            backend
-        ):  # there it may be put on a mesh, which the next run may not be
+        if before == bits and not is_partitioned(backend):
             plan.packs[dtype] = bits, made
         return made
 

@@ -58,21 +58,35 @@ def test_results_of_earlier_runs_keep_their_numbers(backend: str) -> None:
             torch.testing.assert_close(result.cpu(), _expected(torch.float32, numbers))
 
 
-def test_numbers_that_stay_are_packed_once(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    of = type(torchport.get_backend(backend))
-    packed: list[torch.Tensor] = []
+def _uploads_of_three_more(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """What a backend is given in three runs with the numbers of the three before, and from then on; and the input."""
+    of = type(torchport.get_backend(name))
+    uploads: list[torch.Tensor] = []
     original = of.to_device
-    monkeypatch.setattr(of, "to_device", lambda self, *args: (packed.append(args[0]), original(self, *args))[1])
+    monkeypatch.setattr(of, "to_device", lambda self, *args: (uploads.append(args[0]), original(self, *args))[1])
     x = torch.arange(4.0).to("port")
+    for step in range(6):
+        if step == 3:
+            uploads.clear()
+        torch.testing.assert_close(_step(x, SERIES[0]).cpu(), _expected(torch.float32, SERIES[0]))
+    return uploads, x
+
+
+def test_numbers_that_stay_are_packed_once(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with torchport.config.override(tiers="off"):
-        for _ in range(3):
-            _step(x, SERIES[0]).cpu()
-        packed.clear()
-        for _ in range(3):
-            _step(x, SERIES[0]).cpu()
-        assert not packed
+        uploads, x = _uploads_of_three_more(backend, monkeypatch)
+        assert not uploads
         _step(x, SERIES[2]).cpu()
-        assert len(packed) == 1
+        assert len(uploads) == 1
+
+
+def test_nothing_is_kept_where_values_lie_on_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mesh's computation puts its arguments on the mesh; the next one may be another's."""
+    torchport.use("reference")
+    monkeypatch.setattr(jobs, "is_partitioned", lambda backend: True)
+    with torchport.config.override(tiers="off"):
+        uploads, _ = _uploads_of_three_more("reference", monkeypatch)
+        assert len(uploads) == 3
 
 
 def test_each_thread_has_its_own_numbers(backend: str) -> None:
@@ -93,21 +107,3 @@ def test_each_thread_has_its_own_numbers(backend: str) -> None:
         for thread in threads:
             thread.join()
     assert not wrong
-
-
-def test_nothing_is_kept_where_values_lie_on_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mesh's computation puts its arguments on the mesh; the next one may be another's."""
-    torchport.use("reference")
-    of = type(torchport.get_backend("reference"))
-    packed: list[torch.Tensor] = []
-    original = of.to_device
-    monkeypatch.setattr(of, "to_device", lambda self, *args: (packed.append(args[0]), original(self, *args))[1])
-    monkeypatch.setattr(jobs, "is_partitioned", lambda backend: True)
-    x = torch.arange(4.0).to("port")
-    with torchport.config.override(tiers="off"):
-        for _ in range(3):
-            _step(x, SERIES[0]).cpu()
-        packed.clear()
-        for _ in range(3):
-            torch.testing.assert_close(_step(x, SERIES[0]).cpu(), _expected(torch.float32, SERIES[0]))
-        assert len(packed) == 3
